@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all a new user needs; each builds .venv when it is missing.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+CHECKED := src tests utils benchmarks setup.py
+TESTS ?= tests
+
+.PHONY: demo test test-slow test-gpu bench style quality modular check-modular help
+
+help:  ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+# Torch goes in first and by name, so that TORCH decides which build the machine gets.
+.venv/.installed: setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e ".[dev]"
+	touch $@
+
+demo: .venv/.installed  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
+	$(BIN)/transformers-packed demo
+
+test: .venv/.installed  ## Run the test suite (CPU).
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
+
+test-slow: .venv/.installed  ## Run the tests that take minutes.
+	$(BIN)/python -m pytest -m "slow and not gpu" $(TESTS)
+
+test-gpu: .venv/.installed  ## Run the tests that need a CUDA device.
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+bench: .venv/.installed  ## Measure packed against padded training on the CPU; writes benchmarks/results/cpu_step.json.
+	$(BIN)/python benchmarks/cpu_step.py
+
+style: .venv/.installed  ## Format the code and sort the imports.
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+quality: .venv/.installed  ## Check formatting, imports and lint.
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+modular: .venv/.installed  ## Generate the modeling files from the modular files.
+	$(BIN)/python utils/modular_model_converter.py
+
+check-modular: .venv/.installed  ## Fail when a generated modeling file is stale.
+	$(BIN)/python utils/modular_model_converter.py --check

@@ -1,0 +1,37 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+
+EXTRAS = {
+    # The gated delta rule and the convolution as Triton kernels; on Hopper they need triton >= 3.7.1, torch >= 2.12.1.
+    "cuda": ["flash-linear-attention>=0.6.0"],
+    # A compiled convolution; optional, its build needs nvcc.
+    "causal-conv1d": ["causal-conv1d>=1.7.0"],
+    "trl": ["trl>=1.16"],
+    "demo": ["matplotlib>=3.8", "psutil>=5.9"],
+}
+EXTRAS["dev"] = EXTRAS["demo"] + [
+    "datasets>=4.0",
+    "libcst>=1.5",
+    "parameterized>=0.9",
+    "peft>=0.17",
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "ruff==0.17.5",
+]
+
+setup(
+    name="transformers_packed",
+    version="0.1.0",
+    description="Correct and fast packed (padding-free) training of hybrid linear-attention models in Transformers",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    python_requires=">=3.10",
+    install_requires=["accelerate>=1.1", "numpy>=1.24", "torch>=2.11", "tqdm>=4.60", "transformers>=5.23,<6"],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
+)

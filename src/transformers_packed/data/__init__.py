@@ -1,0 +1,1 @@
+"""Data for packed training."""

@@ -1,0 +1,212 @@
+"""Flatten a batch of samples to one packed row."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
+from transformers.utils import logging
+
+from ..errors import input_error
+
+
+logger = logging.get_logger(__name__)
+
+_CALL = "DataCollatorWithFlattening"
+_IGNORED_LABEL = -100
+
+
+class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
+    """Transformers' `DataCollatorWithFlattening` with cumulative lengths, tail padding, masks and per-token columns.
+
+    Lays the samples of a batch end to end in one row of batch size 1. Each sample's first label becomes
+    `separator_id`, as nothing in its own document predicts it. With the default arguments, and for samples without
+    `attention_mask`, the output equals that of Transformers' collator.
+
+    A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and optionally
+
+    * `labels`: one per token, or a single number per sample (sequence classification), which gives `labels` `[N]`;
+    * `attention_mask`: tokens marked 0 are dropped from every column;
+    * the columns named in `token_columns`: one value per token, flattened alongside to `[1, T]`.
+
+    Args:
+        return_position_ids (`bool`, *optional*, defaults to `True`):
+            Return `position_ids` `[1, T]`, which restart in every sample.
+        separator_id (`int`, *optional*, defaults to -100):
+            The label of each sample's first token.
+        return_flash_attn_kwargs (`bool`, *optional*, defaults to `False`):
+            Return `cu_seq_lens_q`, `cu_seq_lens_k` (int32 `[N+1]`), `max_length_q` and `max_length_k` (`int`).
+        return_seq_idx (`bool`, *optional*, defaults to `False`):
+            Return `seq_idx` (int32 `[1, T]`), the sample of each token.
+        position_ids_start (`int`, *optional*, defaults to 0):
+            The position id of each sample's first token.
+        return_cu_seqlens (`bool`, *optional*, defaults to `False`):
+            Return `cu_seqlens` (int32 `[N+1]`), the cumulative sample lengths.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the row's end to a multiple of this many tokens. The padding is one more document with label -100.
+        pad_token_id (`int`, *optional*):
+            The token that `pad_to_multiple_of` adds.
+        token_columns (`Sequence[str]`, *optional*, defaults to `()`):
+            Further per-token columns to flatten. Other columns are left out, as Transformers' collator does. Tail
+            padding holds 0 in them.
+        return_tensors (`str`, *optional*, defaults to `"pt"`):
+            `"pt"` or `"np"`.
+
+    Raises:
+        `ValueError`: an empty batch or sample, columns of different lengths, or `pad_to_multiple_of` without
+        `pad_token_id`.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed import DataCollatorWithFlattening
+    >>> collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=4, pad_token_id=0)
+    >>> batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["input_ids"].tolist(), batch["cu_seqlens"].tolist()
+    ([[5, 6, 7, 8, 9, 0, 0, 0]], [0, 3, 5, 8])
+    >>> batch["labels"].tolist()
+    [[-100, 6, 7, -100, 9, -100, -100, -100]]
+
+    ```
+    """
+
+    def __init__(
+        self,
+        *args,
+        return_cu_seqlens: bool = False,
+        pad_to_multiple_of: int | None = None,
+        pad_token_id: int | None = None,
+        token_columns: Sequence[str] = (),
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise input_error(
+                    _CALL, expected="pad_to_multiple_of of at least 1", got=f"{pad_to_multiple_of}", fix="Change it."
+                )
+            if pad_token_id is None:
+                raise input_error(
+                    _CALL,
+                    expected="pad_token_id beside pad_to_multiple_of",
+                    got="none",
+                    fix="Pass pad_token_id=tokenizer.pad_token_id.",
+                )
+        self.return_cu_seqlens = return_cu_seqlens
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.pad_token_id = pad_token_id
+        self.token_columns = tuple(token_columns)
+
+    def __call__(
+        self, features: list[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
+    ) -> dict[str, Any]:
+        """Flatten `features` to one row; see the class for what a feature holds and what comes out."""
+        if not features:
+            raise input_error(_CALL, expected="at least one sample", got="an empty batch", fix="Check the sampler.")
+        labelled = {"labels" in feature for feature in features}
+        if len(labelled) > 1:
+            raise input_error(
+                _CALL, expected="labels in all samples or in none", got="labels in some", fix="Add or drop the column."
+            )
+        samples = [self._sample(index, feature) for index, feature in enumerate(features)]
+        self._note_left_out_columns(features[0], len(samples[0]["input_ids"]))
+        scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
+        if any(scalar) and not all(scalar):
+            raise input_error(
+                _CALL,
+                expected="one label per token in all samples, or one number per sample in all of them",
+                got="both",
+                fix="Make the labels column uniform.",
+            )
+        document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
+
+        real_tokens = sum(len(sample["input_ids"]) for sample in samples)
+        padding = -real_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if padding:
+            samples.append(self._padding_document(padding, document_labels))
+            for sample in samples:
+                sample.setdefault("labels", sample["input_ids"])
+        batch = super().__call__(samples, return_tensors, separator_id)
+        if padding:
+            # The parent puts the separator before every document; padding has no label at all.
+            batch["labels"][0, real_tokens:] = _IGNORED_LABEL
+
+        tensors = return_tensors or self.return_tensors
+        to_tensor = np.asarray if tensors == "np" else torch.as_tensor
+        if document_labels is not None:
+            batch["labels"] = to_tensor(np.asarray(document_labels))
+        for name in self.token_columns:
+            batch[name] = to_tensor(np.concatenate([np.asarray(sample[name]) for sample in samples])[None])
+        if self.return_cu_seqlens:
+            lengths = [len(sample["input_ids"]) for sample in samples]
+            batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
+        return batch
+
+    def _sample(self, index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
+        """The feature's columns as lists without masked-out tokens; a label per sample stays a number."""
+        columns = {"input_ids": feature["input_ids"]}
+        for name in ("labels", "attention_mask", *self.token_columns):
+            if name in feature:
+                columns[name] = feature[name]
+            elif name in self.token_columns:
+                raise input_error(
+                    _CALL,
+                    expected=f"the token column {name!r} in every sample",
+                    got=f"none in sample {index}",
+                    fix="Add it, or take it out of token_columns.",
+                )
+        columns = {name: c.tolist() if hasattr(c, "tolist") else c for name, c in columns.items()}
+        length = len(columns["input_ids"])
+        for name, column in columns.items():
+            if name == "labels" and np.ndim(column) == 0:
+                continue
+            if len(column) != length:
+                raise input_error(
+                    _CALL,
+                    expected=f"{name} of the length of input_ids, {length}, in sample {index}",
+                    got=f"{len(column)}",
+                    fix="Tokenize both together.",
+                )
+        mask = columns.pop("attention_mask", None)
+        if mask is not None and not all(mask):
+            for name, column in columns.items():
+                if np.ndim(column):
+                    columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
+        if not columns["input_ids"]:
+            raise input_error(
+                _CALL,
+                expected=f"at least one token in sample {index}",
+                got="only masked-out tokens" if length else "an empty input_ids",
+                fix="Filter such samples out of the dataset.",
+            )
+        return columns
+
+    def _padding_document(self, length: int, document_labels: list | None) -> dict[str, Any]:
+        if document_labels is not None:
+            if any(isinstance(label, float) for label in document_labels):
+                raise input_error(
+                    _CALL,
+                    expected="integer labels beside pad_to_multiple_of, as only they can mark padding with -100",
+                    got="floating-point labels",
+                    fix="Leave pad_to_multiple_of out for regression.",
+                )
+            document_labels.append(_IGNORED_LABEL)
+        return {
+            "input_ids": [self.pad_token_id] * length,
+            "labels": [_IGNORED_LABEL] * length,
+            **{name: [0] * length for name in self.token_columns},
+        }
+
+    def _note_left_out_columns(self, feature: Mapping[str, Any], length: int) -> None:
+        known = {"input_ids", "labels", "attention_mask", "position_ids", *self.token_columns}
+        left_out = [
+            name
+            for name, column in feature.items()
+            if name not in known and not isinstance(column, str) and np.ndim(column) == 1 and len(column) == length
+        ]
+        if left_out:
+            logger.warning_once(
+                f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
+                f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them alongside."
+            )

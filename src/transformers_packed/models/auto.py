@@ -1,0 +1,142 @@
+"""`register`: let Transformers' Auto classes build our models. `unregister` takes it back exactly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from ..errors import input_error
+
+
+# Per family: the module of its configuration classes, and per configuration the class that each Auto class builds.
+FAMILIES = {
+    "qwen3_next": {
+        "Qwen3NextConfig": {
+            "AutoModel": "Qwen3NextModel",
+            "AutoModelForCausalLM": "Qwen3NextForCausalLM",
+            "AutoModelForSequenceClassification": "Qwen3NextForSequenceClassification",
+            "AutoModelForTokenClassification": "Qwen3NextForTokenClassification",
+            "AutoModelForQuestionAnswering": "Qwen3NextForQuestionAnswering",
+        },
+    },
+    "qwen3_5": {
+        "Qwen3_5TextConfig": {
+            "AutoModel": "Qwen3_5TextModel",
+            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+            "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+        },
+    },
+}
+
+# What our methods use of the built-in modules: without it a model would fail in the middle of a forward.
+_REQUIRED = {
+    "transformers.cache_utils": (
+        "Cache.get_recurrent_state",
+        "Cache.update_conv_state",
+        "Cache.update_recurrent_state",
+    ),
+    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
+    "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
+    "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
+    "transformers.models.qwen3_next.modeling_qwen3_next": (
+        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+    "transformers.models.qwen3_5.modeling_qwen3_5": (
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5TextForSequenceClassification",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+}
+
+
+def register() -> None:
+    """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
+
+    From then on `from_pretrained` and `from_config` on a Qwen3-Next or Qwen3.5 text configuration return our classes,
+    which have the built-in names, parameters and results and keep the documents of a packed row apart. Registering
+    again changes nothing.
+
+    Raises:
+        `ImportError`: the installed Transformers lacks something that our models use.
+        `ValueError`: somebody else's class is registered for one of the configurations.
+
+    Example:
+
+    ```python
+    >>> import transformers_packed
+    >>> from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> with transformers_packed.registered():
+    ...     type(AutoModelForCausalLM.from_config(config)).__module__
+    'transformers_packed.models.qwen3_5.modeling_qwen3_5'
+
+    ```
+    """
+    _check_transformers()
+    entries = list(_entries())
+    for mapping, config, ours in entries:
+        current = mapping._extra_content.get(config, ours)
+        if current is not ours:
+            raise input_error(
+                "register",
+                expected=f"no other class registered for {config.__name__}",
+                got=f"{current.__module__}.{current.__name__}",
+                fix="Call register() without it, or build our class directly from transformers_packed.models.",
+            )
+    for mapping, config, ours in entries:
+        mapping.register(config, ours, exist_ok=True)
+
+
+def unregister() -> None:
+    """Undo [`register`]: the Auto classes build the built-in models again. Without a registration nothing happens."""
+    for mapping, config, ours in _entries():
+        if mapping._extra_content.get(config) is ours:
+            del mapping._extra_content[config]
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """[`register`] for the length of a `with` block; an earlier registration stays afterwards."""
+    before = all(mapping._extra_content.get(config) is ours for mapping, config, ours in _entries())
+    register()
+    try:
+        yield
+    finally:
+        if not before:
+            unregister()
+
+
+def _entries() -> Iterator[tuple]:
+    """(mapping of an Auto class, configuration class, our model class) for all that we register."""
+    for family, configs in FAMILIES.items():
+        modeling = import_module(f"{__package__}.{family}.modeling_{family}")
+        for config_name, classes in configs.items():
+            config = getattr(transformers, config_name)
+            for auto_name, class_name in classes.items():
+                yield getattr(modeling_auto, auto_name)._model_mapping, config, getattr(modeling, class_name)
+
+
+def _check_transformers() -> None:
+    """Raise an `ImportError` that names everything the installed Transformers lacks."""
+    missing = []
+    for module_name, paths in _REQUIRED.items():
+        for path in paths:
+            try:
+                found = import_module(module_name)
+                for part in path.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                missing.append(f"{module_name}.{path}")
+    if missing:
+        raise ImportError(
+            f"register: transformers {transformers.__version__} lacks {', '.join(missing)}, which the models of "
+            "transformers_packed use. Install a supported release: pip install 'transformers>=5.23,<6'."
+        )

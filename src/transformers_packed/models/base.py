@@ -1,0 +1,47 @@
+"""How our classes take the place of Transformers' own: by class, never by layout.
+
+Each of our classes carries the name of the built-in class that it derives from, adds methods, and adds no parameter
+and no attribute. So a built-in module becomes ours when its `__class__` is set, and weights, plans, adapters and hooks
+stay as they are. `convert` does that for a whole model; models of ours call it when they are built.
+"""
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+
+REPLACEMENTS: dict[type, type] = {}
+
+
+def replaces_builtin(cls: type) -> type:
+    """Class decorator: `cls` stands in for the built-in class of the same name that it derives from."""
+    (builtin,) = (base for base in cls.__bases__ if base.__name__ == cls.__name__)
+    REPLACEMENTS[builtin] = cls
+    return cls
+
+
+def convert(model: torch.nn.Module) -> None:
+    """Turn every built-in module below `model` for which we have a class into ours, in place."""
+    for module in model.modules():
+        ours = REPLACEMENTS.get(type(module))
+        if ours is not None:
+            module.__class__ = ours
+            if isinstance(module, PreTrainedModel):
+                # Transformers looks up what a model can record by its class, which has just changed.
+                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+class PackedModelMixin:
+    """What every model class of ours adds to the built-in one: its layers become ours when it is built."""
+
+    # The built-in check looks for a decorator in the source of the class's own module, where ours has no experts.
+    _can_set_experts_implementation_cached_value = True
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        convert(self)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # The weights are the built-in's, so Transformers' weight conversions and initialisation apply as they stand.
+        return False

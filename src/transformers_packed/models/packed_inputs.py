@@ -1,0 +1,207 @@
+"""From the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` when the input is not packed.
+
+Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`) always means a packed row; any one of them
+is enough. Without it a row is packed when `position_ids` restart and there is neither a mask nor a cache. The checks
+read shapes, dtypes and host copies; contents of tensors on a device are compared only where they are on the CPU
+anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation.
+"""
+
+import os
+from typing import Any
+
+import torch
+from transformers.utils import TransformersKwargs
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+from ..boundaries import SequenceBoundaries, text_position_ids
+from ..errors import input_error
+
+
+class PackingKwargs(TransformersKwargs, total=False):
+    """Keyword arguments of a packed forward: Transformers' own (`seq_idx`, `cu_seq_lens_q`, ...) and ours.
+
+    Attributes:
+        cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
+            Cumulative document lengths, flash-linear-attention's name for `cu_seq_lens_q`.
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The same with a host copy, as models hand it to their layers.
+    """
+
+    cu_seqlens: torch.IntTensor | None
+    boundaries: SequenceBoundaries | None
+
+
+_LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k")
+
+
+def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:
+    """The boundaries that the explicit packing keywords among `metadata` describe, or `None` without any.
+
+    Args:
+        call (`str`):
+            Whose arguments these are, for messages.
+        total_length (`int`):
+            The number of tokens `T` of the row.
+        metadata (`dict`):
+            Keyword arguments; those that are not about packing are left alone.
+
+    Raises:
+        `ValueError`: a keyword is malformed, does not fit the row, or disagrees with another one.
+    """
+    boundaries = metadata.get("boundaries")
+    if boundaries is not None:
+        return boundaries
+    lengths = {name: metadata[name] for name in _LENGTHS if metadata.get(name) is not None}
+    seq_idx = metadata.get("seq_idx")
+    maxima = {name: metadata[name] for name in ("max_length_q", "max_length_k") if metadata.get(name) is not None}
+    if not lengths and seq_idx is None:
+        if maxima:
+            raise input_error(
+                call,
+                expected=f"cu_seq_lens_q and cu_seq_lens_k beside {' and '.join(maxima)}",
+                got="no document boundaries",
+                fix="Pass the batch as DataCollatorWithFlattening made it.",
+            )
+        return None
+    if lengths:
+        (name, tensor), *others = lengths.items()
+        boundaries = SequenceBoundaries.from_cu_seqlens(tensor, total_length=total_length)
+        for other_name, other in others:
+            if other is not tensor:
+                _agree(call, name, tensor, other_name, other)
+    if seq_idx is not None:
+        if boundaries is None:
+            boundaries = SequenceBoundaries.from_seq_idx(seq_idx)
+        if seq_idx.shape != (1, total_length):
+            raise input_error(
+                call,
+                expected=f"seq_idx of shape [1, {total_length}], one document number per token",
+                got=f"{tuple(seq_idx.shape)}",
+                fix="Pass the seq_idx of this row.",
+            )
+        if lengths and _may_read(seq_idx):
+            _agree_documents(call, boundaries, "seq_idx", SequenceBoundaries.from_seq_idx(seq_idx))
+    for name, maximum in maxima.items():
+        if _may_read(maximum) and int(maximum) < boundaries.max_length:
+            raise input_error(
+                call,
+                expected=f"{name} of at least {boundaries.max_length}, the longest document",
+                got=f"{int(maximum)}",
+                fix="Pass the collator's value.",
+            )
+    return boundaries
+
+
+def resolve_boundaries(
+    call: str,
+    kwargs: dict[str, Any],
+    *,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    attention_mask: Any,
+    position_ids: torch.Tensor | None,
+    past_key_values: Any,
+    use_cache: bool | None,
+) -> SequenceBoundaries | None:
+    """Decide once, at the top of a model, whether its input is a packed row and where its documents are.
+
+    The packing keywords are taken out of `kwargs`, so that a row that is not packed leaves no trace of them.
+
+    Raises:
+        `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
+        malformed or contradictory.
+    """
+    given = kwargs.pop("boundaries", None)
+    metadata = {name: kwargs.pop(name, None) for name in _METADATA}
+    if given is not None:
+        return given
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if tokens is None:
+        return None
+    rows, total_length = tokens.shape[:2]
+    if any(value is not None for value in metadata.values()):
+        source = " and ".join(name for name, value in metadata.items() if value is not None)
+        _check_one_row(call, source, rows)
+        boundaries = boundaries_from_metadata(call, total_length, metadata)
+        if position_ids is not None and _may_read(position_ids):
+            text_row = text_position_ids(position_ids)
+            if text_row is not None and text_row.shape[-1] == total_length:
+                _agree_documents(call, boundaries, "position_ids", SequenceBoundaries.from_position_ids(text_row[:1]))
+    else:
+        # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+        if position_ids is None or attention_mask is not None or past_key_values is not None:
+            return None
+        text_row = text_position_ids(position_ids)
+        if is_torchdynamo_compiling() or text_row is None or text_row.shape[-1] != total_length:
+            return None
+        if bool((text_row.diff() == 1).all()):
+            return None
+        source = "position_ids that restart"
+        _check_one_row(call, source, rows)
+        boundaries = SequenceBoundaries.from_position_ids(text_row)
+    for name, value, fix in (
+        ("attention_mask", attention_mask, "Leave attention_mask out: the boundaries say all that a mask could."),
+        ("past_key_values", past_key_values, "Run packed rows without a cache, or decode the documents one by one."),
+        ("use_cache=True", use_cache or None, "Leave use_cache out or set it to False."),
+    ):
+        if value is not None:
+            raise input_error(call, expected=f"a packed row ({source}) without {name}", got=name, fix=fix)
+    return boundaries
+
+
+def mask_targets_across_documents(
+    boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """`labels` `[1, T]` without targets that would make one document's last token predict the next one's first.
+
+    The same is done to `shift_labels` in `kwargs`, whose targets stand one token earlier. A document alone has no
+    target for its first token either, so its own loss is untouched.
+    """
+    if labels is not None:
+        starts = boundaries.cu_seqlens[:-1].long()
+        labels = labels.index_fill(1, starts.to(labels.device), -100)
+    shift_labels = kwargs.get("shift_labels")
+    if shift_labels is not None:
+        ends = boundaries.cu_seqlens[1:].long() - 1
+        kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+    return labels
+
+
+def _may_read(value: Any) -> bool:
+    """Whether looking at the contents costs no synchronisation, or one was asked for."""
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
+
+
+def _check_one_row(call: str, source: str, rows: int) -> None:
+    if rows != 1:
+        raise input_error(
+            call,
+            expected=f"one packed row (batch size 1) beside {source}",
+            got=f"batch size {rows}",
+            fix="Flatten the batch to one row, or pass an attention_mask if the rows are padded.",
+        )
+
+
+def _agree(call: str, name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    readable = _may_read(tensor) and _may_read(other)
+    if tensor.shape != other.shape or (readable and not torch.equal(tensor.cpu().long(), other.cpu().long())):
+        raise input_error(
+            call,
+            expected=f"{name} and {other_name} that describe the same documents",
+            got="different ones",
+            fix="Pass one of them, or the same tensor for both.",
+        )
+
+
+def _agree_documents(call: str, boundaries: SequenceBoundaries, name: str, other: SequenceBoundaries) -> None:
+    if not boundaries.same_as(other):
+        raise input_error(
+            call,
+            expected=f"{name} with the {boundaries.num_documents} documents that the other arguments describe",
+            got=f"{other.num_documents} documents"
+            + (", cut elsewhere" if other.num_documents == boundaries.num_documents else ""),
+            fix="Pass the batch as DataCollatorWithFlattening made it, or leave one of them out.",
+        )

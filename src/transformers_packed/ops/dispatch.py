@@ -1,0 +1,78 @@
+"""Which implementation of an op runs, and why the others do not.
+
+Each op offers an ordered table of implementations, each with a verifier that looks at the call and answers
+`(ok, reason)`. `impl="auto"` takes the first one that can serve; a name asks for that one and is an error with the
+reason when it cannot. What `auto` chose is logged once, and [`implementations_used`] tells it afterwards.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers.utils import logging
+
+from ..errors import input_error
+
+
+logger = logging.get_logger(__name__)
+
+_used: dict[str, dict[str, None]] = {}
+
+
+class Implementation(NamedTuple):
+    """`run(*args, **kwargs)` does the work; `verify(*args, **kwargs)` says whether it can, and if not, why."""
+
+    run: Callable[..., Any]
+    verify: Callable[..., tuple[bool, str]]
+
+
+def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Callable[..., Any]:
+    """The function of `table` that serves this call of `op`.
+
+    Args:
+        op (`str`):
+            The op's name, for messages.
+        impl (`str`):
+            `"auto"`, or a key of `table`.
+        table (`dict[str, Implementation]`):
+            The implementations in order of preference.
+        args, kwargs:
+            The call, as the verifiers see it.
+
+    Raises:
+        `ValueError`: `impl` is unknown or cannot serve the call, or nothing can.
+    """
+    if impl != "auto" and impl not in table:
+        raise input_error(
+            op, expected=f'impl="auto" or one of {sorted(table)}', got=f'"{impl}"', fix='Use "auto" or a listed name.'
+        )
+    reasons = []
+    for name in table if impl == "auto" else (impl,):
+        ok, reason = table[name].verify(*args, **kwargs)
+        if ok:
+            record(op, name, reasons)
+            return table[name].run
+        reasons.append(f"{name}: {reason}")
+    raise input_error(
+        op,
+        expected=f'an input that impl="{impl}" can serve',
+        got="; ".join(reasons),
+        fix='Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input.",
+    )
+
+
+def record(op: str, name: str, reasons: list[str] | tuple[str, ...] = ()) -> None:
+    """Remember that `name` ran for `op`, and log it the first time."""
+    names = _used.setdefault(op, {})
+    if name not in names:
+        names[name] = None
+        logger.info(f"{op}: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+
+
+def implementations_used() -> dict[str, list[str]]:
+    """The implementations that ran in this process, `{op: [name, ...]}` in the order of their first use."""
+    return {op: list(names) for op, names in _used.items()}
+
+
+def always(*args, **kwargs) -> tuple[bool, str]:
+    """The verifier of an implementation that serves every call."""
+    return True, ""

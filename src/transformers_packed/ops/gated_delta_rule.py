@@ -1,0 +1,226 @@
+"""The gated delta rule, Yang et al., "Gated Delta Networks" (arXiv 2412.06464).
+
+For each head a state `S` (`K` x `V`) is decayed, corrected along the key and read by the query:
+
+    S_t = exp(g_t) * (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t / sqrt(K)
+
+[`torch_recurrent_gated_delta_rule`] does that token by token. [`torch_chunk_gated_delta_rule`] does a chunk of tokens
+at once: with `c` the running sum of `g` inside the chunk and `S` the state before it, the corrections `u` that the
+chunk writes solve a unit lower triangular system
+
+    (I + A) u = beta * v - beta * exp(c) * k S          A_ti = beta_t exp(c_t - c_i) (k_t . k_i)   for i < t
+
+so two right-hand sides, one for `v` and one for `k`, are solved for all chunks at once, and only the pass of `S` from
+chunk to chunk is sequential. Cost per token and head: O(chunk * (K + V) + K * V). State and sums are float32, or
+float64 for float64 inputs.
+
+Both torch functions know nothing of documents: like their namesakes in Transformers they accept the packing keywords
+and ignore them. [`gated_delta_rule`] is the function that keeps documents apart.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from .dispatch import Implementation, always, choose
+from .per_document import per_document
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    boundaries: SequenceBoundaries | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule on a batch of sequences, or on each document of a packed row.
+
+    Args:
+        query, key (`torch.Tensor` of shape `[B, T, H, K]`):
+            Queries and keys, any floating dtype.
+        value (`torch.Tensor` of shape `[B, T, HV, V]`):
+            Values. `HV` is a multiple of `H`; each key head serves `HV / H` consecutive value heads.
+        g (`torch.Tensor` of shape `[B, T, HV]`):
+            Natural-log decay, at most 0.
+        beta (`torch.Tensor` of shape `[B, T, HV]`):
+            Learning rate of the state, usually in (0, 1).
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The documents of a packed row (`B` = 1). The state starts at zero in each of them.
+        initial_state (`torch.Tensor` of shape `[B, HV, K, V]`, *optional*):
+            The state before the first token. Not for packed rows.
+        output_final_state (`bool`, *optional*, defaults to `False`):
+            Whether to return the state after the last token. Not for packed rows.
+        use_qk_l2norm_in_kernel (`bool`, *optional*, defaults to `False`):
+            Whether to normalise queries and keys to unit length first.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"` or `"reference"`.
+
+    Returns:
+        `tuple`: the output `[B, T, HV, V]` in the dtype of `query`, and the final state `[B, HV, K, V]` or `None`.
+
+    Raises:
+        `ValueError`: a packed row with a state, shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed import SequenceBoundaries
+    >>> from transformers_packed.ops import gated_delta_rule
+    >>> q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    >>> g, beta = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+    >>> packed, _ = gated_delta_rule(q, k, v, g, beta, boundaries=SequenceBoundaries.from_lengths([2, 3]))
+    >>> alone, _ = gated_delta_rule(q[:, 2:], k[:, 2:], v[:, 2:], g[:, 2:], beta[:, 2:])
+    >>> torch.allclose(packed[:, 2:], alone, atol=1e-6)
+    True
+
+    ```
+    """
+    if boundaries is not None and (initial_state is not None or output_final_state):
+        raise input_error(
+            "gated_delta_rule",
+            expected="a packed row without a state",
+            got="initial_state" if initial_state is not None else "output_final_state=True",
+            fix="A packed row has one state per document: run it without a cache, or run the documents one by one.",
+        )
+    if value.shape[2] % key.shape[2]:
+        raise input_error(
+            "gated_delta_rule",
+            expected="a number of value heads that is a multiple of the number of key heads",
+            got=f"{value.shape[2]} and {key.shape[2]}",
+            fix="Check the shapes [B, T, heads, dim].",
+        )
+    call = (query, key, value, g, beta)
+    options = {
+        "boundaries": boundaries,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+    }
+    return choose("gated_delta_rule", impl, IMPLEMENTATIONS, *call, **options)(*call, **options)
+
+
+def torch_chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule in chunks, in plain torch: the reference. Arguments as in [`gated_delta_rule`].
+
+    The packing keywords `seq_idx`, `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`
+    are accepted and ignored, as any other extra keyword: each row is one sequence.
+    """
+    length = query.shape[1]
+    inputs = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    # [B, HV, T, ...] -> [B, HV, chunks, C, ...]; the zeros after the last token write nothing and decay nothing.
+    padding = -length % chunk_size
+    q, k, v, g, beta = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, chunk_size)) for x in inputs)
+
+    log_decay = g.cumsum(dim=3)
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).triu(1)
+    pair_decay = (log_decay - log_decay.transpose(3, 4)).masked_fill(later, float("-inf")).exp()
+    k_beta = k * beta
+    system = (k_beta @ k.transpose(3, 4)) * pair_decay
+    within = ((q @ k.transpose(3, 4)) * pair_decay).unbind(2)
+    corrections = _solve(system, v * beta).unbind(2)
+
+    # The state is only read when there was something before the chunk.
+    state = None if initial_state is None else initial_state.to(v.dtype)
+    from_state = None
+    if state is not None or len(corrections) > 1:
+        from_state = _solve(system, k_beta * log_decay.exp()).unbind(2)
+    queries = (q * log_decay.exp()).unbind(2)
+    last = log_decay[:, :, :, -1:]
+    keys = (k * (last - log_decay).exp()).transpose(3, 4).unbind(2)
+    chunk_decay = last.exp().unbind(2)
+
+    outputs = []
+    for n, written in enumerate(corrections):
+        if state is None:
+            outputs.append(within[n] @ written)
+            state = keys[n] @ written
+        else:
+            written = written - from_state[n] @ state
+            outputs.append(queries[n] @ state + within[n] @ written)
+            state = state * chunk_decay[n] + keys[n] @ written
+    output = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
+    return output.to(query.dtype, memory_format=torch.contiguous_format), state if output_final_state else None
+
+
+def torch_recurrent_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule token by token, in plain torch: what decoding runs, and the oracle of the chunked form.
+
+    Arguments as in [`gated_delta_rule`]; the packing keywords are accepted and ignored.
+    """
+    q, k, v, g, beta = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
+    if initial_state is None:
+        state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(v.dtype)
+    decay = g.exp()[..., None]
+    outputs = []
+    for t in range(q.shape[2]):
+        state = state * decay[:, :, t]
+        # k_t as a column reads the state: k^T S, a row of V; beta * (v - k^T S) is written back along k.
+        k_t = k[:, :, t, :, None]
+        recalled = k_t.transpose(2, 3) @ state
+        state = state + k_t @ ((v[:, :, t, None] - recalled) * beta[:, :, t, None])
+        outputs.append(q[:, :, t, None] @ state)
+    output = torch.cat(outputs, dim=2).transpose(1, 2)
+    return output.to(query.dtype, memory_format=torch.contiguous_format), state if output_final_state else None
+
+
+def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
+    """Heads before tokens, one key head per value head, float32 (or float64), `q` scaled; g and beta as columns."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    if normalise:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    groups = v.shape[1] // k.shape[1]
+    if groups > 1:
+        q, k = (x.repeat_interleave(groups, dim=1) for x in (q, k))
+    return [q, k, v, *(x.transpose(1, 2).to(dtype)[..., None] for x in (g, beta))]
+
+
+def _solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`x` of `(I + strictly_lower(system)) x = right`."""
+    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+
+
+def _reference(query, key, value, g, beta, *, boundaries, **options):
+    if boundaries is not None:
+        rule = partial(torch_chunk_gated_delta_rule, **options)
+        return per_document(lambda *x: rule(*x)[0], query, key, value, g, beta, boundaries=boundaries), None
+    decoding = query.shape[1] == 1 and options["initial_state"] is not None
+    function = torch_recurrent_gated_delta_rule if decoding else torch_chunk_gated_delta_rule
+    return function(query, key, value, g, beta, **options)
+
+
+IMPLEMENTATIONS = {"reference": Implementation(_reference, always)}
