@@ -91,8 +91,17 @@ class SequenceBoundaries:
         lengths = torch.as_tensor(lengths)
         device = lengths.device if device is None else torch.device(device)
         _check_integers(call, "lengths", lengths, shape="[N] with N >= 1", ndim=1, minimum_size=1)
+        lengths = lengths.to("cpu", torch.int64)
+        if bool((lengths < 1).any()):
+            document = int((lengths < 1).nonzero()[0])
+            raise input_error(
+                call,
+                expected="lengths of at least 1 (no document is empty)",
+                got=f"{int(lengths[document])} at document {document}",
+                fix="Leave empty documents out of the row.",
+            )
         host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-        torch.cumsum(lengths.to("cpu", torch.int64), dim=0, out=host[1:])
+        torch.cumsum(lengths, dim=0, out=host[1:])
         return cls._checked(call, host, device)
 
     @classmethod
@@ -121,12 +130,21 @@ class SequenceBoundaries:
             host = cu_seqlens
         else:
             host = cu_seqlens_cpu
+            _check_integers(call, "cu_seqlens_cpu", host, shape="[N+1] with N >= 1", ndim=1, minimum_size=2)
+            fix = "Pass a host copy of the same tensor, or leave it out."
             if host.device.type != "cpu" or host.shape != cu_seqlens.shape:
                 raise input_error(
                     call,
                     expected=f"cu_seqlens_cpu on the CPU with shape {tuple(cu_seqlens.shape)}",
                     got=f"{tuple(host.shape)} on {host.device}",
-                    fix="Pass a host copy of the same tensor, or leave it out.",
+                    fix=fix,
+                )
+            if cu_seqlens.device.type == "cpu" and not torch.equal(host.long(), cu_seqlens.long()):
+                raise input_error(
+                    call,
+                    expected=f"cu_seqlens_cpu with the values of cu_seqlens, {_short(cu_seqlens.tolist())}",
+                    got=_short(host.tolist()),
+                    fix=fix,
                 )
         return cls._checked(call, host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
 
@@ -156,12 +174,12 @@ class SequenceBoundaries:
         positions. The three-row form `[3, 1, T]` has no text row and says nothing about documents: a `ValueError`.
         """
         call = "SequenceBoundaries.from_position_ids"
-        text_row = text_position_ids(position_ids)
+        text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
         if text_row is None:
             raise input_error(
                 call,
-                expected="position_ids of shape [1, T], or [4, 1, T] whose row 0 holds the text positions",
-                got=f"shape {tuple(position_ids.shape)}",
+                expected="a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions",
+                got=_describe(position_ids),
                 fix="Pass cu_seqlens or seq_idx instead.",
             )
         _check_integers(call, "position_ids", text_row, shape="[1, T] with T >= 1", ndim=2, minimum_size=1)
@@ -356,7 +374,10 @@ class SequenceBoundaries:
                 got=f"shape {tuple(packed.shape)}",
                 fix="Pass the row that these boundaries describe.",
             )
-        length = self.max_length if attention_mask is None else attention_mask.shape[1]
+        length = self.max_length
+        if attention_mask is not None:
+            attention_mask = _check_padding_mask(call, attention_mask)
+            length = attention_mask.shape[1]
         slots = self._slots(call, length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)
         return padded.index_copy(0, slots, packed[0]).unflatten(0, (self.num_documents, length))
@@ -373,6 +394,13 @@ class SequenceBoundaries:
                 )
             return (self.seq_idx.long() * length + self.position_ids)[0]
         mask = _check_padding_mask(call, attention_mask)
+        if mask.shape != (self.num_documents, length):
+            raise input_error(
+                call,
+                expected=f"an attention_mask of the batch's shape [{self.num_documents}, {length}]",
+                got=f"{list(mask.shape)}",
+                fix="Pass the mask of this batch.",
+            )
         counts = mask.sum(dim=1).tolist()
         if counts != self.lengths:
             raise input_error(
@@ -430,11 +458,10 @@ def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
 def _check_integers(call: str, name: str, tensor: Any, *, shape: str, ndim: int, minimum_size: int) -> None:
     integral = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64)
     if not integral or tensor.ndim != ndim or tensor.shape[-1] < minimum_size:
-        got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise input_error(
             call,
             expected=f"{name} as an int32 or int64 tensor {shape}",
-            got=got,
+            got=_describe(tensor),
             fix="If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
             if name == "cu_seqlens"
             else "Convert it first.",
@@ -454,11 +481,11 @@ def _check_one_row(call: str, name: str, rows: int) -> None:
 def _check_padding_mask(call: str, attention_mask: torch.Tensor) -> torch.Tensor:
     """The mask as bool `[B, L]`."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
-        got = (
-            tuple(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
-        )
         raise input_error(
-            call, expected="an attention_mask tensor [B, L]", got=f"{got}", fix="Pass the 2-D padding mask."
+            call,
+            expected="an attention_mask tensor [B, L]",
+            got=_describe(attention_mask),
+            fix="Pass the 2-D padding mask.",
         )
     if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise input_error(
@@ -468,6 +495,10 @@ def _check_padding_mask(call: str, attention_mask: torch.Tensor) -> torch.Tensor
             fix="Mark real tokens with 1 and padding with 0.",
         )
     return attention_mask.bool()
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _short(values: list[int]) -> str:

@@ -1,0 +1,563 @@
+import dataclasses
+import unittest
+
+import numpy as np
+import torch
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+
+
+LENGTHS = [
+    ("one_token", [1]),
+    ("one_document", [9]),
+    ("only_one_token_documents", [1, 1, 1]),
+    ("short_and_long", [5, 1, 70, 7]),
+    ("around_the_chunk", [63, 64, 65]),
+    ("around_the_chunk_descending", [65, 64, 63]),
+    ("equal", [4, 4, 4]),
+    ("many", [1 + 7 * n % 131 for n in range(150)]),
+]
+
+
+def reference(lengths):
+    """The derived values in plain Python."""
+    cu_seqlens, documents, positions = [0], [], []
+    for document, length in enumerate(lengths):
+        cu_seqlens.append(cu_seqlens[-1] + length)
+        documents += [document] * length
+        positions += range(length)
+    return cu_seqlens, documents, positions
+
+
+def padding_masks(lengths):
+    """Masks of the three kinds that all hold `lengths` real tokens: right and left padding, and holes."""
+    width = max(lengths) + 3
+    right = torch.zeros(len(lengths), width, dtype=torch.int64)
+    left, holes = right.clone(), right.clone()
+    generator = torch.Generator().manual_seed(0)
+    for row, length in enumerate(lengths):
+        right[row, :length] = 1
+        left[row, width - length :] = 1
+        holes[row, torch.randperm(width, generator=generator)[:length]] = 1
+    return {"right": right, "left": left, "holes": holes}
+
+
+class SequenceBoundariesTest(unittest.TestCase):
+    def assert_describes(self, boundaries, lengths):
+        cu_seqlens, documents, positions = reference(lengths)
+        self.assertEqual(boundaries.cu_seqlens.tolist(), cu_seqlens)
+        self.assertEqual(boundaries.cu_seqlens_cpu.tolist(), cu_seqlens)
+        self.assertEqual(boundaries.lengths, lengths)
+        self.assertEqual(boundaries.seq_idx.tolist(), [documents])
+        self.assertEqual(boundaries.position_ids.tolist(), [positions])
+        self.assertEqual(boundaries.num_documents, len(lengths))
+        self.assertEqual(boundaries.total_length, sum(lengths))
+        self.assertEqual(boundaries.max_length, max(lengths))
+
+    @parameterized.expand(LENGTHS)
+    def test_from_lengths(self, _, lengths):
+        for given in (
+            lengths,
+            tuple(lengths),
+            np.array(lengths),
+            np.array(lengths, dtype=np.int32),
+            torch.tensor(lengths),
+            torch.tensor(lengths, dtype=torch.int32),
+        ):
+            with self.subTest(type=type(given), dtype=getattr(given, "dtype", None)):
+                self.assert_describes(SequenceBoundaries.from_lengths(given), lengths)
+
+    @parameterized.expand(LENGTHS)
+    def test_from_cu_seqlens(self, _, lengths):
+        cu_seqlens = reference(lengths)[0]
+        for given in (
+            cu_seqlens,
+            np.array(cu_seqlens),
+            torch.tensor(cu_seqlens),
+            torch.tensor(cu_seqlens, dtype=torch.int32),
+        ):
+            with self.subTest(type=type(given), dtype=getattr(given, "dtype", None)):
+                self.assert_describes(SequenceBoundaries.from_cu_seqlens(given), lengths)
+                self.assert_describes(
+                    SequenceBoundaries.from_cu_seqlens(given, total_length=sum(lengths)),
+                    lengths,
+                )
+
+    @parameterized.expand(LENGTHS)
+    def test_from_seq_idx(self, _, lengths):
+        documents = torch.tensor([reference(lengths)[1]])
+        for given in (documents, documents.int(), 3 * documents + 2):
+            self.assert_describes(SequenceBoundaries.from_seq_idx(given), lengths)
+
+    @parameterized.expand(LENGTHS)
+    def test_from_position_ids(self, _, lengths):
+        positions = torch.tensor([reference(lengths)[2]])
+        # The other three rows are image positions, which do not follow the text.
+        four_rows = torch.cat([positions[None], torch.zeros(3, *positions.shape, dtype=torch.int64)])
+        for given in (positions, positions.int(), positions + 2, four_rows):
+            self.assert_describes(SequenceBoundaries.from_position_ids(given), lengths)
+
+    @parameterized.expand(LENGTHS)
+    def test_from_attention_mask(self, _, lengths):
+        for kind, mask in padding_masks(lengths).items():
+            for dtype in (torch.int64, torch.bool, torch.float32):
+                with self.subTest(kind=kind, dtype=dtype):
+                    self.assert_describes(SequenceBoundaries.from_attention_mask(mask.to(dtype)), lengths)
+
+    def test_a_jump_in_position_ids_starts_a_document(self):
+        boundaries = SequenceBoundaries.from_position_ids(torch.tensor([[0, 1, 5, 6, 6, 3]]))
+        self.assertEqual(boundaries.lengths, [2, 2, 1, 1])
+
+    @parameterized.expand(LENGTHS)
+    def test_constructors_agree(self, _, lengths):
+        made = SequenceBoundaries.from_lengths(lengths)
+        for other in (
+            SequenceBoundaries.from_cu_seqlens(made.cu_seqlens),
+            SequenceBoundaries.from_cu_seqlens(made.cu_seqlens, cu_seqlens_cpu=made.cu_seqlens_cpu),
+            SequenceBoundaries.from_seq_idx(made.seq_idx),
+            SequenceBoundaries.from_position_ids(made.position_ids),
+            SequenceBoundaries.from_attention_mask(padding_masks(lengths)["left"]),
+        ):
+            self.assertTrue(made.same_as(other))
+            self.assertTrue(other.same_as(made))
+
+    def test_same_as_tells_different_documents_apart(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        for lengths in ([3, 2], [5], [2, 3, 1], [2, 2, 1]):
+            self.assertFalse(boundaries.same_as(SequenceBoundaries.from_lengths(lengths)))
+
+    @parameterized.expand(LENGTHS)
+    def test_dtypes_and_shapes(self, _, lengths):
+        for dtype in (torch.int32, torch.int64):
+            boundaries = SequenceBoundaries.from_lengths(torch.tensor(lengths, dtype=dtype))
+            documents, tokens = len(lengths), sum(lengths)
+            for value, expected_dtype, shape in (
+                (boundaries.cu_seqlens, torch.int32, (documents + 1,)),
+                (boundaries.cu_seqlens_cpu, torch.int32, (documents + 1,)),
+                (boundaries.seq_idx, torch.int32, (1, tokens)),
+                (boundaries.position_ids, torch.int64, (1, tokens)),
+            ):
+                self.assertEqual(value.dtype, expected_dtype)
+                self.assertEqual(value.shape, shape)
+            # A tensor would cost one synchronisation in every FlashAttention call.
+            self.assertIs(type(boundaries.max_length), int)
+            self.assertIs(type(boundaries.total_length), int)
+            self.assertIs(type(boundaries.lengths[0]), int)
+
+    def test_a_given_tensor_is_kept(self):
+        cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+        self.assertIs(SequenceBoundaries.from_cu_seqlens(cu_seqlens).cu_seqlens, cu_seqlens)
+
+    def test_immutable(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        for name in ("cu_seqlens", "cu_seqlens_cpu", "seq_idx", "max_length"):
+            with self.assertRaises(dataclasses.FrozenInstanceError):
+                setattr(boundaries, name, torch.tensor([0, 5]))
+        self.assertEqual(boundaries.lengths, [2, 3])
+
+    def test_derived_tensors_are_made_once(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        self.assertIs(boundaries.seq_idx, boundaries.seq_idx)
+        self.assertIs(boundaries.position_ids, boundaries.position_ids)
+        self.assertIs(boundaries.bucket_layout, boundaries.bucket_layout)
+
+    def test_to(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        self.assertIs(boundaries.to("cpu"), boundaries)
+        moved = boundaries.to("meta")
+        self.assertEqual(moved.cu_seqlens.device.type, "meta")
+        self.assertEqual(boundaries.cu_seqlens.device.type, "cpu")
+        self.assertIs(moved.cu_seqlens_cpu, boundaries.cu_seqlens_cpu)
+        self.assertTrue(moved.same_as(boundaries))
+
+    def test_derived_values_never_read_the_device(self):
+        # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
+        on_device = SequenceBoundaries.from_lengths([2, 70, 3], device="meta")
+        self.assertEqual(on_device.seq_idx.shape, (1, 75))
+        self.assertEqual(on_device.position_ids.shape, (1, 75))
+        self.assertEqual(on_device.max_length, 70)
+        self.assertEqual(on_device.lengths, [2, 70, 3])
+        self.assertEqual(sum(bucket.tokens for bucket in on_device.bucket_layout.buckets), 75)
+        with self.assertRaises((RuntimeError, NotImplementedError)):
+            SequenceBoundaries.from_cu_seqlens(on_device.cu_seqlens)
+        kept = SequenceBoundaries.from_cu_seqlens(on_device.cu_seqlens, cu_seqlens_cpu=on_device.cu_seqlens_cpu)
+        self.assertTrue(kept.same_as(on_device))
+
+    def test_layer_kwargs(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        kwargs = boundaries.layer_kwargs()
+        self.assertEqual(
+            set(kwargs),
+            {
+                "boundaries",
+                "cu_seqlens",
+                "seq_idx",
+                "cu_seq_lens_q",
+                "cu_seq_lens_k",
+                "max_length_q",
+                "max_length_k",
+            },
+        )
+        self.assertIs(kwargs["boundaries"], boundaries)
+        self.assertIs(kwargs["seq_idx"], boundaries.seq_idx)
+        for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
+            self.assertIs(kwargs[name], boundaries.cu_seqlens)
+        for name in ("max_length_q", "max_length_k"):
+            self.assertEqual(kwargs[name], 3)
+
+
+class PackUnpackTest(unittest.TestCase):
+    @parameterized.expand(LENGTHS)
+    def test_unpack_then_pack(self, _, lengths):
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        masks = {"default": None, **padding_masks(lengths)}
+        for shape in ((), (3,), (2, 3)):
+            row = torch.randn(1, sum(lengths), *shape)
+            for kind, mask in masks.items():
+                with self.subTest(shape=shape, mask=kind):
+                    padded = boundaries.unpack(row, mask)
+                    width = max(lengths) if mask is None else mask.shape[1]
+                    self.assertEqual(padded.shape, (len(lengths), width, *shape))
+                    self.assertTrue(torch.equal(boundaries.pack(padded, mask), row))
+
+    @parameterized.expand(LENGTHS)
+    def test_pack_then_unpack(self, _, lengths):
+        for kind, mask in padding_masks(lengths).items():
+            with self.subTest(mask=kind):
+                boundaries = SequenceBoundaries.from_attention_mask(mask)
+                padded = torch.randn(*mask.shape, 2).masked_fill(mask[..., None] == 0, -7.0)
+                packed = boundaries.pack(padded, mask)
+                self.assertEqual(packed.shape, (1, sum(lengths), 2))
+                self.assertTrue(torch.equal(packed[0], padded[mask.bool()]))
+                self.assertTrue(torch.equal(boundaries.unpack(packed, mask, padding_value=-7.0), padded))
+
+    def test_pack_takes_rows_wider_than_the_longest_document(self):
+        boundaries = SequenceBoundaries.from_lengths([1, 2])
+        padded = torch.tensor([[1, 9, 9, 9], [2, 3, 9, 9]])
+        self.assertEqual(boundaries.pack(padded).tolist(), [[1, 2, 3]])
+
+    def test_dtype_is_kept(self):
+        boundaries = SequenceBoundaries.from_lengths([1, 2])
+        for dtype in (torch.int64, torch.bfloat16, torch.bool):
+            padded = boundaries.unpack(torch.ones(1, 3, dtype=dtype))
+            self.assertEqual(padded.dtype, dtype)
+            self.assertEqual(boundaries.pack(padded).dtype, dtype)
+
+    @parameterized.expand([("default", None), ("right", "right"), ("left", "left"), ("holes", "holes")])
+    def test_gradients_flow(self, _, kind):
+        lengths = [2, 5, 1]
+        mask = None if kind is None else padding_masks(lengths)[kind]
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        row = torch.randn(1, 8, 2, requires_grad=True)
+        weight = torch.randn(1, 8, 2)
+        padded = boundaries.unpack(row, mask)
+        (boundaries.pack(padded, mask) * weight).sum().backward()
+        self.assertTrue(torch.equal(row.grad, weight))
+
+        padded = padded.detach().requires_grad_()
+        (boundaries.pack(padded, mask) * weight).sum().backward()
+        # Padding gets no gradient, each real token its own.
+        self.assertTrue(torch.equal(padded.grad, boundaries.unpack(weight, mask)))
+
+
+class BucketLayoutTest(unittest.TestCase):
+    @parameterized.expand([*LENGTHS, ("steps", [1000, 790, 800, 64, 65, 2, 799, 63])])
+    def test_every_token_once(self, _, lengths):
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        layout = boundaries.bucket_layout
+        tokens = torch.arange(sum(lengths))
+        if layout.order is None:
+            self.assertIsNone(layout.inverse)
+            ordered = tokens
+        else:
+            ordered = tokens[layout.order]
+            self.assertTrue(torch.equal(ordered[layout.inverse], tokens))
+
+        documents = set()
+        for bucket, piece in zip(
+            layout.buckets, ordered.split([bucket.tokens for bucket in layout.buckets]), strict=True
+        ):
+            batch = torch.full((bucket.num_documents * bucket.length,), -1)
+            slots = torch.arange(batch.numel()) if bucket.slots is None else bucket.slots
+            self.assertEqual(len(slots.unique()), bucket.tokens)
+            batch[slots] = piece
+            for row in batch.view(bucket.num_documents, bucket.length).tolist():
+                # Each row is one document from its first token on, then padding.
+                document = int(boundaries.seq_idx[0, row[0]])
+                start, length = int(boundaries.cu_seqlens[document]), lengths[document]
+                self.assertEqual(row, [*range(start, start + length), *[-1] * (bucket.length - length)])
+                documents.add(document)
+        self.assertEqual(documents, set(range(len(lengths))))
+
+    @parameterized.expand(LENGTHS)
+    def test_little_padding_and_few_buckets(self, _, lengths):
+        buckets = SequenceBoundaries.from_lengths(lengths).bucket_layout.buckets
+        for bucket in buckets:
+            if bucket.length > 64:
+                self.assertGreaterEqual(bucket.tokens, 0.8 * bucket.num_documents * bucket.length)
+        self.assertLessEqual(len(buckets), 6)
+
+    def test_equal_documents_are_a_view(self):
+        layout = SequenceBoundaries.from_lengths([100] * 10).bucket_layout
+        self.assertEqual(len(layout.buckets), 1)
+        self.assertIsNone(layout.buckets[0].slots)
+        self.assertIsNone(layout.order)
+
+
+def ids(*rows):
+    return torch.tensor(rows)
+
+
+make = SequenceBoundaries
+two = SequenceBoundaries.from_lengths([1, 3])
+
+# name, function, then what the message says: call, expected, got, what to do.
+BAD_INPUTS = [
+    (
+        "cu_seqlens_start",
+        lambda: make.from_cu_seqlens(ids(1, 3, 5)),
+        ("from_cu_seqlens", "starts at 0", "1", r"\[0, n_1"),
+    ),
+    (
+        "cu_seqlens_end",
+        lambda: make.from_cu_seqlens(ids(0, 3, 5), total_length=6),
+        ("from_cu_seqlens", "ends at the row's 6 tokens", "5", "dispatch_batches=False.*DataParallel"),
+    ),
+    (
+        "cu_seqlens_beyond_the_end",
+        lambda: make.from_cu_seqlens(ids(0, 3, 7), total_length=6),
+        ("from_cu_seqlens", "ends at the row's 6 tokens", "7", "dispatch_batches=False.*DataParallel"),
+    ),
+    (
+        "cu_seqlens_equal",
+        lambda: make.from_cu_seqlens(ids(0, 3, 3, 5)),
+        ("from_cu_seqlens", "strictly increasing", "3 followed by 3 at document 1", r"\[0, n_1"),
+    ),
+    (
+        "cu_seqlens_decreasing",
+        lambda: make.from_cu_seqlens(ids(0, 3, 2)),
+        ("from_cu_seqlens", "strictly increasing", "3 followed by 2 at document 1", r"\[0, n_1"),
+    ),
+    (
+        "cu_seqlens_float",
+        lambda: make.from_cu_seqlens(ids(0.0, 3.0)),
+        ("from_cu_seqlens", "int32 or int64", r"torch.float32 \(2,\)", "dispatch_batches=False"),
+    ),
+    (
+        "cu_seqlens_two_dimensional",
+        lambda: make.from_cu_seqlens(ids([0, 3])),
+        ("from_cu_seqlens", r"\[N\+1\]", r"torch.int64 \(1, 2\)", "dispatch_batches=False"),
+    ),
+    (
+        "cu_seqlens_one_element",
+        lambda: make.from_cu_seqlens(ids(0)),
+        ("from_cu_seqlens", "N >= 1", r"torch.int64 \(1,\)", "dispatch_batches=False"),
+    ),
+    (
+        "cu_seqlens_scalar",
+        lambda: make.from_cu_seqlens(torch.tensor(5)),
+        ("from_cu_seqlens", r"\[N\+1\]", r"torch.int64 \(\)", "dispatch_batches=False"),
+    ),
+    (
+        "cu_seqlens_too_long_for_int32",
+        lambda: make.from_cu_seqlens(ids(0, 2**31)),
+        ("from_cu_seqlens", r"at most 2\*\*31 - 1 tokens", "2147483648", "Split the row"),
+    ),
+    (
+        "host_copy_of_other_shape",
+        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 5)),
+        ("from_cu_seqlens", r"shape \(3,\)", r"\(2,\)", "host copy"),
+    ),
+    (
+        "host_copy_on_a_device",
+        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 3, 5).to("meta")),
+        ("from_cu_seqlens", "on the CPU", "on meta", "host copy"),
+    ),
+    (
+        "host_copy_that_disagrees",
+        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 2, 5)),
+        ("from_cu_seqlens", r"\[0, 3, 5\]", r"\[0, 2, 5\]", "host copy"),
+    ),
+    (
+        "host_copy_of_floats",
+        lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0.0, 3.0, 5.0)),
+        ("from_cu_seqlens", "cu_seqlens_cpu as an int32 or int64", "float32", "Convert"),
+    ),
+    (
+        "lengths_zero",
+        lambda: make.from_lengths([3, 0]),
+        ("from_lengths", "at least 1", "0 at document 1", "Leave empty documents out"),
+    ),
+    (
+        "lengths_negative",
+        lambda: make.from_lengths([3, 2, -1]),
+        ("from_lengths", "at least 1", "-1 at document 2", "Leave empty documents out"),
+    ),
+    (
+        "lengths_float",
+        lambda: make.from_lengths([3.0, 2.0]),
+        ("from_lengths", "int32 or int64", "float32", "Convert"),
+    ),
+    ("lengths_empty", lambda: make.from_lengths([]), ("from_lengths", "N >= 1", r"\(0,\)", "Convert")),
+    (
+        "lengths_two_dimensional",
+        lambda: make.from_lengths([[3, 2]]),
+        ("from_lengths", r"\[N\]", r"\(1, 2\)", "Convert"),
+    ),
+    (
+        "seq_idx_goes_back",
+        lambda: make.from_seq_idx(ids([0, 1, 0])),
+        ("from_seq_idx", "never goes back", "0 at token 2 after 1", "Number the documents"),
+    ),
+    (
+        "seq_idx_negative",
+        lambda: make.from_seq_idx(ids([-1, 0])),
+        ("from_seq_idx", "never negative", "-1 at token 0", "Number the documents"),
+    ),
+    (
+        "seq_idx_two_rows",
+        lambda: make.from_seq_idx(ids([0, 1], [0, 1])),
+        ("from_seq_idx", "batch size 1", "2 rows", "DataCollatorWithFlattening"),
+    ),
+    (
+        "seq_idx_one_dimensional",
+        lambda: make.from_seq_idx(ids(0, 1)),
+        ("from_seq_idx", r"\[1, T\]", r"torch.int64 \(2,\)", "Convert"),
+    ),
+    (
+        "seq_idx_float",
+        lambda: make.from_seq_idx(ids([0.0, 1.0])),
+        ("from_seq_idx", "int32 or int64", "float32", "Convert"),
+    ),
+    (
+        "seq_idx_empty",
+        lambda: make.from_seq_idx(torch.zeros(1, 0, dtype=torch.int64)),
+        ("from_seq_idx", "T >= 1", r"\(1, 0\)", "Convert"),
+    ),
+    (
+        "seq_idx_list",
+        lambda: make.from_seq_idx([[0, 1]]),
+        ("from_seq_idx", "tensor", "list", "Convert"),
+    ),
+    (
+        "position_ids_two_rows",
+        lambda: make.from_position_ids(ids([0, 1], [0, 1])),
+        ("from_position_ids", "batch size 1", "2 rows", "DataCollatorWithFlattening"),
+    ),
+    (
+        "position_ids_three_row_form",
+        lambda: make.from_position_ids(torch.zeros(3, 1, 2, dtype=torch.int64)),
+        ("from_position_ids", r"\[4, 1, T\]", r"\(3, 1, 2\)", "cu_seqlens or seq_idx"),
+    ),
+    (
+        "position_ids_one_dimensional",
+        lambda: make.from_position_ids(ids(0, 1)),
+        ("from_position_ids", r"\[1, T\]", r"\(2,\)", "cu_seqlens or seq_idx"),
+    ),
+    (
+        "position_ids_float",
+        lambda: make.from_position_ids(ids([0.0, 1.0])),
+        ("from_position_ids", "int32 or int64", "float32", "Convert"),
+    ),
+    (
+        "position_ids_list",
+        lambda: make.from_position_ids([[0, 1]]),
+        ("from_position_ids", "tensor", "list", "cu_seqlens or seq_idx"),
+    ),
+    (
+        "mask_one_dimensional",
+        lambda: make.from_attention_mask(ids(1, 1)),
+        ("from_attention_mask", r"\[B, L\]", r"\(2,\)", "2-D padding mask"),
+    ),
+    (
+        "mask_list",
+        lambda: make.from_attention_mask([[1, 1]]),
+        ("from_attention_mask", "tensor", "list", "2-D padding mask"),
+    ),
+    (
+        "mask_of_other_values",
+        lambda: make.from_attention_mask(ids([1, 2], [1, 0])),
+        ("from_attention_mask", "0 and 1", "0 to 2", "Mark real tokens with 1"),
+    ),
+    (
+        "mask_with_an_empty_row",
+        lambda: make.from_attention_mask(ids([1, 1], [0, 0])),
+        ("from_attention_mask", "one real token in each row", "only padding in row 1", "Drop that row"),
+    ),
+    (
+        "pack_other_number_of_documents",
+        lambda: two.pack(torch.zeros(3, 3)),
+        ("pack", "N = 2 documents", r"shape \(3, 3\)", "one row per document"),
+    ),
+    (
+        "pack_one_dimensional",
+        lambda: two.pack(torch.zeros(2)),
+        ("pack", r"\[N, L, ...\]", r"shape \(2,\)", "one row per document"),
+    ),
+    (
+        "pack_rows_too_short",
+        lambda: two.pack(torch.zeros(2, 2)),
+        ("pack", "at least 3 tokens", "2", "Pad the rows"),
+    ),
+    (
+        "pack_mask_of_other_counts",
+        lambda: two.pack(torch.zeros(2, 3), ids([1, 1, 0], [1, 1, 0])),
+        ("pack", r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+    ),
+    (
+        # With the right counts but another width, tokens would be taken from wrong places.
+        "pack_mask_of_other_width",
+        lambda: two.pack(torch.zeros(2, 5), ids([1, 0, 0, 0], [1, 1, 1, 0])),
+        ("pack", r"shape \[2, 5\]", r"\[2, 4\]", "mask of this batch"),
+    ),
+    (
+        "unpack_other_length",
+        lambda: two.unpack(torch.zeros(1, 5)),
+        ("unpack", "T = 4", r"shape \(1, 5\)", "row that these boundaries describe"),
+    ),
+    (
+        "unpack_two_rows",
+        lambda: two.unpack(torch.zeros(2, 4)),
+        ("unpack", r"\[1, T, ...\]", r"shape \(2, 4\)", "row that these boundaries describe"),
+    ),
+    (
+        "unpack_mask_of_other_counts",
+        lambda: two.unpack(torch.zeros(1, 4), ids([1, 1, 0], [1, 1, 0])),
+        ("unpack", r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+    ),
+    (
+        "unpack_mask_with_more_rows",
+        lambda: two.unpack(torch.zeros(1, 4), ids([1, 0, 0], [1, 1, 1], [0, 0, 0])),
+        ("unpack", r"shape \[2, 3\]", r"\[3, 3\]", "mask of this batch"),
+    ),
+    (
+        "unpack_mask_one_dimensional",
+        lambda: two.unpack(torch.zeros(1, 4), torch.ones(4)),
+        ("unpack", r"\[B, L\]", r"\(4,\)", "2-D padding mask"),
+    ),
+    (
+        "unpack_mask_of_other_values",
+        lambda: two.unpack(torch.zeros(1, 4), ids([2, 0, 0], [1, 1, 1])),
+        ("unpack", "0 and 1", "0 to 2", "Mark real tokens with 1"),
+    ),
+]
+
+
+class BadInputTest(unittest.TestCase):
+    @parameterized.expand(BAD_INPUTS)
+    def test_message(self, _, function, parts):
+        call, expected, got, fix = parts
+        pattern = rf"^SequenceBoundaries\.{call}: expected .*{expected}.*, got .*{got}.*\. .*{fix}"
+        with self.assertRaisesRegex(ValueError, pattern):
+            function()
+
+    def test_a_long_list_is_shortened(self):
+        boundaries = SequenceBoundaries.from_lengths([1] * 100)
+        with self.assertRaisesRegex(ValueError, r"\[1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\] \(100 values\)") as caught:
+            boundaries.pack(torch.zeros(100, 2), torch.ones(100, 2))
+        self.assertLess(len(str(caught.exception)), 300)
+
+
+if __name__ == "__main__":
+    unittest.main()
