@@ -110,7 +110,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 _CALL, expected="labels in all samples or in none", got="labels in some", fix="Add or drop the column."
             )
         samples = [self._sample(index, feature) for index, feature in enumerate(features)]
-        self._note_left_out_columns(features[0], len(samples[0]["input_ids"]))
+        self._note_left_out_columns(features[0])
         scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
         if any(scalar) and not all(scalar):
             raise input_error(
@@ -135,9 +135,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         tensors = return_tensors or self.return_tensors
         to_tensor = np.asarray if tensors == "np" else torch.as_tensor
         if document_labels is not None:
-            batch["labels"] = to_tensor(np.asarray(document_labels))
+            batch["labels"] = to_tensor(_as_array(document_labels))
         for name in self.token_columns:
-            batch[name] = to_tensor(np.concatenate([np.asarray(sample[name]) for sample in samples])[None])
+            column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
+            batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         if self.return_cu_seqlens:
             lengths = [len(sample["input_ids"]) for sample in samples]
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
@@ -156,7 +157,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     got=f"none in sample {index}",
                     fix="Add it, or take it out of token_columns.",
                 )
-        columns = {name: c.tolist() if hasattr(c, "tolist") else c for name, c in columns.items()}
+        columns = {name: _as_list(column) for name, column in columns.items()}
         length = len(columns["input_ids"])
         for name, column in columns.items():
             if name == "labels" and np.ndim(column) == 0:
@@ -180,6 +181,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 got="only masked-out tokens" if length else "an empty input_ids",
                 fix="Filter such samples out of the dataset.",
             )
+        if np.ndim(columns["input_ids"][0]):
+            raise input_error(
+                _CALL,
+                expected=f"input_ids [tokens] in sample {index}",
+                got="nested ones",
+                fix="Take the row out of the batch: input_ids[0].",
+            )
         return columns
 
     def _padding_document(self, length: int, document_labels: list | None) -> dict[str, Any]:
@@ -192,21 +200,30 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     fix="Leave pad_to_multiple_of out for regression.",
                 )
             document_labels.append(_IGNORED_LABEL)
-        return {
-            "input_ids": [self.pad_token_id] * length,
-            "labels": [_IGNORED_LABEL] * length,
-            **{name: [0] * length for name in self.token_columns},
-        }
+        return {"input_ids": [self.pad_token_id] * length, "labels": [_IGNORED_LABEL] * length}
 
-    def _note_left_out_columns(self, feature: Mapping[str, Any], length: int) -> None:
+    def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
         known = {"input_ids", "labels", "attention_mask", "position_ids", *self.token_columns}
-        left_out = [
-            name
-            for name, column in feature.items()
-            if name not in known and not isinstance(column, str) and np.ndim(column) == 1 and len(column) == length
-        ]
+        length = len(feature["input_ids"])
+        left_out = []
+        for name, column in feature.items():
+            values = _as_list(column)
+            if name in known or not isinstance(values, list) or len(values) != length:
+                continue
+            if isinstance(values[0], int | float):
+                left_out.append(name)
         if left_out:
             logger.warning_once(
                 f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
                 f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them alongside."
             )
+
+
+def _as_list(column: Any) -> Any:
+    return column.tolist() if hasattr(column, "tolist") else column
+
+
+def _as_array(values: list) -> np.ndarray:
+    """Floats are float32, as in Transformers' default collator."""
+    array = np.asarray(values)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
