@@ -557,7 +557,3 @@ class BadInputTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"\[1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\] \(100 values\)") as caught:
             boundaries.pack(torch.zeros(100, 2), torch.ones(100, 2))
         self.assertLess(len(str(caught.exception)), 300)
-
-
-if __name__ == "__main__":
-    unittest.main()

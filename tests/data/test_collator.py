@@ -417,7 +417,3 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
         self.assertEqual([batch["cu_seqlens"].tolist() for batch in batches], [[0, 3, 4], [0, 5, 7, 8], [0, 4]])
         tokens = [token for batch in batches for token in batch["input_ids"].flatten().tolist() if token]
         self.assertEqual(tokens, list(range(10, 10 + sum(lengths))))
-
-
-if __name__ == "__main__":
-    unittest.main()

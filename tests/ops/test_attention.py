@@ -1,0 +1,204 @@
+import unittest
+
+import torch
+from packed_op_tester import PackedOpTesterMixin, relative_error
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3_5TextConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import attention
+
+
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def make_module(implementation):
+    config = Qwen3_5TextConfig(
+        hidden_size=32, num_attention_heads=HEADS, num_key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM
+    )
+    config._attn_implementation = implementation
+    return Qwen3_5Attention(config, layer_idx=0).eval()
+
+
+def make_row(length, batch=1):
+    """Query, key and value `[batch, heads, length, dim]`."""
+    return [torch.randn(batch, heads, length, HEAD_DIM) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
+
+
+def run(module, query, key, value, attention_mask=None, **kwargs):
+    return attention(
+        module, query, key, value, attention_mask, eager=eager_attention_forward, scaling=module.scaling, **kwargs
+    )
+
+
+def causal_mask(length):
+    return torch.full((length, length), float("-inf")).triu(1)[None, None]
+
+
+class PackedSdpaTest(PackedOpTesterMixin, unittest.TestCase):
+    implementation = "sdpa"
+
+    def make_inputs(self, length):
+        return [x.transpose(1, 2) for x in make_row(length)]
+
+    def run_op(self, *inputs, boundaries=None):
+        mask = None
+        if boundaries is None and self.implementation == "eager":
+            mask = causal_mask(inputs[0].shape[1])
+        rows = (x.transpose(1, 2) for x in inputs)
+        output, weights = run(make_module(self.implementation), *rows, mask, boundaries=boundaries)
+        if boundaries is not None:
+            self.assertIsNone(weights)
+        return output
+
+    def test_against_the_definition(self):
+        lengths = [5, 1, 70, 7]
+        boundaries, inputs, _ = self.make_row(lengths)
+        packed = self.run_op(*inputs, boundaries=boundaries)
+        self.assertEqual(packed.shape, (1, 83, HEADS, HEAD_DIM))
+        documents = torch.tensor(boundaries.seq_idx[0].tolist())
+        visible = (documents[:, None] == documents[None]).tril()
+        query, key, value = (x[0].double() for x in inputs)
+        for head in range(HEADS):
+            shared = head // (HEADS // KEY_VALUE_HEADS)
+            scores = (query[:, head] @ key[:, shared].T / HEAD_DIM**0.5).masked_fill(~visible, float("-inf"))
+            expected = scores.softmax(-1) @ value[:, shared]
+            self.assertLess(relative_error(packed[0, :, head], expected), self.tolerance)
+
+
+class PackedEagerTest(PackedSdpaTest):
+    implementation = "eager"
+
+
+class PackedEagerWithWeightsTest(PackedOpTesterMixin, unittest.TestCase):
+    def make_inputs(self, length):
+        return [x.transpose(1, 2) for x in make_row(length)]
+
+    def run_op(self, *inputs, boundaries=None):
+        mask = causal_mask(inputs[0].shape[1]) if boundaries is None else None
+        rows = (x.transpose(1, 2) for x in inputs)
+        return run(make_module("eager"), *rows, mask, boundaries=boundaries, output_attentions=True)[0]
+
+    def test_weights_are_block_diagonal(self):
+        lengths = [5, 1, 70, 7]
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        row = make_row(boundaries.total_length)
+        output, weights = run(make_module("eager"), *row, boundaries=boundaries, output_attentions=True)
+        self.assertEqual(weights.shape, (1, HEADS, 83, 83))
+        self.assertTrue(torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6))
+        documents = boundaries.seq_idx[0]
+        visible = (documents[:, None] == documents[None]).tril()
+        self.assertEqual(int(weights[:, :, ~visible].count_nonzero()), 0)
+        self.assertTrue((weights[:, :, visible] > 0).all())
+        # They are the weights that made the output.
+        values = row[2].repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
+        self.assertLess(relative_error((weights @ values).transpose(1, 2), output), 1e-5)
+        self.assertLess(relative_error(run(make_module("eager"), *row, boundaries=boundaries)[0], output), 1e-5)
+
+    def test_gradients_flow_through_the_weights(self):
+        boundaries = SequenceBoundaries.from_lengths([3, 4])
+        row = [x.requires_grad_() for x in make_row(7)]
+        weights = run(make_module("eager"), *row, boundaries=boundaries, output_attentions=True)[1]
+        query, key = torch.autograd.grad((weights * torch.randn_like(weights)).sum(), row[:2])
+        self.assertGreater(int(query.count_nonzero()), 0)
+        self.assertGreater(int(key.count_nonzero()), 0)
+
+
+class LargestOutput(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+class AttentionTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    def largest_tensor(self, implementation, **kwargs):
+        boundaries = SequenceBoundaries.from_lengths([100 + n for n in range(-10, 10)] + [10])
+        row = [x.requires_grad_() for x in make_row(2000)]
+        with LargestOutput() as largest:
+            run(make_module(implementation), *row, boundaries=boundaries, **kwargs)[0].sum().backward()
+        return largest.numel
+
+    @parameterized.expand([("sdpa",), ("eager",)])
+    def test_nothing_of_the_rows_length_squared(self, implementation):
+        self.assertLess(self.largest_tensor(implementation), 2000 * 2000)
+        # Asking for the weights makes one, which shows that it would have been seen.
+        self.assertGreaterEqual(self.largest_tensor("eager", output_attentions=True), 2000 * 2000)
+
+    @parameterized.expand([("sdpa", None), ("sdpa", "mask"), ("eager", None), ("eager", "mask")])
+    def test_without_boundaries_the_interfaces_own_result(self, implementation, mask):
+        module = make_module(implementation)
+        row = make_row(20, batch=2)
+        mask = None if mask is None else causal_mask(20)
+        # Extra keywords go through, so that an interface of somebody else's gets what it knows.
+        kwargs = {"output_attentions": implementation == "eager", "dropout": 0.0}
+        output, weights = run(module, *row, mask, **kwargs)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        expected, expected_weights = interface(module, *row, mask, scaling=module.scaling, **kwargs)
+        self.assertTrue(torch.equal(output, expected))
+        if implementation == "eager":
+            self.assertTrue(torch.equal(weights, expected_weights))
+        else:
+            self.assertIsNone(weights)
+
+    @parameterized.expand([("sdpa",), ("eager",)])
+    def test_dropout_is_applied(self, implementation):
+        module = make_module(implementation).train()
+        row = make_row(20)
+        boundaries = SequenceBoundaries.from_lengths([8, 12])
+        without = run(module, *row, boundaries=boundaries)[0]
+        with_dropout = run(module, *row, boundaries=boundaries, dropout=0.5)[0]
+        self.assertFalse(torch.allclose(without, with_dropout))
+
+    def test_flash_attention_gets_the_boundaries(self):
+        calls = []
+
+        def flash(module, query, key, value, attention_mask, **kwargs):
+            calls.append((attention_mask, kwargs))
+            return query.transpose(1, 2), None
+
+        self.addCleanup(ALL_ATTENTION_FUNCTIONS.__delitem__, "flash_attention_2")
+        ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
+        boundaries = SequenceBoundaries.from_lengths([8, 12])
+        row = make_row(20)
+        # Stale metadata in the keywords must not win over the boundaries.
+        output, _ = run(
+            make_module("flash_attention_2"), *row, boundaries=boundaries, max_length_q=99, sliding_window=4
+        )
+        self.assertTrue(torch.equal(output, row[0].transpose(1, 2)))
+        ((mask, kwargs),) = calls
+        self.assertIsNone(mask)
+        self.assertIs(kwargs["cu_seq_lens_q"], boundaries.cu_seqlens)
+        self.assertIs(kwargs["cu_seq_lens_k"], boundaries.cu_seqlens)
+        self.assertEqual((kwargs["max_length_q"], kwargs["max_length_k"]), (12, 12))
+        self.assertEqual(kwargs["sliding_window"], 4)
+
+    @parameterized.expand([("flex_attention",), ("somebody_elses",)])
+    def test_refuses_what_would_attend_across_documents(self, implementation):
+        def anything(*args, **kwargs):
+            raise AssertionError("must not run")
+
+        if implementation not in ALL_ATTENTION_FUNCTIONS:
+            self.addCleanup(ALL_ATTENTION_FUNCTIONS.__delitem__, implementation)
+            ALL_ATTENTION_FUNCTIONS[implementation] = anything
+        pattern = rf'^attention: expected .*packed documents apart.*, got "{implementation}"\. .*="sdpa"'
+        with self.assertRaisesRegex(ValueError, pattern):
+            run(make_module(implementation), *make_row(20), boundaries=SequenceBoundaries.from_lengths([8, 12]))
+
+    def test_refuses_another_row(self):
+        with self.assertRaisesRegex(ValueError, r"^per_document: expected .*\[1, 20, \.\.\.\]"):
+            run(make_module("sdpa"), *make_row(21), boundaries=SequenceBoundaries.from_lengths([8, 12]))

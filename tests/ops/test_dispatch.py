@@ -1,0 +1,108 @@
+import unittest
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import attention, causal_conv1d, dispatch, gated_delta_rule, implementations_used
+from transformers_packed.ops.dispatch import Implementation, always, choose
+
+
+LOGGER = "transformers_packed.ops.dispatch"
+
+
+def needs(words):
+    """A verifier that says no."""
+    return lambda *args, **kwargs: (False, words)
+
+
+class DispatchTest(unittest.TestCase):
+    def setUp(self):
+        # What earlier tests used is not this one's business.
+        patcher = mock.patch.object(dispatch, "_used", {})
+        patcher.start()
+        self.addCleanup(patcher.stop)
+        self.table = {
+            "first": Implementation(lambda: "first", needs("needs a GPU")),
+            "second": Implementation(lambda: "second", needs("needs bfloat16")),
+            "third": Implementation(lambda: "third", always),
+            "fourth": Implementation(lambda: "fourth", always),
+        }
+
+    def test_auto_takes_the_first_that_can_serve(self):
+        self.assertEqual(choose("op", "auto", self.table)(), "third")
+
+    @parameterized.expand([("third",), ("fourth",)])
+    def test_a_name_asks_for_that_one(self, name):
+        self.assertEqual(choose("op", name, self.table)(), name)
+
+    def test_verifiers_see_the_call(self):
+        verify = mock.Mock(return_value=(True, ""))
+        choose("op", "auto", {"only": Implementation(print, verify)}, 1, 2, boundaries=3)
+        verify.assert_called_once_with(1, 2, boundaries=3)
+
+    def test_auto_does_not_ask_beyond_the_first(self):
+        self.table["fourth"] = Implementation(print, mock.Mock(side_effect=AssertionError("asked")))
+        choose("op", "auto", self.table)
+
+    def test_a_name_that_cannot_serve(self):
+        pattern = r'^op: expected an input that impl="first" can serve, got first: needs a GPU\. Use impl="auto"'
+        with self.assertRaisesRegex(ValueError, pattern) as caught:
+            choose("op", "first", self.table)
+        self.assertNotIn("bfloat16", str(caught.exception))
+        self.assertEqual(implementations_used(), {})
+
+    def test_nothing_can_serve(self):
+        del self.table["third"], self.table["fourth"]
+        pattern = r"^op: expected .*, got first: needs a GPU; second: needs bfloat16\. .*install what is missing"
+        with self.assertRaisesRegex(ValueError, pattern):
+            choose("op", "auto", self.table)
+
+    def test_an_unknown_name(self):
+        pattern = (
+            r"^op: expected impl=\"auto\" or one of \['first', 'fourth', 'second', 'third'\], got \"fifth\"\. Use"
+        )
+        with self.assertRaisesRegex(ValueError, pattern):
+            choose("op", "fifth", self.table)
+
+    def test_logs_once_what_ran_and_why_others_did_not(self):
+        with self.assertLogs(LOGGER, "INFO") as logs:
+            for _ in range(3):
+                choose("op", "auto", self.table)
+            choose("op", "fourth", self.table)
+        self.assertEqual(
+            [record.getMessage() for record in logs.records],
+            ["op: third (first: needs a GPU; second: needs bfloat16)", "op: fourth"],
+        )
+
+    def test_implementations_used(self):
+        self.assertEqual(implementations_used(), {})
+        choose("op", "fourth", self.table)
+        choose("op", "auto", self.table)
+        choose("op", "fourth", self.table)
+        choose("other", "auto", self.table)
+        used = implementations_used()
+        self.assertEqual(used, {"op": ["fourth", "third"], "other": ["third"]})
+        used["op"].append("mine")
+        self.assertEqual(implementations_used()["op"], ["fourth", "third"])
+
+    def test_the_ops_record_what_ran(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        row = torch.randn(1, 5, 2, 4)
+        causal_conv1d(row[:, :, 0], torch.randn(4, 2), boundaries=boundaries)
+        gated_delta_rule(row, row, row, -row[..., 0].abs(), row[..., 1].sigmoid(), boundaries=boundaries)
+        for implementation in ("sdpa", "eager"):
+            module = torch.nn.Module()
+            module.config = mock.Mock(_attn_implementation=implementation)
+            heads = row.transpose(1, 2)
+            eager = mock.Mock(side_effect=lambda module, query, *_, **__: (query.transpose(1, 2), None))
+            attention(module, heads, heads, heads, None, eager=eager, scaling=0.5, boundaries=boundaries)
+        self.assertEqual(
+            implementations_used(),
+            {
+                "causal_conv1d": ["reference"],
+                "gated_delta_rule": ["reference"],
+                "attention": ["per_document(sdpa)", "per_document(eager)"],
+            },
+        )

@@ -1,0 +1,226 @@
+import itertools
+import unittest
+
+import torch
+import torch.nn.functional as F
+from packed_op_tester import PackedOpTesterMixin, relative_error
+from parameterized import parameterized
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as builtin_chunk_gated_delta_rule
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import (
+    gated_delta_rule,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+
+TORCH_FUNCTIONS = [("chunk", torch_chunk_gated_delta_rule), ("recurrent", torch_recurrent_gated_delta_rule)]
+
+
+def make_inputs(length, batch=1, key_heads=2, value_heads=4, dtype=torch.float32, decay=0.2):
+    """Queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1)."""
+    inputs = [
+        torch.randn(batch, length, key_heads, 8),
+        F.normalize(torch.randn(batch, length, key_heads, 8), dim=-1),
+        torch.randn(batch, length, value_heads, 6),
+        -decay * torch.rand(batch, length, value_heads),
+        torch.rand(batch, length, value_heads),
+    ]
+    return [x.to(dtype).requires_grad_() for x in inputs]
+
+
+class PackedGatedDeltaRuleTest(PackedOpTesterMixin, unittest.TestCase):
+    normalise, value_heads = True, 4
+
+    def make_inputs(self, length):
+        return [x.detach() for x in make_inputs(length, value_heads=self.value_heads)]
+
+    def run_op(self, *inputs, boundaries=None):
+        return gated_delta_rule(*inputs, boundaries=boundaries, use_qk_l2norm_in_kernel=self.normalise)[0]
+
+
+class UngroupedPackedGatedDeltaRuleTest(PackedGatedDeltaRuleTest):
+    normalise, value_heads = False, 2
+
+
+class TorchGatedDeltaRuleTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    def run_all(self, function, inputs, state, normalise, weights):
+        """Output, final state and the gradients of all inputs."""
+        output, final_state = function(
+            *inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalise
+        )
+        leaves = inputs if state is None else [*inputs, state]
+        loss = (output.float() * weights[0]).sum() + (final_state * weights[1]).sum()
+        return output, final_state, *torch.autograd.grad(loss, leaves)
+
+    def make(self, length, with_state, value_heads, dtype=torch.float32):
+        inputs = make_inputs(length, batch=2, value_heads=value_heads, dtype=dtype)
+        state = torch.randn(2, value_heads, 8, 6).requires_grad_() if with_state else None
+        return inputs, state, (torch.randn(2, length, value_heads, 6), torch.randn(2, value_heads, 8, 6))
+
+    @parameterized.expand(itertools.product((1, 2, 63, 64, 65, 130, 300), (True, False), (True, False), (2, 4)))
+    def test_chunk_against_builtin_and_recurrent(self, length, with_state, normalise, value_heads):
+        inputs, state, weights = self.make(length, with_state, value_heads)
+        ours = self.run_all(torch_chunk_gated_delta_rule, inputs, state, normalise, weights)
+        names = ["output", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
+        for oracle in (builtin_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
+            expected = self.run_all(oracle, inputs, state, normalise, weights)
+            for name, a, b in zip(names, ours, expected, strict=False):
+                self.assertEqual(a.shape, b.shape, name)
+                self.assertEqual(a.dtype, b.dtype, name)
+                self.assertLess(relative_error(a, b), 1e-5, f"{name} against {oracle.__module__}")
+
+    @parameterized.expand(itertools.product((1, 65, 300), (True, False)))
+    def test_bfloat16(self, length, with_state):
+        inputs, state, weights = self.make(length, with_state, 4, torch.bfloat16)
+        ours = self.run_all(torch_chunk_gated_delta_rule, inputs, state, True, weights)
+        self.assertEqual(ours[0].dtype, torch.bfloat16)
+        self.assertEqual(ours[1].dtype, torch.float32)
+        # The same float32 computation, on the same rounded inputs.
+        exact = [x.detach().float().requires_grad_() for x in inputs]
+        for oracle, given in (
+            (builtin_chunk_gated_delta_rule, inputs),
+            (torch_recurrent_gated_delta_rule, inputs),
+            (torch_recurrent_gated_delta_rule, exact),
+        ):
+            expected = self.run_all(oracle, given, state, True, weights)
+            for a, b in zip(ours, expected, strict=True):
+                # One rounding to bfloat16 in each; the built-in also adds up a group's gradients in bfloat16.
+                self.assertLess(relative_error(a, b), 2**-6)
+            self.assertLess(relative_error(ours[1], expected[1]), 1e-5)
+
+    @parameterized.expand(itertools.product(("chunk", "recurrent"), (True, False), (True, False), (1, 5, 8)))
+    def test_gradcheck(self, name, with_state, normalise, length):
+        *inputs, beta = (x.detach().double() for x in make_inputs(length, key_heads=1, value_heads=2))
+        # Small dimensions, as every entry is two evaluations.
+        inputs = [inputs[0][..., :2], inputs[1][..., :2], inputs[2][..., :3], inputs[3], beta]
+        if with_state:
+            inputs.append(torch.randn(1, 2, 2, 3, dtype=torch.float64))
+        inputs = [x.clone().requires_grad_() for x in inputs]
+
+        def function(query, key, value, g, beta, state=None):
+            options = {"chunk_size": 4} if name == "chunk" else {}
+            return dict(TORCH_FUNCTIONS)[name](
+                query,
+                key,
+                value,
+                g,
+                beta,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=normalise,
+                **options,
+            )
+
+        self.assertTrue(torch.autograd.gradcheck(function, inputs))
+
+    @parameterized.expand(TORCH_FUNCTIONS)
+    def test_float64_is_computed_in_float64(self, _, function):
+        inputs = [x.detach().double() for x in make_inputs(70)]
+        output, state = function(*inputs, output_final_state=True)
+        expected, expected_state = torch_recurrent_gated_delta_rule(*inputs, output_final_state=True)
+        self.assertEqual((output.dtype, state.dtype), (torch.float64, torch.float64))
+        self.assertLess(relative_error(output, expected), 1e-13)
+        self.assertLess(relative_error(state, expected_state), 1e-13)
+
+    @parameterized.expand([(1,), (4,), (16,), (64,), (100,)])
+    def test_chunk_size_does_not_matter(self, chunk_size):
+        inputs = [x.detach() for x in make_inputs(70)]
+        output, state = torch_chunk_gated_delta_rule(*inputs, chunk_size=chunk_size, output_final_state=True)
+        expected, expected_state = torch_recurrent_gated_delta_rule(*inputs, output_final_state=True)
+        self.assertLess(relative_error(output, expected), 1e-5)
+        self.assertLess(relative_error(state, expected_state), 1e-5)
+
+    def test_the_formula(self):
+        # The definition, one head and one token at a time, with the matrices written out.
+        q, k, v, g, beta = (x.detach().double()[0] for x in make_inputs(9, key_heads=1, value_heads=2))
+        for head in range(2):
+            state = torch.zeros(8, 6, dtype=torch.float64)
+            for t in range(9):
+                key, rate = k[t, 0], beta[t, head]
+                state = g[t, head].exp() * (torch.eye(8) - rate * torch.outer(key, key)) @ state
+                state = state + rate * torch.outer(key, v[t, head])
+                expected = state.T @ q[t, 0] / 8**0.5
+                for _, function in TORCH_FUNCTIONS:
+                    output = function(*(x[None] for x in (q, k, v, g, beta)))[0]
+                    self.assertLess(relative_error(output[0, t, head], expected), 1e-12)
+
+    @parameterized.expand(TORCH_FUNCTIONS)
+    def test_packing_keywords_are_ignored(self, _, function):
+        inputs = [x.detach() for x in make_inputs(20)]
+        packing = SequenceBoundaries.from_lengths([7, 13]).layer_kwargs()
+        plain, state = function(*inputs, output_final_state=True)
+        for kwargs in (*({name: value} for name, value in packing.items()), packing):
+            output, other_state = function(*inputs, output_final_state=True, **kwargs)
+            self.assertTrue(torch.equal(output, plain), list(kwargs))
+            self.assertTrue(torch.equal(other_state, state), list(kwargs))
+
+    @parameterized.expand(TORCH_FUNCTIONS)
+    def test_strong_decay_overflows_nowhere(self, _, function):
+        # Summed over a chunk, exp(-g) is far beyond float32.
+        inputs = make_inputs(130, decay=60.0)
+        output, state = function(*inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        gradients = torch.autograd.grad(output.sum() + state.sum(), inputs)
+        for value in (output, state, *gradients):
+            self.assertTrue(value.isfinite().all())
+        expected = torch_recurrent_gated_delta_rule(*(x.double() for x in inputs), use_qk_l2norm_in_kernel=True)[0]
+        self.assertLess(relative_error(output, expected), 1e-5)
+
+    @parameterized.expand(TORCH_FUNCTIONS)
+    def test_no_final_state_unless_asked(self, _, function):
+        self.assertIsNone(function(*make_inputs(3))[1])
+
+
+class GatedDeltaRuleTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    @parameterized.expand([(1,), (64,), (70,), (129,)])
+    def test_continues_from_a_state(self, split):
+        inputs = [x.detach() for x in make_inputs(130, batch=2)]
+        whole, final_state = gated_delta_rule(*inputs, output_final_state=True)
+        first, state = gated_delta_rule(*(x[:, :split] for x in inputs), output_final_state=True)
+        second, state = gated_delta_rule(*(x[:, split:] for x in inputs), initial_state=state, output_final_state=True)
+        self.assertLess(relative_error(torch.cat([first, second], dim=1), whole), 1e-5)
+        self.assertLess(relative_error(state, final_state), 1e-5)
+
+    @parameterized.expand([("auto",), ("reference",)])
+    def test_names_of_the_reference(self, impl):
+        inputs = [x.detach() for x in make_inputs(70)]
+        output, state = gated_delta_rule(*inputs, impl=impl)
+        self.assertIsNone(state)
+        self.assertTrue(torch.equal(output, torch_chunk_gated_delta_rule(*inputs)[0]))
+
+    def test_dtype_of_the_query(self):
+        inputs = [x.detach() for x in make_inputs(10, dtype=torch.bfloat16)]
+        # The decay stays float32 in a bfloat16 model.
+        inputs[3] = inputs[3].float()
+        for boundaries in (None, SequenceBoundaries.from_lengths([4, 6])):
+            output, state = gated_delta_rule(*inputs, boundaries=boundaries)
+            self.assertEqual(output.dtype, torch.bfloat16)
+            self.assertIsNone(state)
+
+    @parameterized.expand(
+        [
+            ("initial_state", {"initial_state": torch.zeros(1, 4, 8, 6)}, "initial_state"),
+            ("final_state", {"output_final_state": True}, "output_final_state=True"),
+        ]
+    )
+    def test_a_packed_row_has_no_state(self, _, options, got):
+        boundaries = SequenceBoundaries.from_lengths([4, 6])
+        pattern = rf"^gated_delta_rule: expected a packed row without a state, got {got}\. .*without a cache"
+        with self.assertRaisesRegex(ValueError, pattern):
+            gated_delta_rule(*make_inputs(10), boundaries=boundaries, **options)
+
+    def test_refuses_heads_that_do_not_group(self):
+        inputs = make_inputs(5, key_heads=2, value_heads=3)
+        with self.assertRaisesRegex(ValueError, r"^gated_delta_rule: expected .*multiple.*, got 3 and 2\. Check"):
+            gated_delta_rule(*inputs)
+
+    def test_unknown_impl(self):
+        with self.assertRaisesRegex(ValueError, r'^gated_delta_rule: expected .*"auto".*reference.*, got "fast"'):
+            gated_delta_rule(*make_inputs(5), impl="fast")

@@ -1,0 +1,119 @@
+"""What every op owes to a packed row, written once: test classes of ops mix [`PackedOpTesterMixin`] in."""
+
+import torch
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+
+
+LENGTHS = [
+    ("one_token_documents", [1, 1, 1]),
+    ("short_and_long", [5, 1, 70, 7]),
+    ("around_the_chunk", [63, 64, 65]),
+    ("equal", [9, 9, 9]),
+    ("many_buckets", [130, 3, 64, 2, 90, 129, 1]),
+]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference as a share of the largest entry; differences below 1e-2 of unit scale count less."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-2))
+
+
+class PackedOpTesterMixin:
+    """Tests of isolation between documents.
+
+    A test class gives `make_inputs(length)`, a list of tensors `[1, length, ...]`, and
+    `run_op(*inputs, boundaries=None)`, which returns `[1, length, ...]`.
+    """
+
+    tolerance = 1e-5
+
+    def setUp(self):
+        torch.manual_seed(0)
+
+    def run_with_gradients(self, inputs, weight, boundaries=None):
+        """The output, and the gradients of its sum weighted by `weight`, all without history."""
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        output = self.run_op(*leaves, boundaries=boundaries)
+        gradients = torch.autograd.grad((output * weight).sum(), leaves)
+        return [output.detach(), *gradients]
+
+    def make_row(self, lengths):
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        inputs = self.make_inputs(boundaries.total_length)
+        weight = torch.randn_like(self.run_op(*inputs, boundaries=boundaries))
+        return boundaries, inputs, weight
+
+    def cut(self, tensors, lengths):
+        """One list of tensors per document."""
+        return list(zip(*(x.split(lengths, dim=1) for x in tensors), strict=True))
+
+    def error_against_documents_alone(self, lengths, boundaries):
+        """The errors of the output and of each gradient of a row that runs with `boundaries`."""
+        _, inputs, weight = self.make_row(lengths)
+        packed = self.run_with_gradients(inputs, weight, boundaries)
+        alone = [
+            self.run_with_gradients(document[:-1], document[-1]) for document in self.cut([*inputs, weight], lengths)
+        ]
+        together = [torch.cat(column, dim=1) for column in zip(*alone, strict=True)]
+        return [relative_error(a, b) for a, b in zip(packed, together, strict=True)]
+
+    @parameterized.expand(LENGTHS)
+    def test_packed_equals_documents_alone(self, _, lengths):
+        errors = self.error_against_documents_alone(lengths, SequenceBoundaries.from_lengths(lengths))
+        self.assertLess(max(errors), self.tolerance, errors)
+
+    @parameterized.expand(LENGTHS)
+    def test_without_boundaries_documents_leak(self, _, lengths):
+        # The comparison above must be able to fail: outputs leak forward, gradients backward.
+        output_error, *gradient_errors = self.error_against_documents_alone(lengths, None)
+        self.assertGreater(output_error, 100 * self.tolerance)
+        self.assertGreater(max(gradient_errors), 100 * self.tolerance)
+
+    @parameterized.expand(LENGTHS)
+    def test_a_changed_document_leaves_the_others_as_they_are(self, _, lengths):
+        boundaries, inputs, weight = self.make_row(lengths)
+        before = self.cut(self.run_with_gradients(inputs, weight, boundaries), lengths)
+        for changed in range(len(lengths)):
+            perturbed = [x.clone() for x in inputs]
+            for document in self.cut(perturbed, lengths)[changed]:
+                document.mul_(0.5)
+            after = self.cut(self.run_with_gradients(perturbed, weight, boundaries), lengths)
+            for document in range(len(lengths)):
+                same = [torch.equal(a, b) for a, b in zip(after[document], before[document], strict=True)]
+                if document == changed:
+                    self.assertFalse(same[0])
+                else:
+                    self.assertTrue(all(same), f"document {document} of {lengths} changed with {changed}: {same}")
+
+    @parameterized.expand(LENGTHS)
+    def test_a_nan_stays_in_its_document(self, _, lengths):
+        boundaries, inputs, weight = self.make_row(lengths)
+        before = self.cut(self.run_with_gradients(inputs, weight, boundaries), lengths)
+        for poisoned in range(len(lengths)):
+            nan = [x.clone() for x in inputs]
+            for document in self.cut(nan, lengths)[poisoned]:
+                document[:, document.shape[1] // 2] = float("nan")
+            after = self.cut(self.run_with_gradients(nan, weight, boundaries), lengths)
+            for document in range(len(lengths)):
+                if document == poisoned:
+                    self.assertTrue(after[document][0].isnan().any())
+                    continue
+                for a, b in zip(after[document], before[document], strict=True):
+                    self.assertTrue(a.isfinite().all())
+                    self.assertTrue(torch.equal(a, b))
+
+    @parameterized.expand(LENGTHS)
+    def test_gradients_across_documents_are_exactly_zero(self, _, lengths):
+        boundaries, inputs, weight = self.make_row(lengths)
+        for document in range(len(lengths)):
+            one_document = torch.zeros_like(weight)
+            start, end = boundaries.cu_seqlens_cpu[document : document + 2].tolist()
+            one_document[:, start:end] = weight[:, start:end]
+            gradients = self.run_with_gradients(inputs, one_document, boundaries)[1:]
+            for gradient in gradients:
+                self.assertEqual(int(gradient[:, :start].count_nonzero()), 0)
+                self.assertEqual(int(gradient[:, end:].count_nonzero()), 0)
+            self.assertGreater(sum(int(gradient[:, start:end].count_nonzero()) for gradient in gradients), 0)
