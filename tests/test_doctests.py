@@ -1,0 +1,28 @@
+import doctest
+import importlib
+import pkgutil
+import unittest
+
+import transformers_packed
+
+
+def modules():
+    yield transformers_packed
+    for info in pkgutil.walk_packages(transformers_packed.__path__, f"{transformers_packed.__name__}."):
+        # A modular file's code is in its modeling file; importing both would register its classes twice.
+        if ".modular_" not in info.name:
+            yield importlib.import_module(info.name)
+
+
+class DoctestsTest(unittest.TestCase):
+    def test_examples_in_docstrings(self):
+        attempted = {}
+        for module in modules():
+            result = doctest.testmod(module)
+            with self.subTest(module=module.__name__):
+                self.assertEqual(result.failed, 0, "see the report above")
+            attempted[module.__name__.removeprefix("transformers_packed.")] = result.attempted
+        # A fence or a prompt written wrongly would leave examples out silently.
+        for name in ("boundaries", "data.collator", "errors", "models.auto", "ops.causal_conv1d", "ops.per_document"):
+            self.assertGreater(attempted[name], 0, f"no example of {name} ran")
+        self.assertGreater(sum(attempted.values()), 20)
