@@ -121,7 +121,7 @@ class Module:
         return found[0] if found else None
 
     @cached_property
-    def renames(self) -> dict[str, str]:
+    def renames(self) -> tuple[dict[str, str], dict[str, str]]:
         """Sibling class to child class, and sibling prefix to child prefix."""
         pairs = {base: name for name in self.classes if (base := self.sibling_base(name)) is not None}
         prefixes: dict[str, str] = {}
@@ -136,7 +136,7 @@ class Module:
             old, new = (name.removesuffix(suffix[0]) for name in (sibling, child))
             if old not in prefixes or len(new) < len(prefixes[old]):
                 prefixes[old] = new
-        return pairs | prefixes
+        return pairs, prefixes
 
 
 _loaded: dict[Path, Module] = {}
@@ -151,17 +151,15 @@ def load(path: Path) -> Module:
 class Rename(cst.CSTTransformer):
     """Rename whole names first, then prefixes, in code, strings and comments."""
 
-    def __init__(self, renames: dict[str, str]):
-        self.renames = renames
-        # Longest first, so that a class name wins over its prefix.
-        keys = sorted(renames, key=len, reverse=True)
-        self.pattern = re.compile("|".join(rf"\b{re.escape(key)}" for key in keys)) if keys else None
+    def __init__(self, classes: dict[str, str], prefixes: dict[str, str]):
+        self.renames = classes | prefixes
+        keys = [rf"{re.escape(name)}\b" for name in classes]
+        # Longest first, as one prefix may begin another.
+        keys += [re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True)]
+        self.pattern = re.compile(rf"\b(?:{'|'.join(keys)})")
 
     def _text(self, text: str) -> str:
-        def replace(match: re.Match) -> str:
-            return self.renames[match[0]]
-
-        return text if self.pattern is None else self.pattern.sub(replace, text)
+        return self.pattern.sub(lambda match: self.renames[match[0]], text)
 
     def leave_Name(self, original_node, updated_node):
         return updated_node.with_changes(value=self._text(updated_node.value))
@@ -194,7 +192,7 @@ def unfold(module: Module, class_name: str) -> tuple[cst.ClassDef, list[Module]]
     if class_name not in module.builtin_classes:
         raise module.error(f"{class_name} is unfolded from {sibling_name}, but there is no builtin.{class_name}")
 
-    parent = parent.visit(Rename(module.renames))
+    parent = parent.visit(Rename(*module.renames))
     rebased = [
         base.with_changes(value=cst.parse_expression(f"builtin.{class_name}"))
         if m.matches(base.value, m.Attribute(value=m.Name("builtin")))
@@ -205,7 +203,7 @@ def unfold(module: Module, class_name: str) -> tuple[cst.ClassDef, list[Module]]
     own_names = {member_name(s) for s in own} - {None}
     inherited = [s for s in parent.body.body if not is_pass(s)]
     docstrings = [s for s in own if is_docstring(s)] or [s for s in inherited if is_docstring(s)]
-    replaced = {member_name(s): s for s in own}
+    replaced = {name: s for s in own if (name := member_name(s)) is not None}
     body = docstrings[:1]
     body += [replaced.get(member_name(s), s) for s in inherited if not is_docstring(s)]
     body += [s for s in own if member_name(s) not in parent_members and not is_docstring(s)]
@@ -224,7 +222,7 @@ def convert(path: Path) -> str:
     """The text of the modeling file that belongs to a modular file."""
     module = load(path)
     unfolded = {name: unfold(module, name) for name in module.classes}
-    sources = list(dict.fromkeys([module, *(s for _, used in unfolded.values() for s in used)]))
+    sources = list(dict.fromkeys([module, *(s for _, used in unfolded.values() for s in reversed(used))]))
 
     body: list[cst.BaseStatement] = []
     for statement in module.tree.body:
@@ -238,13 +236,13 @@ def convert(path: Path) -> str:
     needed = set().union(*(names_in(s) for s in body)) - {"builtin"}
     defined = {member_name(s) for s in body}
     for source in sources[1:]:
-        carried = True
-        while carried:
-            carried = [n for n in source.definitions if n in needed - defined and n not in source.classes]
-            for name in carried:
-                body.insert(0, source.definitions[name])
-                needed |= names_in(source.definitions[name])
-                defined.add(name)
+        carried = set()
+        while found := {n for n in source.definitions if n in needed - defined and n not in source.classes}:
+            carried |= found
+            defined |= found
+            needed = needed.union(*(names_in(source.definitions[name]) for name in found))
+        # In their own order, as one may use another.
+        body[:0] = [statement for name, statement in source.definitions.items() if name in carried]
 
     imports = []
     seen: set[str] = set()

@@ -1,0 +1,384 @@
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+
+from parameterized import parameterized
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "utils" / "modular_model_converter.py"
+
+BUILTIN = """
+class {0}Net:
+    def forward(self, x):
+        return "builtin {0}", x
+
+    def describe(self):
+        return "builtin {0}Net"
+
+
+class {0}Block:
+    pass
+"""
+
+ALPHA = '''
+"""Alpha."""
+
+import math
+from functools import partial
+
+from zoo.alpha import modeling_alpha as builtin
+
+
+SCALE = 2
+OFFSET = SCALE + 1
+UNUSED = 5
+
+
+def stretch(x):
+    return math.floor(x * SCALE) + OFFSET
+
+
+def mark(cls):
+    cls.marked = True
+    return cls
+
+
+@mark
+class AlphaNet(builtin.AlphaNet):
+    """The AlphaNet of ours."""
+
+    color: str = "red"
+    size = 3
+    low, high = OFFSET, 10
+
+    def forward(self, x):
+        # The AlphaNet stretches.
+        return f"AlphaNet {self.size}", stretch(x), super().forward(x)
+
+    def later(self, x):
+        return partial(stretch, x)
+
+
+class AlphaBlock(builtin.AlphaBlock):
+    def net(self):
+        return AlphaNet()
+'''
+
+BETA_HEAD = """
+from zoo.beta import modeling_beta as builtin
+
+from ..alpha.modular_alpha import AlphaBlock, AlphaNet
+"""
+
+GAMMA_HEAD = """
+from zoo.gamma import modeling_gamma as builtin
+
+from ..beta.modular_beta import BetaNet
+"""
+
+
+def load_script():
+    """A converter of its own for each test, as it remembers the files it has read."""
+    spec = importlib.util.spec_from_file_location("modular_model_converter", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class ConverterTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.root = Path(directory.name).resolve()
+        self.converter = load_script()
+
+    def main(self, *arguments):
+        """The exit code and what was printed."""
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = self.converter.main([str(argument) for argument in arguments])
+        return code, out.getvalue(), err.getvalue()
+
+
+class UnfoldingTest(ConverterTestCase):
+    def setUp(self):
+        super().setUp()
+        for package in ("zoo", "ours"):
+            self.addCleanup(self.forget, package)
+            self.write(f"{package}/__init__.py", "")
+            for family in ("alpha", "beta", "gamma"):
+                self.write(f"{package}/{family}/__init__.py", "")
+        for family in ("alpha", "beta", "gamma"):
+            self.write(f"zoo/{family}/modeling_{family}.py", BUILTIN.format(family.capitalize()))
+        self.write("ours/alpha/modular_alpha.py", ALPHA)
+        sys.path.insert(0, str(self.root))
+        self.addCleanup(sys.path.remove, str(self.root))
+        importlib.invalidate_caches()
+
+    def forget(self, package):
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]
+
+    def write(self, path, text):
+        path = self.root / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def modular(self, family, *parts):
+        return self.write(f"ours/{family}/modular_{family}.py", "\n\n".join(textwrap.dedent(p).strip() for p in parts))
+
+    def generate(self, family):
+        """The text of the modeling file, and the module that it becomes."""
+        text = self.converter.convert(self.root / f"ours/{family}/modular_{family}.py")
+        self.write(f"ours/{family}/modeling_{family}.py", text)
+        importlib.invalidate_caches()
+        return text, importlib.import_module(f"ours.{family}.modeling_{family}")
+
+    def beta(self, *parts):
+        self.modular("beta", BETA_HEAD, *parts)
+        return self.generate("beta")
+
+    def assert_error(self, pattern):
+        with self.assertRaisesRegex(self.converter.ConversionError, pattern):
+            self.converter.convert(self.root / "ours/beta/modular_beta.py")
+
+    def test_a_file_without_siblings_stays_as_it_is(self):
+        text, module = self.generate("alpha")
+        self.assertIn("generated from modular_alpha.py", text)
+        self.assertEqual(module.__doc__, "Alpha.")
+        generated, modular = ast.parse(text), ast.parse(ALPHA)
+        self.assertEqual([ast.dump(s) for s in generated.body], [ast.dump(s) for s in modular.body])
+
+    def test_an_empty_child_is_the_sibling_under_its_own_name(self):
+        text, module = self.beta("class BetaNet(AlphaNet):\n    pass")
+        net = module.BetaNet()
+        self.assertEqual([base.__module__ for base in module.BetaNet.__bases__], ["zoo.beta.modeling_beta"])
+        self.assertEqual(net.forward(1.7), ("BetaNet 3", 6, ("builtin Beta", 1.7)))
+        self.assertEqual(net.describe(), "builtin BetaNet")
+        self.assertEqual(net.later(2)(), 7)
+        self.assertEqual((net.color, net.size, net.low, net.high), ("red", 3, 3, 10))
+        self.assertTrue(net.marked)
+        self.assertEqual(module.BetaNet.__doc__, "The BetaNet of ours.")
+        self.assertIn("# The BetaNet stretches.", text)
+        self.assertNotRegex(text.split("\n", 2)[2], "Alpha|alpha")
+
+    def test_methods_and_attributes_of_the_child(self):
+        text, module = self.beta(
+            '''
+            class BetaNet(AlphaNet):
+                """A net of its own."""
+
+                size = 4
+                depth: int = 2
+
+                def later(self, x):
+                    return super().describe(), x
+
+                def sooner(self, x):
+                    return x - 1
+            '''
+        )
+        net = module.BetaNet()
+        self.assertEqual(module.BetaNet.__doc__, "A net of its own.")
+        self.assertEqual(net.forward(1), ("BetaNet 4", 5, ("builtin Beta", 1)))
+        self.assertEqual(net.later(1), ("builtin BetaNet", 1))
+        self.assertEqual(net.sooner(1), 0)
+        self.assertEqual((net.color, net.size, net.depth, net.low, net.high), ("red", 4, 2, 3, 10))
+        # Replaced in its place, added behind; nothing twice.
+        (node,) = (s for s in ast.parse(text).body if isinstance(s, ast.ClassDef))
+        names = [s.name if isinstance(s, ast.FunctionDef) else ast.unparse(s) for s in node.body]
+        self.assertEqual(
+            names,
+            [
+                "'A net of its own.'",
+                "color: str = 'red'",
+                "size = 4",
+                "low, high = (OFFSET, 10)",
+                "forward",
+                "later",
+                "depth: int = 2",
+                "sooner",
+            ],
+        )
+
+    def test_helpers_and_imports_come_along_when_used(self):
+        text, _ = self.beta("class BetaNet(AlphaNet):\n    def later(self, x):\n        return x")
+        for used in ("import math", "SCALE = 2", "OFFSET = SCALE + 1", "def stretch", "def mark"):
+            self.assertEqual(text.count(used), 1, used)
+        for unused in ("UNUSED", "partial", "AlphaNet", "alpha"):
+            self.assertNotIn(unused, text)
+
+    def test_helpers_of_its_own_win(self):
+        text, module = self.beta("def stretch(x):\n    return -x", "class BetaNet(AlphaNet):\n    pass")
+        self.assertEqual(text.count("def stretch"), 1)
+        self.assertEqual(module.BetaNet().forward(1)[1], -1)
+
+    def test_other_classes_of_the_pair_are_renamed(self):
+        _, module = self.beta("class BetaNet(AlphaNet):\n    pass", "class BetaBlock(AlphaBlock):\n    pass")
+        self.assertIs(type(module.BetaBlock().net()), module.BetaNet)
+
+    def test_a_class_whose_name_does_not_follow_the_prefix(self):
+        self.write("zoo/beta/modeling_beta.py", BUILTIN.format("Beta") + "class BetaTextNet(BetaNet):\n    pass\n")
+        _, module = self.beta("class BetaTextNet(AlphaNet):\n    pass", "class BetaBlock(AlphaBlock):\n    pass")
+        self.assertEqual(module.BetaTextNet().forward(1)[0], "BetaTextNet 3")
+        self.assertIs(type(module.BetaBlock().net()), module.BetaTextNet)
+
+    def test_a_name_that_only_begins_like_a_class(self):
+        self.modular(
+            "alpha", ALPHA, "class AlphaTower(builtin.AlphaBlock):\n    made_of = 'AlphaNetOutput', 'AlphaNet'"
+        )
+        self.write(
+            "zoo/beta/modeling_beta.py",
+            BUILTIN.format("Beta") + "class BetaTextNet(BetaNet):\n    pass\nclass BetaTower:\n    pass\n",
+        )
+        self.modular(
+            "beta",
+            BETA_HEAD.replace("AlphaBlock", "AlphaTower"),
+            "class BetaTextNet(AlphaNet):\n    pass",
+            "class BetaTower(AlphaTower):\n    pass",
+        )
+        # Only the whole name is the class; the other one has the prefix.
+        self.assertEqual(self.generate("beta")[1].BetaTower.made_of, ("BetaNetOutput", "BetaTextNet"))
+
+    def test_transitive(self):
+        self.modular(
+            "beta",
+            BETA_HEAD,
+            "class BetaNet(AlphaNet):\n    size = 4\n    def later(self, x):\n        return 'BetaNet'",
+        )
+        self.modular("gamma", GAMMA_HEAD, "class GammaNet(BetaNet):\n    color = 'blue'")
+        text, module = self.generate("gamma")
+        net = module.GammaNet()
+        self.assertEqual([base.__module__ for base in module.GammaNet.__bases__], ["zoo.gamma.modeling_gamma"])
+        self.assertEqual(net.forward(1), ("GammaNet 4", 5, ("builtin Gamma", 1)))
+        self.assertEqual((net.later(1), net.color), ("GammaNet", "blue"))
+        self.assertNotRegex(text, "Alpha|alpha|Beta|beta")
+
+    def test_transitive_takes_the_closest_helper(self):
+        self.modular("beta", BETA_HEAD, "def stretch(x):\n    return -x", "class BetaNet(AlphaNet):\n    pass")
+        self.modular("gamma", GAMMA_HEAD, "class GammaNet(BetaNet):\n    pass")
+        self.assertEqual(self.generate("beta")[1].BetaNet().forward(1)[1], -1)
+        self.assertEqual(self.generate("gamma")[1].GammaNet().forward(1)[1], -1)
+
+    def test_super_call_of_a_siblings_method(self):
+        self.modular(
+            "beta",
+            BETA_HEAD,
+            "class BetaNet(AlphaNet):\n    def forward(self, x):\n        return super().forward(x + 1)",
+        )
+        self.assert_error(r"^modular_beta.py: BetaNet calls super\(\)\.forward, which AlphaNet defines")
+
+    def test_super_call_of_a_method_of_the_siblings_sibling(self):
+        self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet):\n    pass")
+        path = self.modular(
+            "gamma",
+            GAMMA_HEAD,
+            "class GammaNet(BetaNet):\n    def forward(self, x):\n        return super().forward(x + 1)",
+        )
+        with self.assertRaisesRegex(self.converter.ConversionError, r"GammaNet calls super\(\)\.forward"):
+            self.converter.convert(path)
+
+    def test_no_such_builtin_class(self):
+        self.modular("beta", BETA_HEAD, "class BetaDeepNet(AlphaNet):\n    pass")
+        self.assert_error(
+            r"^modular_beta.py: BetaDeepNet is unfolded from AlphaNet, but there is no builtin.BetaDeepNet"
+        )
+
+    def test_no_such_sibling_class(self):
+        self.modular("beta", BETA_HEAD.replace("AlphaBlock", "AlphaTower"), "class BetaNet(AlphaNet):\n    pass")
+        self.assert_error(r"^modular_beta.py: modular_alpha.py defines no class AlphaTower")
+
+    def test_no_common_ending(self):
+        self.write("zoo/beta/modeling_beta.py", "class BetaTower:\n    pass\n")
+        self.modular("beta", BETA_HEAD, "class BetaTower(AlphaNet):\n    pass")
+        self.assert_error(r"^modular_beta.py: BetaTower and AlphaNet have no common ending")
+
+    def test_two_bases(self):
+        self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet, dict):\n    pass")
+        self.assert_error(r"^modular_beta.py: BetaNet derives from AlphaNet and something else")
+
+    def test_no_builtin_module(self):
+        self.modular("beta", BETA_HEAD.replace(" as builtin", ""), "class BetaNet(AlphaNet):\n    pass")
+        self.assert_error(r"^modular_beta.py: no `from transformers.models")
+
+    def test_exit_codes(self):
+        path = self.modular("beta", BETA_HEAD, "class BetaNet(AlphaNet):\n    pass")
+        target = path.with_name("modeling_beta.py")
+        code, out, _ = self.main("--check", path)
+        self.assertEqual(code, 1)
+        self.assertIn(f"{target} is stale", out)
+        self.assertFalse(target.exists())
+
+        code, out, _ = self.main(path)
+        self.assertEqual((code, out), (0, f"wrote {target}\n"))
+        self.assertEqual(self.main("--check", path), (0, "", ""))
+        self.assertEqual(self.main(path), (0, "", ""))
+
+    def test_exit_code_of_an_error(self):
+        path = self.modular("beta", BETA_HEAD, "class BetaDeepNet(AlphaNet):\n    pass")
+        for arguments in ((path,), ("--check", path)):
+            code, out, err = self.main(*arguments)
+            self.assertEqual((code, out), (2, ""))
+            self.assertRegex(err, "^error: modular_beta.py: BetaDeepNet")
+        self.assertFalse(path.with_name("modeling_beta.py").exists())
+
+
+class CommittedFilesTest(ConverterTestCase):
+    def copy_of_the_package(self):
+        models = self.root / "src" / "transformers_packed" / "models"
+        shutil.copytree(self.converter.MODELS, models, ignore=shutil.ignore_patterns("__pycache__"))
+        # Formatting follows the settings of the place.
+        shutil.copy(ROOT / "pyproject.toml", self.root)
+        self.converter.MODELS = models
+        return models
+
+    def test_are_up_to_date(self):
+        code, out, err = self.main("--check")
+        self.assertEqual((code, out, err), (0, "", ""))
+        self.assertGreaterEqual(len(list(self.converter.MODELS.glob("*/modeling_*.py"))), 2)
+
+    def test_as_a_script(self):
+        # As `make check-modular` runs it.
+        result = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, cwd=self.root)
+        self.assertEqual((result.returncode, result.stdout), (0, ""), result.stderr)
+
+    @parameterized.expand([("edited",), ("removed",)])
+    def test_a_stale_file(self, kind):
+        models = self.copy_of_the_package()
+        self.assertEqual(self.main("--check"), (0, "", ""))
+        path = models / "qwen3_5" / "modeling_qwen3_5.py"
+        committed = path.read_text()
+        if kind == "edited":
+            path.write_text(committed.replace("class Qwen3_5TextModel", "class Qwen3_5OtherModel"))
+        else:
+            path.unlink()
+        code, out, _ = self.main("--check")
+        self.assertEqual(code, 1)
+        self.assertIn("modeling_qwen3_5.py is stale; run `make modular`", out)
+        self.assertIn("+class Qwen3_5TextModel", out)
+        self.assertNotIn("modeling_qwen3_next.py", out)
+        # Checking writes nothing, converting does.
+        self.assertEqual(path.exists(), kind == "edited")
+        self.assertEqual(self.main()[:2], (0, f"wrote {path}\n"))
+        self.assertEqual(path.read_text(), committed)
+
+    def test_a_changed_modular_file_makes_its_family_stale(self):
+        models = self.copy_of_the_package()
+        path = models / "qwen3_next" / "modular_qwen3_next.py"
+        path.write_text(path.read_text().replace("One forward for packed", "A forward for packed"))
+        code, out, _ = self.main("--check")
+        self.assertEqual(code, 1)
+        # The method is unfolded into the other family, too.
+        for family in ("qwen3_next", "qwen3_5"):
+            self.assertIn(f"modeling_{family}.py is stale", out)
