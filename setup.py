@@ -13,6 +13,9 @@ EXTRAS = {
 }
 EXTRAS["dev"] = EXTRAS["demo"] + [
     "datasets>=4.0",
+    # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
+    "flash-linear-attention>=0.6.0; platform_system == 'Linux'",
+    "triton; platform_system == 'Linux'",
     "libcst>=1.5",
     "parameterized>=0.9",
     "peft>=0.17",

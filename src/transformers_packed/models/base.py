@@ -34,9 +34,6 @@ def convert(model: torch.nn.Module) -> None:
 class PackedModelMixin:
     """What every model class of ours adds to the built-in one: its layers become ours when it is built."""
 
-    # The built-in check looks for a decorator in the source of the class's own module, where ours has no experts.
-    _can_set_experts_implementation_cached_value = True
-
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         convert(self)
@@ -45,3 +42,9 @@ class PackedModelMixin:
     def is_custom_code(cls) -> bool:
         # The weights are the built-in's, so Transformers' weight conversions and initialisation apply as they stand.
         return False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # The check reads the source of the class's module, so it has to be the built-in class's.
+        builtin = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+        return builtin._can_set_experts_implementation()

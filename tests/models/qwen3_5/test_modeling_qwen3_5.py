@@ -1,0 +1,73 @@
+import unittest
+
+import torch
+from packed_heads_tester import PackedHeadsTesterMixin
+from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
+
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
+
+
+def tiny_config(**kwargs) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "initializer_range": 0.02,
+            "pad_token_id": 0,
+            **kwargs,
+        }
+    )
+
+
+class Qwen3_5ModelTest(PackedModelTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5ForCausalLM
+    packed_class = packed.Qwen3_5ForCausalLM
+
+    def get_config(self):
+        return tiny_config()
+
+
+class Qwen3_5HeadsTest(PackedHeadsTesterMixin, unittest.TestCase):
+    builtin = builtin
+    packed = packed
+    heads = {
+        "sequence_classification": "Qwen3_5TextForSequenceClassification",
+        "token_classification": "Qwen3_5ForTokenClassification",
+    }
+
+    def get_config(self, **kwargs):
+        return tiny_config(**kwargs)
+
+
+class Qwen3_5PositionIdsTest(unittest.TestCase):
+    def test_four_rows_of_position_ids(self):
+        """The text row of `[4, 1, T]` says where documents start, and explicit boundaries go with `[3, 1, T]`."""
+        torch.manual_seed(0)
+        model = packed.Qwen3_5ForCausalLM(tiny_config())
+        documents = [torch.randint(1, VOCAB_SIZE, (n,)) for n in (5, 70, 3)]
+        batch = packed_batch(documents)
+        expected = model(**batch).logits
+        four = batch["position_ids"].expand(4, 1, -1)
+        for name, inputs in {
+            "4 rows": {"position_ids": four},
+            "4 rows, all": {**batch, "position_ids": four},
+            "3 rows": {"position_ids": four[1:], "cu_seqlens": batch["cu_seqlens"]},
+        }.items():
+            with self.subTest(name):
+                logits = model(**{"input_ids": batch["input_ids"], **inputs}).logits
+                self.assertTrue(torch.equal(logits, expected))
+        # Three rows alone say nothing about documents.
+        single = model(input_ids=batch["input_ids"], position_ids=four[1:]).logits
+        self.assertGreater(relative_error(single, expected), 1e-2)

@@ -1,0 +1,200 @@
+import pickle
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+import torch
+import transformers
+from packed_model_tester import VOCAB_SIZE, packed_batch, relative_error
+from parameterized import parameterized
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+
+import transformers_packed
+from transformers_packed.models import auto
+
+
+TINY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "pad_token_id": 0,
+    "num_labels": 3,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+CONFIGS = {
+    "qwen3_5": Qwen3_5TextConfig(**TINY),
+    "qwen3_next": Qwen3NextConfig(**TINY, **EXPERTS),
+}
+REGISTERED = [
+    (f"{family}_{auto_name}", family, auto_name, class_name)
+    for family, configs in auto.FAMILIES.items()
+    for classes in configs.values()
+    for auto_name, class_name in classes.items()
+]
+
+
+def builtin_class(family: str, class_name: str) -> type:
+    module = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[class_name])
+    return getattr(module, class_name)
+
+
+class RegisterTest(unittest.TestCase):
+    def tearDown(self):
+        transformers_packed.unregister()
+
+    @parameterized.expand(REGISTERED)
+    def test_checkpoints_go_both_ways(self, _, family, auto_name, class_name):
+        """The built-in's checkpoint loads into ours and ours into the built-in, all keys matched, equal results."""
+        auto_class = getattr(transformers, auto_name)
+        torch.manual_seed(0)
+        builtin = builtin_class(family, class_name)(CONFIGS[family]).eval()
+        input_ids = torch.randint(1, VOCAB_SIZE, (2, 20))
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+            builtin.save_pretrained(directory)
+            with transformers_packed.registered():
+                ours, report = auto_class.from_pretrained(directory, output_loading_info=True)
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            self.assertEqual(type(ours).__name__, class_name)
+            self.assertTrue(type(ours).__module__.startswith("transformers_packed."))
+            self.assertLess(relative_error(ours.eval()(input_ids)[0], builtin(input_ids)[0]), 1e-5)
+            # A directory of its own: the tensors of `ours` may still be mapped from the first one.
+            ours.save_pretrained(f"{directory}/ours")
+            # The configuration is given, as Qwen3.5's token classification class expects the composite one by default.
+            back, report = builtin_class(family, class_name).from_pretrained(
+                f"{directory}/ours", config=ours.config, output_loading_info=True
+            )
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            self.assertTrue(torch.equal(back.eval()(input_ids)[0], builtin(input_ids)[0]))
+
+    @parameterized.expand(CONFIGS)
+    def test_every_layer_is_ours_and_parameters_are_the_builtins(self, family):
+        builtin = AutoModelForCausalLM.from_config(CONFIGS[family])
+        with transformers_packed.registered():
+            ours = AutoModelForCausalLM.from_config(CONFIGS[family])
+        self.assertEqual(
+            {n: p.shape for n, p in ours.named_parameters()}, {n: p.shape for n, p in builtin.named_parameters()}
+        )
+        replaced = {type(m).__name__ for m in ours.modules() if type(m).__module__.startswith("transformers_packed.")}
+        self.assertEqual(
+            {name.removeprefix("Qwen3Next").removeprefix("Qwen3_5") for name in replaced} - {"Model", "TextModel"},
+            {"ForCausalLM", "GatedDeltaNet", "Attention"},
+        )
+        # As Trainer, accelerate and torch.save treat a model.
+        self.assertEqual(ours._no_split_modules, builtin._no_split_modules)
+        self.assertIs(type(pickle.loads(pickle.dumps(ours))), type(ours))
+        self.assertTrue(ours.can_generate())
+        self.assertEqual(ours.loss_type, builtin.loss_type)
+
+    def test_unregister_restores_everything(self):
+        mappings = [getattr(transformers, name)._model_mapping for _, _, name, _ in REGISTERED]
+        before = [dict(mapping._extra_content) for mapping in mappings]
+        transformers_packed.register()
+        transformers_packed.register()
+        ours = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])
+        transformers_packed.unregister()
+        transformers_packed.unregister()
+        self.assertEqual([dict(mapping._extra_content) for mapping in mappings], before)
+
+        # Both kinds go on working in one process, recorded outputs included.
+        builtin = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])
+        self.assertTrue(type(builtin).__module__.startswith("transformers."))
+        builtin.load_state_dict(ours.state_dict())
+        input_ids = torch.randint(1, VOCAB_SIZE, (1, 9))
+        for model in (ours, builtin, ours):
+            output = model(input_ids, output_hidden_states=True)
+            self.assertEqual(len(output.hidden_states), 3)
+        self.assertTrue(
+            all(type(m).__module__.startswith("transformers") for m in builtin.modules() if "Qwen" in str(type(m)))
+        )
+        self.assertFalse(any(type(m).__module__.startswith("transformers_packed") for m in builtin.modules()))
+        with self.assertRaisesRegex(ValueError, "packed sequences apart"):
+            builtin(**packed_batch([input_ids[0], input_ids[0]]))
+
+    def test_registered_keeps_an_earlier_registration(self):
+        transformers_packed.register()
+        with transformers_packed.registered():
+            pass
+        self.assertIn("transformers_packed", type(AutoModel.from_config(CONFIGS["qwen3_next"])).__module__)
+
+    def test_another_class_is_not_overwritten(self):
+        class Qwen3_5ForCausalLM(builtin_class("qwen3_5", "Qwen3_5ForCausalLM")):
+            pass
+
+        AutoModelForCausalLM.register(Qwen3_5TextConfig, Qwen3_5ForCausalLM, exist_ok=True)
+        try:
+            with self.assertRaisesRegex(ValueError, "register: expected no other class .* Qwen3_5TextConfig, got .*"):
+                transformers_packed.register()
+            # Nothing was registered half-way, and unregister leaves the stranger alone.
+            self.assertTrue(type(AutoModel.from_config(CONFIGS["qwen3_5"])).__module__.startswith("transformers."))
+            transformers_packed.unregister()
+            self.assertIs(type(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])), Qwen3_5ForCausalLM)
+        finally:
+            del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
+
+    def test_other_transformers_releases_are_refused_clearly(self):
+        with mock.patch.dict(auto._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+            with self.assertRaisesRegex(
+                ImportError, "lacks transformers.cache_utils.Cache.no_such_method.*pip install"
+            ):
+                transformers_packed.register()
+
+    def test_experts_implementation_in_a_fresh_process(self):
+        """The built-in check reads a module's source and caches the answer: ask it before any built-in model ran."""
+        code = (
+            "import sys; sys.modules['fla'] = None\n"
+            "from transformers import AutoModelForCausalLM, Qwen3NextConfig, Qwen3_5TextConfig\n"
+            "import transformers_packed; transformers_packed.register()\n"
+            f"tiny, experts = {TINY!r}, {EXPERTS!r}\n"
+            "model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**tiny, **experts))\n"
+            "assert model.config._experts_implementation == 'grouped_mm', model.config._experts_implementation\n"
+            "model.set_experts_implementation('batched_mm')\n"
+            "assert model.config._experts_implementation == 'batched_mm'\n"
+            "assert not AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**tiny))._can_set_experts_implementation()\n"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+
+class ImportTest(unittest.TestCase):
+    def run_python(self, code: str):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_import_loads_no_kernels_and_no_models(self):
+        self.run_python(
+            "import sys, torch, transformers_packed\n"
+            "kernels = {'fla', 'triton', 'causal_conv1d'}\n"
+            "assert not kernels & {name.partition('.')[0] for name in sys.modules}\n"
+            "assert not [name for name in sys.modules if 'modeling_qwen3' in name]\n"
+            "assert not torch.cuda.is_initialized()\n"
+        )
+
+    def test_import_changes_nothing_in_transformers(self):
+        self.run_python(
+            "import importlib, sys\n"
+            "import transformers\n"
+            "names = ['modeling_utils', 'masking_utils', 'cache_utils', 'data.data_collator', 'trainer',\n"
+            "         'integrations.hub_kernels', 'models.auto.modeling_auto', 'utils.output_capturing']\n"
+            "modules = [importlib.import_module(f'transformers.{name}') for name in names]\n"
+            "before = [dict(vars(module)) for module in modules]\n"
+            "import transformers_packed\n"
+            "for module, names in zip(modules, before):\n"
+            "    assert all(getattr(module, name) is value for name, value in names.items()), module\n"
+            "assert not transformers.AutoModelForCausalLM._model_mapping._extra_content\n"
+        )
