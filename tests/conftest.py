@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
 # They are the oracle of these tests, so it is hidden from them; what runs with it visible runs in a subprocess.
-import torch  # noqa: E402
+import torch
 
 
 if not torch.cuda.is_available():
