@@ -96,7 +96,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
-        self.token_columns = tuple(token_columns)
+        self.token_columns = (token_columns,) if isinstance(token_columns, str) else tuple(token_columns)
 
     def __call__(
         self, features: list[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None

@@ -75,6 +75,7 @@ def attention(
             fix='Load the model with attn_implementation="sdpa".',
         )
     record("attention", f"per_document({name})")
+    options["is_causal"] = True
     if kwargs.get("output_attentions") and name == "eager":
         return _eager_with_weights(interface, module, query, key, value, boundaries, options)
 
