@@ -6,7 +6,6 @@ losses. Each arm runs in a process of its own, so that each has its own peak of 
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -123,10 +122,8 @@ def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> Non
 def _in_new_process(task: str, work: Path) -> None:
     """Make the model or train an arm in a process of its own."""
     command = [sys.executable, "-m", __name__, task, str(work)]
-    # Threads that wait for each other without spinning lose little alone, and much less when the machine is shared.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     # In a session of its own Ctrl-C does not reach the process; `run` ends it when it is interrupted itself.
-    status = subprocess.run(command, env=environment, start_new_session=True).returncode
+    status = subprocess.run(command, start_new_session=True).returncode
     if status:
         raise ChildProcessError(f"the process for {task!r} ended with status {status}")
 
