@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import unittest
 
 import numpy as np
@@ -290,13 +291,33 @@ class BucketLayoutTest(unittest.TestCase):
                 documents.add(document)
         self.assertEqual(documents, set(range(len(lengths))))
 
-    @parameterized.expand(LENGTHS)
-    def test_little_padding_and_few_buckets(self, _, lengths):
+    @parameterized.expand(
+        [
+            (str(lengths), lengths)
+            for lengths in ([5], [64, 65], [2000, 100, 1990, 79], [300, 129], [640, 1, 320, 320, 96])
+        ]
+    )
+    def test_padding_and_calls_cost_least(self, _, lengths):
+        """Against every way to cut the documents, sorted by length, into groups."""
+
+        def cost(groups):
+            return sum(128 + len(group) * -(-max(group) // 64) * 64 for group in groups)
+
+        ordered = sorted(lengths, reverse=True)
+        cheapest = float("inf")
+        for cuts in itertools.product((False, True), repeat=len(ordered) - 1):
+            groups = [[ordered[0]]]
+            for length, cut in zip(ordered[1:], cuts, strict=True):
+                groups.append([length]) if cut else groups[-1].append(length)
+            cheapest = min(cheapest, cost(groups))
         buckets = SequenceBoundaries.from_lengths(lengths).bucket_layout.buckets
-        for bucket in buckets:
-            if bucket.length > 64:
-                self.assertGreaterEqual(bucket.tokens, 0.8 * bucket.num_documents * bucket.length)
-        self.assertLessEqual(len(buckets), 6)
+        self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
+
+    def test_many_documents(self):
+        """The groups of 100,000 documents are found among their few distinct lengths."""
+        lengths = torch.randint(1, 300, (100_000,), generator=torch.Generator().manual_seed(0))
+        buckets = SequenceBoundaries.from_lengths(lengths).bucket_layout.buckets
+        self.assertEqual([bucket.length for bucket in buckets], [299, 256, 192, 128, 64])
 
     def test_equal_documents_are_a_view(self):
         layout = SequenceBoundaries.from_lengths([100] * 10).bucket_layout

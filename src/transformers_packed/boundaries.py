@@ -8,7 +8,7 @@ ask the device how long a document is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,10 +44,10 @@ class BucketLayout:
     inverse: torch.Tensor | None
 
 
-# Documents share a bucket while the shortest has at least this share of the longest one's length. Below 64 tokens, the
-# chunk of the gated delta rule, padding costs less than one more call.
-_BUCKET_SHARE = 0.8
-_BUCKET_FLOOR = 64
+# Lengths are compared in steps of 64 tokens, the chunk of the gated delta rule, and one more batch costs about as much as
+# this many tokens of padding (measured on a CPU, where the fallback runs).
+_LENGTH_STEP = 64
+_BATCH_COST = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,8 @@ class SequenceBoundaries:
             Cumulative document lengths on the compute device: starts at 0, ends at `T`, strictly increasing, int32.
         cu_seqlens_cpu (`torch.IntTensor` of shape `[N+1]`):
             The same values on the host.
+        padding_tokens (`int`, *optional*, defaults to 0):
+            How many tokens of tail padding the row has. They are the last document.
 
     Example:
 
@@ -78,6 +80,7 @@ class SequenceBoundaries:
 
     cu_seqlens: torch.Tensor
     cu_seqlens_cpu: torch.Tensor
+    padding_tokens: int = 0
 
     @classmethod
     def from_lengths(
@@ -288,7 +291,7 @@ class SequenceBoundaries:
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        return SequenceBoundaries(self.cu_seqlens.to(device, non_blocking=non_blocking), self.cu_seqlens_cpu)
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def layer_kwargs(self) -> dict[str, Any]:
         """The keyword arguments under which the layers of a model receive these boundaries.
@@ -415,16 +418,7 @@ class SequenceBoundaries:
     def bucket_layout(self) -> BucketLayout:
         """How `per_document` lays this row out as padded batches; computed once per batch, on the host."""
         lengths = self.lengths
-        by_length = sorted(range(len(lengths)), key=lambda document: -lengths[document])
-        groups: list[list[int]] = []
-        for document in by_length:
-            if groups:
-                longest = lengths[groups[-1][0]]
-                if lengths[document] >= _BUCKET_SHARE * longest or longest <= _BUCKET_FLOOR:
-                    groups[-1].append(document)
-                    continue
-            groups.append([document])
-
+        groups = _group_by_length(lengths)
         starts = self.cu_seqlens_cpu.tolist()
         device = self.cu_seqlens.device
         buckets, documents_in_order = [], []
@@ -444,6 +438,28 @@ class SequenceBoundaries:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
         return BucketLayout(tuple(buckets), order.to(device, non_blocking=True), inverse.to(device, non_blocking=True))
+
+
+def _group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Documents in groups, longest first, such that padding each group to its longest costs least in all."""
+    steps: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        steps.setdefault(-(-length // _LENGTH_STEP), []).append(document)
+    sizes = sorted(steps, reverse=True)
+    # best[i]: the cost of the i longest sizes, and where their last group begins.
+    best = [(0, 0)]
+    for end in range(1, len(sizes) + 1):
+        options, documents = [], 0
+        for begin in reversed(range(end)):
+            documents += len(steps[sizes[begin]])
+            options.append((best[begin][0] + documents * sizes[begin] * _LENGTH_STEP + _BATCH_COST, begin))
+        best.append(min(options))
+    groups, end = [], len(sizes)
+    while end:
+        begin = best[end][1]
+        groups.append([document for size in sizes[begin:end] for document in steps[size]])
+        end = begin
+    return groups[::-1]
 
 
 def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:

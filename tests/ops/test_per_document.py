@@ -25,7 +25,8 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
             ("equal", [100] * 5, [(5, 100)]),
             ("similar", [100, 81, 90], [(3, 100)]),
             ("short_ones_share", [1, 64, 30, 2], [(4, 64)]),
-            ("apart", [100, 79, 300], [(1, 300), (1, 100), (1, 79)]),
+            ("apart", [2000, 100, 1990, 79], [(2, 2000), (2, 100)]),
+            ("worth_the_padding", [300, 129], [(2, 300)]),
         ]
     )
     def test_documents_of_similar_length_share_a_call(self, _, lengths, shapes):

@@ -128,27 +128,27 @@ def torch_chunk_gated_delta_rule(
     """
     length = query.shape[1]
     inputs = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-    # [B, HV, T, ...] -> [B, HV, chunks, C, ...]; the zeros after the last token write nothing and decay nothing.
+    # [B, H, G, T, ...] -> [B, H, G, chunks, C, ...]; zeros after the last token write nothing and decay nothing.
     padding = -length % chunk_size
-    q, k, v, g, beta = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, chunk_size)) for x in inputs)
+    q, k, v, g, beta = (F.pad(x, (0, 0, 0, padding)).unflatten(3, (-1, chunk_size)) for x in inputs)
 
-    log_decay = g.cumsum(dim=3)
+    log_decay = g.cumsum(dim=4)
     later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).triu(1)
-    pair_decay = (log_decay - log_decay.transpose(3, 4)).masked_fill(later, float("-inf")).exp()
+    pair_decay = (log_decay - log_decay.transpose(4, 5)).masked_fill(later, float("-inf")).exp()
     k_beta = k * beta
-    system = (k_beta @ k.transpose(3, 4)) * pair_decay
-    within = ((q @ k.transpose(3, 4)) * pair_decay).unbind(2)
-    corrections = _solve(system, v * beta).unbind(2)
+    system = (k_beta @ k.transpose(4, 5)) * pair_decay
+    within = ((q @ k.transpose(4, 5)) * pair_decay).unbind(3)
+    corrections = _solve(system, v * beta).unbind(3)
 
     # The state is only read when there was something before the chunk.
-    state = None if initial_state is None else initial_state.to(v.dtype)
+    state = None if initial_state is None else initial_state.to(v.dtype).unflatten(1, v.shape[1:3])
     from_state = None
     if state is not None or len(corrections) > 1:
-        from_state = _solve(system, k_beta * log_decay.exp()).unbind(2)
-    queries = (q * log_decay.exp()).unbind(2)
-    last = log_decay[:, :, :, -1:]
-    keys = (k * (last - log_decay).exp()).transpose(3, 4).unbind(2)
-    chunk_decay = last.exp().unbind(2)
+        from_state = _solve(system, k_beta * log_decay.exp()).unbind(3)
+    queries = (q * log_decay.exp()).unbind(3)
+    last = log_decay[:, :, :, :, -1:]
+    keys = (k * (last - log_decay).exp()).transpose(4, 5).unbind(3)
+    chunk_decay = last.exp().unbind(3)
 
     outputs = []
     for n, written in enumerate(corrections):
@@ -159,8 +159,7 @@ def torch_chunk_gated_delta_rule(
             written = written - from_state[n] @ state
             outputs.append(queries[n] @ state + within[n] @ written)
             state = state * chunk_decay[n] + keys[n] @ written
-    output = torch.cat(outputs, dim=2)[:, :, :length].transpose(1, 2)
-    return output.to(query.dtype, memory_format=torch.contiguous_format), state if output_final_state else None
+    return _finish(torch.cat(outputs, dim=3)[:, :, :, :length], state, query.dtype, output_final_state)
 
 
 def torch_recurrent_gated_delta_rule(
@@ -180,33 +179,40 @@ def torch_recurrent_gated_delta_rule(
     """
     q, k, v, g, beta = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
     if initial_state is None:
-        state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+        state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1])
     else:
-        state = initial_state.to(v.dtype)
+        state = initial_state.to(v.dtype).unflatten(1, v.shape[1:3])
     decay = g.exp()[..., None]
     outputs = []
-    for t in range(q.shape[2]):
-        state = state * decay[:, :, t]
+    for t in range(q.shape[3]):
+        state = state * decay[:, :, :, t]
         # k_t as a column reads the state: k^T S, a row of V; beta * (v - k^T S) is written back along k.
-        k_t = k[:, :, t, :, None]
-        recalled = k_t.transpose(2, 3) @ state
-        state = state + k_t @ ((v[:, :, t, None] - recalled) * beta[:, :, t, None])
-        outputs.append(q[:, :, t, None] @ state)
-    output = torch.cat(outputs, dim=2).transpose(1, 2)
-    return output.to(query.dtype, memory_format=torch.contiguous_format), state if output_final_state else None
+        k_t = k[:, :, :, t, :, None]
+        recalled = k_t.transpose(3, 4) @ state
+        state = state + k_t @ ((v[:, :, :, t, None] - recalled) * beta[:, :, :, t, None])
+        outputs.append(q[:, :, :, t, None] @ state)
+    return _finish(torch.cat(outputs, dim=3), state, query.dtype, output_final_state)
 
 
 def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
-    """Heads before tokens, one key head per value head, float32 (or float64), `q` scaled; g and beta as columns."""
+    """Heads before tokens, float32 (or float64), `q` scaled: `[B, H, G, T, ...]` with `G` value heads per key head.
+
+    Queries and keys have `G` = 1 and serve their value heads by broadcasting; `g` and `beta` are columns.
+    """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    q, k = (x.transpose(1, 2).to(dtype)[:, :, None] for x in (query, key))
     if normalise:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    groups = v.shape[1] // k.shape[1]
-    if groups > 1:
-        q, k = (x.repeat_interleave(groups, dim=1) for x in (q, k))
-    return [q, k, v, *(x.transpose(1, 2).to(dtype)[..., None] for x in (g, beta))]
+    groups = (k.shape[1], -1)
+    columns = (x.transpose(1, 2).to(dtype).unflatten(1, groups)[..., None] for x in (g, beta))
+    return [q, k, value.transpose(1, 2).to(dtype).unflatten(1, groups), *columns]
+
+
+def _finish(output, state, dtype: torch.dtype, output_final_state: bool):
+    """`[B, H, G, T, V]` to `[B, T, HV, V]` in the caller's dtype, and the state `[B, HV, K, V]` if it is wanted."""
+    output = output.flatten(1, 2).transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+    return output, state.flatten(1, 2) if output_final_state else None
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
