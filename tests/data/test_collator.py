@@ -134,6 +134,7 @@ class PaddingTest(unittest.TestCase):
             "cu_seq_lens_k": [0, 3, 4, 9, 12],
             "max_length_q": 5,
             "max_length_k": 5,
+            "padding_tokens": 3,
             "cu_seqlens": [0, 3, 4, 9, 12],
         }
         self.assertEqual(as_lists(batch), expected)

@@ -8,6 +8,7 @@ import torch
 from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
 from transformers.utils import logging
 
+from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 
 
@@ -15,6 +16,8 @@ logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
 _IGNORED_LABEL = -100
+_TOKEN_TYPES = "mm_token_type_ids"
+_VISION_COLUMNS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
@@ -28,7 +31,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     * `labels`: one per token, or a single number per sample (sequence classification), which gives `labels` `[N]`;
     * `attention_mask`: tokens marked 0 are dropped from every column;
-    * the columns named in `token_columns`: one value per token, flattened alongside to `[1, T]`.
+    * the columns named in `token_columns`: one value per token, flattened alongside to `[1, T]`;
+    * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`, which are joined along their first
+      dimension, and `mm_token_type_ids`, which is flattened.
 
     Args:
         return_position_ids (`bool`, *optional*, defaults to `True`):
@@ -44,12 +49,16 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return_cu_seqlens (`bool`, *optional*, defaults to `False`):
             Return `cu_seqlens` (int32 `[N+1]`), the cumulative sample lengths.
         pad_to_multiple_of (`int`, *optional*):
-            Pad the row's end to a multiple of this many tokens. The padding is one more document with label -100.
+            Pad the row's end to a multiple of this many tokens. The padding is one more document with label -100, and
+            `padding_tokens` (`int`) says how long it is.
         pad_token_id (`int`, *optional*):
             The token that `pad_to_multiple_of` adds.
         token_columns (`Sequence[str]`, *optional*, defaults to `()`):
             Further per-token columns to flatten. Other columns are left out, as Transformers' collator does. Tail
             padding holds 0 in them.
+        model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
+            A vision-language model or its configuration. With it, rows with images or videos get position ids
+            `[4, 1, T]` (text, time, height, width) that restart in every sample; without it the model makes them.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 
@@ -78,6 +87,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         pad_to_multiple_of: int | None = None,
         pad_token_id: int | None = None,
         token_columns: Sequence[str] = (),
+        model: Any = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -93,6 +103,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     got="none",
                     fix="Pass pad_token_id=tokenizer.pad_token_id.",
                 )
+        self.config = getattr(model, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
@@ -109,7 +120,12 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             raise input_error(
                 _CALL, expected="labels in all samples or in none", got="labels in some", fix="Add or drop the column."
             )
-        samples = [self._sample(index, feature) for index, feature in enumerate(features)]
+        token_columns = self.token_columns
+        if any(_TOKEN_TYPES in feature for feature in features) and _TOKEN_TYPES not in token_columns:
+            # A sample of text alone may come without the column: all its tokens are text.
+            token_columns += (_TOKEN_TYPES,)
+            features = [{_TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
+        samples = [self._sample(index, feature, token_columns) for index, feature in enumerate(features)]
         self._note_left_out_columns(features[0])
         scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
         if any(scalar) and not all(scalar):
@@ -131,26 +147,50 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if padding:
             # The parent puts the separator before every document; padding has no label at all.
             batch["labels"][0, real_tokens:] = _IGNORED_LABEL
+            batch["padding_tokens"] = padding
 
         tensors = return_tensors or self.return_tensors
         to_tensor = np.asarray if tensors == "np" else torch.as_tensor
         if document_labels is not None:
             batch["labels"] = to_tensor(_as_array(document_labels))
-        for name in self.token_columns:
+        for name in token_columns:
             column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         if self.return_cu_seqlens:
             lengths = [len(sample["input_ids"]) for sample in samples]
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
+        for name in _VISION_COLUMNS:
+            parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
+            if parts:
+                batch[name] = torch.cat(parts) if tensors == "pt" else torch.cat(parts).numpy()
+        if (
+            self.config is not None
+            and self.return_position_ids
+            and ("image_grid_thw" in batch or "video_grid_thw" in batch)
+        ):
+            batch["position_ids"] = self._vision_position_ids(batch, samples)
         return batch
 
-    def _sample(self, index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
+    def _vision_position_ids(self, batch: dict[str, Any], samples: list[dict[str, Any]]):
+        # Only rows with images need the models' side of the package.
+        from ..models.multimodal import packed_mrope_position_ids
+
+        names = ("input_ids", _TOKEN_TYPES, "image_grid_thw", "video_grid_thw")
+        position_ids = packed_mrope_position_ids(
+            _CALL,
+            self.config,
+            SequenceBoundaries.from_lengths([len(sample["input_ids"]) for sample in samples]),
+            **{name: torch.as_tensor(batch[name]) if name in batch else None for name in names},
+        )
+        return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
+
+    def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
         """The feature's columns as lists without masked-out tokens; a label per sample stays a number."""
         columns = {"input_ids": feature["input_ids"]}
-        for name in ("labels", "attention_mask", *self.token_columns):
+        for name in ("labels", "attention_mask", *token_columns):
             if name in feature:
                 columns[name] = feature[name]
-            elif name in self.token_columns:
+            elif name in token_columns:
                 raise input_error(
                     _CALL,
                     expected=f"the token column {name!r} in every sample",
@@ -203,7 +243,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return {"input_ids": [self.pad_token_id] * length, "labels": [_IGNORED_LABEL] * length}
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
-        known = {"input_ids", "labels", "attention_mask", "position_ids", *self.token_columns}
+        known = {"input_ids", "labels", "attention_mask", "position_ids", _TOKEN_TYPES, *self.token_columns}
         length = len(feature["input_ids"])
         left_out = []
         for name, column in feature.items():

@@ -28,6 +28,23 @@ FAMILIES = {
             "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
             "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
         },
+        "Qwen3_5Config": {
+            "AutoModel": "Qwen3_5Model",
+            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+            "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
+            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+        },
+    },
+    "qwen3_5_moe": {
+        "Qwen3_5MoeTextConfig": {
+            "AutoModel": "Qwen3_5MoeTextModel",
+            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+        },
+        "Qwen3_5MoeConfig": {
+            "AutoModel": "Qwen3_5MoeModel",
+            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+            "AutoModelForImageTextToText": "Qwen3_5MoeForConditionalGeneration",
+        },
     },
 }
 
@@ -49,11 +66,13 @@ _REQUIRED = {
     ),
     "transformers.models.qwen3_5.modeling_qwen3_5": (
         "Qwen3_5GatedDeltaNet",
+        "Qwen3_5Model.get_rope_index",
         "Qwen3_5TextForSequenceClassification",
         "apply_mask_to_padding_states",
         "apply_rotary_pos_emb",
         "eager_attention_forward",
     ),
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
 }
 
 

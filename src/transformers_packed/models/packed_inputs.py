@@ -7,6 +7,7 @@ anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows
 """
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +24,20 @@ class PackingKwargs(TransformersKwargs, total=False):
     Attributes:
         cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
             Cumulative document lengths, flash-linear-attention's name for `cu_seq_lens_q`.
+        padding_tokens (`int`, *optional*):
+            The length of the row's last document, if that is padding: it is left out of router statistics.
         boundaries ([`SequenceBoundaries`], *optional*):
             The same with a host copy, as models hand it to their layers.
     """
 
     cu_seqlens: torch.IntTensor | None
+    padding_tokens: int | None
     boundaries: SequenceBoundaries | None
 
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-_METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k")
+_METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
+_NOT_FOR_VISION = {*_METADATA, "boundaries", "num_items_in_batch", "shift_labels"}
 
 
 def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:
@@ -55,11 +60,12 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
     lengths = {name: metadata[name] for name in _LENGTHS if metadata.get(name) is not None}
     seq_idx = metadata.get("seq_idx")
     maxima = {name: metadata[name] for name in ("max_length_q", "max_length_k") if metadata.get(name) is not None}
+    padding = metadata.get("padding_tokens")
     if not lengths and seq_idx is None:
-        if maxima:
+        if maxima or padding:
             raise input_error(
                 call,
-                expected=f"cu_seq_lens_q and cu_seq_lens_k beside {' and '.join(maxima)}",
+                expected=f"cu_seq_lens_q, cu_seqlens or seq_idx beside {' and '.join([*maxima, *(['padding_tokens'] if padding else [])])}",
                 got="no document boundaries",
                 fix="Pass the batch as DataCollatorWithFlattening made it.",
             )
@@ -90,6 +96,15 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
                 got=f"{int(maximum)}",
                 fix="Pass the collator's value.",
             )
+    if padding:
+        if padding != boundaries.lengths[-1]:
+            raise input_error(
+                call,
+                expected=f"padding_tokens of 0 or {boundaries.lengths[-1]}, the length of the last document",
+                got=f"{padding}",
+                fix="Pass the collator's value.",
+            )
+        boundaries = replace(boundaries, padding_tokens=padding)
     return boundaries
 
 
@@ -114,6 +129,7 @@ def resolve_boundaries(
     """
     given = kwargs.pop("boundaries", None)
     metadata = {name: kwargs.pop(name, None) for name in _METADATA}
+    metadata["padding_tokens"] = metadata["padding_tokens"] or None
     if given is not None:
         return given
     tokens = input_ids if input_ids is not None else inputs_embeds
@@ -166,6 +182,11 @@ def mask_targets_across_documents(
         ends = boundaries.cu_seqlens[1:].long() - 1
         kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
     return labels
+
+
+def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` for a vision tower: document boundaries would be taken for image boundaries there."""
+    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_VISION}
 
 
 def _may_read(value: Any) -> bool:

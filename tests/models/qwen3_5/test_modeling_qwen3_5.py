@@ -3,7 +3,8 @@ import unittest
 import torch
 from packed_heads_tester import PackedHeadsTesterMixin
 from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
-from transformers import Qwen3_5TextConfig
+from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
+from transformers import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
@@ -71,3 +72,11 @@ class Qwen3_5PositionIdsTest(unittest.TestCase):
         # Three rows alone say nothing about documents.
         single = model(input_ids=batch["input_ids"], position_ids=four[1:]).logits
         self.assertGreater(relative_error(single, expected), 1e-2)
+
+
+class Qwen3_5VisionTest(PackedVisionTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5ForConditionalGeneration
+    packed_class = packed.Qwen3_5ForConditionalGeneration
+
+    def get_config(self):
+        return Qwen3_5Config(**vision_config(TEXT))

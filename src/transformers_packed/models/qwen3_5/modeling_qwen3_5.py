@@ -1,6 +1,6 @@
 # This file is generated from modular_qwen3_5.py by utils/modular_model_converter.py.
 # Do not edit it: change the modular file and run `make modular`.
-"""Qwen3.5 text models that keep the documents of a packed row apart. Only what differs from Qwen3-Next is here."""
+"""Qwen3.5 that keeps the documents of a packed row apart, text and vision. Only what differs from Qwen3-Next is here."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,14 @@ from transformers.utils import can_return_tuple
 from ...errors import input_error
 from ...ops import attention, causal_conv1d, gated_delta_rule
 from ..base import PackedModelMixin, replaces_builtin
-from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
+from ..multimodal import packed_mrope_position_ids
+from ..packed_inputs import (
+    PackingKwargs,
+    boundaries_from_metadata,
+    mask_targets_across_documents,
+    resolve_boundaries,
+    without_packing,
+)
 
 
 @replaces_builtin
@@ -125,6 +132,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
 
 @replaces_builtin
 class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -160,7 +168,7 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             use_cache = False
             position_ids = boundaries.position_ids if position_ids is None else position_ids
             kwargs.update(boundaries.layer_kwargs())
-        return super().forward(
+        outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -169,6 +177,10 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             use_cache=use_cache,
             **kwargs,
         )
+        if boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
+            # Tail padding is no load to balance.
+            outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
+        return outputs
 
 
 @replaces_builtin
@@ -207,6 +219,136 @@ class Qwen3_5ForCausalLM(PackedModelMixin, builtin.Qwen3_5ForCausalLM):
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+
+@replaces_builtin
+class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        image_grid_thw: torch.LongTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        return super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+
+    def get_video_features(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.LongTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        mm_encoder_outputs: dict | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        call = f"{type(self).__name__}.forward"
+        boundaries = resolve_boundaries(
+            call,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if boundaries is not None:
+            kwargs["boundaries"] = boundaries
+            if position_ids is None or position_ids.ndim == 2:
+                # Two dimensions say where documents are; where images are, M-RoPE needs more.
+                position_ids = boundaries.position_ids
+                if image_grid_thw is not None or video_grid_thw is not None:
+                    position_ids = packed_mrope_position_ids(
+                        call,
+                        self.config,
+                        boundaries,
+                        input_ids=input_ids,
+                        mm_token_type_ids=mm_token_type_ids,
+                        image_grid_thw=image_grid_thw,
+                        video_grid_thw=video_grid_thw,
+                    )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            mm_encoder_outputs=mm_encoder_outputs,
+            **kwargs,
+        )
+
+
+@replaces_builtin
+class Qwen3_5ForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
+    accepts_loss_kwargs = True
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        boundaries = resolve_boundaries(
+            f"{type(self).__name__}.forward",
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=kwargs.get("use_cache"),
+        )
+        if boundaries is not None:
+            kwargs["boundaries"] = boundaries
+            labels = mask_targets_across_documents(boundaries, labels, kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            logits_to_keep=logits_to_keep,
+            mm_encoder_outputs=mm_encoder_outputs,
             **kwargs,
         )
 
@@ -274,7 +416,9 @@ class Qwen3_5ForTokenClassification(PackedModelMixin, builtin.Qwen3_5ForTokenCla
 
 __all__ = [
     "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3_5ForTokenClassification",
+    "Qwen3_5Model",
     "Qwen3_5TextForSequenceClassification",
     "Qwen3_5TextModel",
 ]

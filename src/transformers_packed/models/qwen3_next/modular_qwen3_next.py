@@ -130,6 +130,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
 
 @replaces_builtin
 class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -165,7 +166,7 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             use_cache = False
             position_ids = boundaries.position_ids if position_ids is None else position_ids
             kwargs.update(boundaries.layer_kwargs())
-        return super().forward(
+        outputs = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -174,6 +175,10 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             use_cache=use_cache,
             **kwargs,
         )
+        if boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
+            # Tail padding is no load to balance.
+            outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
+        return outputs
 
 
 @replaces_builtin

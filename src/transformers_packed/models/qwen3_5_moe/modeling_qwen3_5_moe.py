@@ -1,0 +1,364 @@
+# This file is generated from modular_qwen3_5_moe.py by utils/modular_model_converter.py.
+# Do not edit it: change the modular file and run `make modular`.
+"""Qwen3.5-MoE that keeps the documents of a packed row apart. Only what differs from Qwen3.5 and Qwen3-Next is here."""
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
+from transformers.processing_utils import Unpack
+from transformers.utils import can_return_tuple
+
+from ...errors import input_error
+from ...ops import attention, causal_conv1d, gated_delta_rule
+from ..base import PackedModelMixin, replaces_builtin
+from ..multimodal import packed_mrope_position_ids
+from ..packed_inputs import (
+    PackingKwargs,
+    boundaries_from_metadata,
+    mask_targets_across_documents,
+    resolve_boundaries,
+    without_packing,
+)
+
+
+@replaces_builtin
+class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        z = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
+        return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+
+    @force_accelerate_hooks("conv1d")
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cache_params: Cache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> torch.Tensor:
+        """One forward for packed, padded, unpadded and cached input.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
+                The layer's input; one row when packed.
+            cache_params (`Cache`, *optional*):
+                Conv and recurrent states. Not for packed rows.
+            attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*):
+                0 at padding. Not for packed rows.
+            seq_idx (`torch.IntTensor` of shape `[1, T]`, *optional*):
+                The document of each token.
+            cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
+                Cumulative document lengths. Either of the two is enough.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, hidden]`.
+        """
+        length = hidden_states.shape[1]
+        boundaries = boundaries_from_metadata(
+            f"{type(self).__name__}.forward", length, {**kwargs, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        )
+        hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
+        mixed_qkv, z, b, a = self.project(hidden_states)
+
+        recurrent_state = None
+        if cache_params is not None:
+            recurrent_state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+            # The cache wants channels first, and returns the new columns behind the ones that the window still needs.
+            mixed_qkv = cache_params.update_conv_state(
+                mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
+            ).transpose(1, 2)
+        mixed_qkv = causal_conv1d(
+            mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, boundaries=boundaries
+        )[:, -length:]
+
+        query, key, value = mixed_qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        # exp(A_log) in float32: in float16 it overflows.
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        output, recurrent_state = gated_delta_rule(
+            query.unflatten(-1, (-1, self.head_k_dim)),
+            key.unflatten(-1, (-1, self.head_k_dim)),
+            value.unflatten(-1, (-1, self.head_v_dim)),
+            g,
+            b.sigmoid(),
+            boundaries=boundaries,
+            initial_state=recurrent_state,
+            output_final_state=cache_params is not None,
+            use_qk_l2norm_in_kernel=True,
+        )
+        if cache_params is not None:
+            cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
+
+        output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
+        return self.out_proj(output)
+
+
+@replaces_builtin
+class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        boundaries = boundaries_from_metadata(f"{type(self).__name__}.forward", hidden_states.shape[1], kwargs)
+        shape = hidden_states.shape[:-1]
+        query, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
+        value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
+        query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
+        query, key = builtin.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            eager=builtin.eager_attention_forward,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **(kwargs | {"boundaries": boundaries}),
+        )
+        return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
+
+
+@replaces_builtin
+class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        call = f"{type(self).__name__}.forward"
+        boundaries = resolve_boundaries(
+            call,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if boundaries is not None:
+            wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
+            if wants_weights and self.config._attn_implementation != "eager":
+                raise input_error(
+                    call,
+                    expected='attn_implementation="eager" for the attention weights of a packed row',
+                    got=f'"{self.config._attn_implementation}"',
+                    fix='Load the model with attn_implementation="eager", or leave output_attentions out.',
+                )
+            # The boundaries take the masks' place, and a packed row has no cache.
+            attention_mask = {"full_attention": None, "linear_attention": None}
+            use_cache = False
+            position_ids = boundaries.position_ids if position_ids is None else position_ids
+            kwargs.update(boundaries.layer_kwargs())
+        outputs = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        if boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
+            # Tail padding is no load to balance.
+            outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
+        return outputs
+
+
+@replaces_builtin
+class Qwen3_5MoeForCausalLM(PackedModelMixin, builtin.Qwen3_5MoeForCausalLM):
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        boundaries = resolve_boundaries(
+            f"{type(self).__name__}.forward",
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if boundaries is not None:
+            kwargs["boundaries"] = boundaries
+            labels = mask_targets_across_documents(boundaries, labels, kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+
+@replaces_builtin
+class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
+    def get_image_features(
+        self,
+        pixel_values: torch.Tensor,
+        image_grid_thw: torch.LongTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        return super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+
+    def get_video_features(
+        self,
+        pixel_values_videos: torch.Tensor,
+        video_grid_thw: torch.LongTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        mm_encoder_outputs: dict | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        call = f"{type(self).__name__}.forward"
+        boundaries = resolve_boundaries(
+            call,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if boundaries is not None:
+            kwargs["boundaries"] = boundaries
+            if position_ids is None or position_ids.ndim == 2:
+                # Two dimensions say where documents are; where images are, M-RoPE needs more.
+                position_ids = boundaries.position_ids
+                if image_grid_thw is not None or video_grid_thw is not None:
+                    position_ids = packed_mrope_position_ids(
+                        call,
+                        self.config,
+                        boundaries,
+                        input_ids=input_ids,
+                        mm_token_type_ids=mm_token_type_ids,
+                        image_grid_thw=image_grid_thw,
+                        video_grid_thw=video_grid_thw,
+                    )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            mm_encoder_outputs=mm_encoder_outputs,
+            **kwargs,
+        )
+
+
+@replaces_builtin
+class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeForConditionalGeneration):
+    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
+    accepts_loss_kwargs = True
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ):
+        boundaries = resolve_boundaries(
+            f"{type(self).__name__}.forward",
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=kwargs.get("use_cache"),
+        )
+        if boundaries is not None:
+            kwargs["boundaries"] = boundaries
+            labels = mask_targets_across_documents(boundaries, labels, kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            output_router_logits=output_router_logits,
+            logits_to_keep=logits_to_keep,
+            mm_encoder_outputs=mm_encoder_outputs,
+            **kwargs,
+        )
+
+
+__all__ = [
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MoeModel",
+    "Qwen3_5MoeTextModel",
+]

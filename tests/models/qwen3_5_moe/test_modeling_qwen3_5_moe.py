@@ -1,0 +1,66 @@
+import unittest
+
+import torch
+from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, padded_batch, relative_error
+from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
+from parameterized import parameterized
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
+
+from transformers_packed import DataCollatorWithFlattening
+from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as packed
+
+
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+class Qwen3_5MoeModelTest(PackedModelTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5MoeForCausalLM
+    packed_class = packed.Qwen3_5MoeForCausalLM
+    is_moe = True
+
+    def get_config(self):
+        text = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+        return Qwen3_5MoeTextConfig(**text, **EXPERTS, initializer_range=0.02)
+
+    @parameterized.expand([("tail_padding", 64), ("no_padding", None)])
+    def test_router_statistics_leave_padding_out(self, _, multiple):
+        """Router logits of the real tokens only, and the auxiliary loss of the padded batch with its mask."""
+        builtin_model, model = self.models()
+        expected = builtin_model(**padded_batch(self.documents, "right"), output_router_logits=True)
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=multiple, pad_token_id=0)
+        row = collator([{"input_ids": document} for document in self.documents])
+        self.assertEqual("padding_tokens" in row, multiple is not None)
+        actual = model(**row, output_router_logits=True)
+        self.assertEqual({x.shape[0] for x in actual.router_logits}, {sum(self.lengths)})
+        self.assertLess(relative_error(actual.aux_loss, expected.aux_loss), 1e-5)
+        self.assertLess(relative_error(actual.loss, expected.loss), 1e-5)
+        if multiple:
+            row["padding_tokens"] += 1
+            with self.assertRaisesRegex(ValueError, "padding_tokens of 0 or"):
+                model(**row)
+            with self.assertRaisesRegex(ValueError, "beside padding_tokens"):
+                model(input_ids=row["input_ids"], padding_tokens=4)
+
+    def test_base_model_as_a_tuple(self):
+        _, model = self.models()
+        batch = packed_batch(self.documents)
+        batch.pop("labels")
+        as_dict = model.model(**batch)
+        self.assertTrue(torch.equal(model.model(**batch, return_dict=False)[0], as_dict.last_hidden_state))
+        self.assertEqual(as_dict.last_hidden_state.shape[1], sum(self.lengths))
+        self.assertLess(int(batch["input_ids"].max()), VOCAB_SIZE)
+
+
+class Qwen3_5MoeVisionTest(PackedVisionTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
+    packed_class = packed.Qwen3_5MoeForConditionalGeneration
+    gradient_bar = 1e-4
+
+    def get_config(self):
+        return Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS}))
