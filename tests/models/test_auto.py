@@ -192,6 +192,18 @@ class RegisterTest(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
 
 
+class ModularTest(unittest.TestCase):
+    def test_importing_a_modular_file_replaces_nothing(self):
+        from transformers_packed.models.base import REPLACEMENTS
+        from transformers_packed.models.qwen3_next import modeling_qwen3_next
+
+        before = dict(REPLACEMENTS)
+        from transformers_packed.models.qwen3_next import modular_qwen3_next
+
+        self.assertIsNot(modular_qwen3_next.Qwen3NextModel, modeling_qwen3_next.Qwen3NextModel)
+        self.assertEqual(REPLACEMENTS, before)
+
+
 class ImportTest(unittest.TestCase):
     def run_python(self, code: str):
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -16,7 +16,9 @@ REPLACEMENTS: dict[type, type] = {}
 def replaces_builtin(cls: type) -> type:
     """Class decorator: `cls` stands in for the built-in class of the same name that it derives from."""
     (builtin,) = (base for base in cls.__bases__ if base.__name__ == cls.__name__)
-    REPLACEMENTS[builtin] = cls
+    # A modular file is the source of a modeling file; importing it must not put its classes in their place.
+    if ".modular_" not in cls.__module__:
+        REPLACEMENTS[builtin] = cls
     return cls
 
 
