@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHECKED := src tests utils benchmarks setup.py
 TESTS ?= tests
 
-.PHONY: demo test test-slow test-gpu bench style quality modular check-modular help
+.PHONY: demo test test-gpu bench style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -22,9 +22,6 @@ demo: .venv/.installed  ## Train a small model padded and packed on the CPU, pri
 
 test: .venv/.installed  ## Run the test suite (CPU).
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
-
-test-slow: .venv/.installed  ## Run the tests that take minutes.
-	$(BIN)/python -m pytest -m "slow and not gpu" $(TESTS)
 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device.
 	$(BIN)/python -m pytest -m gpu $(TESTS)
