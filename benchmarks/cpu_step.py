@@ -57,7 +57,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the exit status is 1 when the ratio is below the bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="timed steps per batch and arm (default: 3)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; more only add noise here (default: 1)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads; with more, other work on the machine disturbs the figures (default: 1)",
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_step.json")
     args = parser.parse_args(argv)
     if args.repeats < 1:
