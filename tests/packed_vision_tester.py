@@ -9,7 +9,7 @@ from transformers_packed import DataCollatorWithFlattening
 
 
 IMAGE, VIDEO, VISION_START, VISION_END = 90, 91, 92, 93
-TEXT = {
+TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -23,6 +23,9 @@ TEXT = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
     "pad_token_id": 0,
+}
+TEXT = {
+    **TINY,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e4,

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import transformers
 from packed_model_tester import VOCAB_SIZE, packed_batch, relative_error
+from packed_vision_tester import TINY as TINY_TEXT
 from packed_vision_tester import vision_config
 from parameterized import parameterized
 from transformers import (
@@ -24,22 +25,7 @@ import transformers_packed
 from transformers_packed.models import auto
 
 
-TINY = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-    "pad_token_id": 0,
-    "num_labels": 3,
-}
+TINY = {**TINY_TEXT, "num_labels": 3}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

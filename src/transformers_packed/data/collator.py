@@ -156,8 +156,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         for name in token_columns:
             column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
+        lengths = [len(sample["input_ids"]) for sample in samples]
         if self.return_cu_seqlens:
-            lengths = [len(sample["input_ids"]) for sample in samples]
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
         for name in _VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
@@ -168,10 +168,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             and self.return_position_ids
             and ("image_grid_thw" in batch or "video_grid_thw" in batch)
         ):
-            batch["position_ids"] = self._vision_position_ids(batch, samples)
+            batch["position_ids"] = self._vision_position_ids(batch, lengths)
         return batch
 
-    def _vision_position_ids(self, batch: dict[str, Any], samples: list[dict[str, Any]]):
+    def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
         # Only rows with images need the models' side of the package.
         from ..models.multimodal import packed_mrope_position_ids
 
@@ -179,7 +179,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         position_ids = packed_mrope_position_ids(
             _CALL,
             self.config,
-            SequenceBoundaries.from_lengths([len(sample["input_ids"]) for sample in samples]),
+            SequenceBoundaries.from_lengths(lengths),
             **{name: torch.as_tensor(batch[name]) if name in batch else None for name in names},
         )
         return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()

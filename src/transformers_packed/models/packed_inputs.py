@@ -62,10 +62,11 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
     maxima = {name: metadata[name] for name in ("max_length_q", "max_length_k") if metadata.get(name) is not None}
     padding = metadata.get("padding_tokens")
     if not lengths and seq_idx is None:
-        if maxima or padding:
+        given = [*maxima, "padding_tokens"] if padding else [*maxima]
+        if given:
             raise input_error(
                 call,
-                expected=f"cu_seq_lens_q, cu_seqlens or seq_idx beside {' and '.join([*maxima, *(['padding_tokens'] if padding else [])])}",
+                expected=f"cu_seq_lens_q, cu_seqlens or seq_idx beside {' and '.join(given)}",
                 got="no document boundaries",
                 fix="Pass the batch as DataCollatorWithFlattening made it.",
             )
