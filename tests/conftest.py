@@ -3,13 +3,24 @@ import sys
 
 
 # The models are tiny and test processes run side by side: more threads would only wait for one another.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY"):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
-# They are the oracle of these tests, so it is hidden from them; what runs with it visible runs in a subprocess.
 import torch
 
 
-if not torch.cuda.is_available():
-    for package in ("fla", "causal_conv1d"):
-        sys.modules.setdefault(package, None)
+# The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
+# They are the oracle of these tests, so it is hidden from them; what runs with it visible runs in a subprocess. On a
+# GPU the variable lets one machine stand for several environments.
+HIDDEN = os.environ.get("TRANSFORMERS_PACKED_TEST_WITHOUT", "").split() if torch.cuda.is_available() else []
+for package in HIDDEN if torch.cuda.is_available() else ("fla", "causal_conv1d"):
+    sys.modules.setdefault(package, None)
+
+
+def pytest_terminal_summary(terminalreporter):
+    import gpu_tester
+
+    if gpu_tester.FIGURES:
+        outcome = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "skipped")}
+        terminalreporter.section("GPU figures")
+        gpu_tester.write_summary(terminalreporter.write_line, outcome)

@@ -7,7 +7,7 @@ behind all of them. It is built once per batch and handed down, and it keeps a c
 ask the device how long a document is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -292,6 +292,13 @@ class SequenceBoundaries:
         if device == self.cu_seqlens.device:
             return self
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def derived(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share."""
+        values = self.__dict__.setdefault("_derived", {})
+        if name not in values:
+            values[name] = make()
+        return values[name]
 
     def layer_kwargs(self) -> dict[str, Any]:
         """The keyword arguments under which the layers of a model receive these boundaries.

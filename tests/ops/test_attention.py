@@ -3,6 +3,7 @@ import unittest
 import torch
 from packed_op_tester import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3_5TextConfig
@@ -11,6 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention
+from transformers_packed.ops.attention import _block_mask
 
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
@@ -187,17 +189,48 @@ class AttentionTest(unittest.TestCase):
         self.assertEqual((kwargs["max_length_q"], kwargs["max_length_k"]), (12, 12))
         self.assertEqual(kwargs["sliding_window"], 4)
 
-    @parameterized.expand([("flex_attention",), ("somebody_elses",)])
-    def test_refuses_what_would_attend_across_documents(self, implementation):
+    def test_refuses_what_would_attend_across_documents(self):
         def anything(*args, **kwargs):
             raise AssertionError("must not run")
 
-        if implementation not in ALL_ATTENTION_FUNCTIONS:
-            self.addCleanup(ALL_ATTENTION_FUNCTIONS.__delitem__, implementation)
-            ALL_ATTENTION_FUNCTIONS[implementation] = anything
-        pattern = rf'^attention: expected .*packed documents apart.*, got "{implementation}"\. .*="sdpa"'
+        self.addCleanup(ALL_ATTENTION_FUNCTIONS.__delitem__, "somebody_elses")
+        ALL_ATTENTION_FUNCTIONS["somebody_elses"] = anything
+        pattern = r'^attention: expected .*packed documents apart.*, got "somebody_elses"\. .*="sdpa"'
         with self.assertRaisesRegex(ValueError, pattern):
-            run(make_module(implementation), *make_row(20), boundaries=SequenceBoundaries.from_lengths([8, 12]))
+            run(make_module("somebody_elses"), *make_row(20), boundaries=SequenceBoundaries.from_lengths([8, 12]))
+
+    @parameterized.expand(
+        [("flex_attention", "auto", "needs CUDA tensors"), ("sdpa", "varlen_attn", "needs tensors on an NVIDIA GPU")]
+    )
+    def test_says_what_a_kernel_lacks(self, implementation, impl, reason):
+        with self.assertRaisesRegex(ValueError, reason):
+            boundaries = SequenceBoundaries.from_lengths([8, 12])
+            run(make_module(implementation), *make_row(20), boundaries=boundaries, impl=impl)
+
+    @parameterized.expand(
+        [([1],), ([128],), ([129],), ([5, 1, 70, 7],), ([128, 128, 128],), ([130, 256, 1, 300],), ([1] * 300,)]
+    )
+    def test_the_block_mask_of_flex_attention(self, lengths):
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        ours = _block_mask(boundaries)
+        seq_idx, length = boundaries.seq_idx[0], boundaries.total_length
+
+        def visible(batch, head, query, key):
+            return (seq_idx[query] == seq_idx[key]) & (query >= key)
+
+        theirs = create_block_mask(visible, None, None, length, length, device="cpu")
+        self.assertTrue(torch.equal(ours.to_dense(), theirs.to_dense()))
+        # Blocks seen in full are not looked at again: none must be claimed falsely, and none missed.
+        for mask in (ours, theirs):
+            full = BlockMask.from_kv_blocks(
+                mask.full_kv_num_blocks, mask.full_kv_indices, seq_lengths=(length, length)
+            )
+            mask.full = full.to_dense()
+        self.assertTrue(torch.equal(ours.full, theirs.full))
+        rows = make_row(length)
+        expected = run(make_module("eager"), *rows, boundaries=boundaries)[0]
+        output = flex_attention(*rows, block_mask=ours, scale=HEAD_DIM**-0.5, enable_gqa=True)
+        self.assertLess(relative_error(output.transpose(1, 2), expected), 1e-5)
 
     def test_refuses_another_row(self):
         with self.assertRaisesRegex(ValueError, r"^per_document: expected .*\[1, 20, \.\.\.\]"):

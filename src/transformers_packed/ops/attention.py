@@ -2,21 +2,29 @@
 
 Without boundaries the call goes to Transformers' own interface, unchanged. With boundaries:
 
-* `sdpa` and `eager` run on each document alone through [`per_document`]; no mask over the whole row exists.
+* `sdpa` runs as `torch.nn.attention.varlen.varlen_attn` where that can serve (half precision on a GPU), else like `eager`
+  on each document alone through [`per_document`]; no mask over the whole row exists.
 * FlashAttention (any version, from a package or from the Hub) takes the cumulative lengths itself.
+* `flex_attention` gets a block mask that is made from the boundaries without looking at pairs of tokens.
 * Anything else would attend across documents, so it is refused.
 """
 
 from collections.abc import Callable
+from inspect import signature
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .dispatch import record
+from .dispatch import Implementation, always, choose
 from .per_document import per_document
+
+
+# Tokens along the side of a block of flex attention's mask.
+_BLOCK = 128
 
 
 def attention(
@@ -30,6 +38,7 @@ def attention(
     scaling: float,
     dropout: float = 0.0,
     boundaries: SequenceBoundaries | None = None,
+    impl: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention as Transformers' attention interface has it, isolated by document when there are boundaries.
@@ -51,6 +60,9 @@ def attention(
             Dropout probability of the attention weights.
         boundaries ([`SequenceBoundaries`], *optional*):
             The documents of a packed row (`B` = 1, `S` = `T`).
+        impl (`str`, *optional*, defaults to `"auto"`):
+            For packed rows, what carries out the implementation that the config names: `"auto"`, or for `sdpa`
+            `"varlen_attn"` or `"per_document(sdpa)"`. The others have one way each.
 
     Returns:
         `tuple`: the output `[B, T, H, D]`, and the weights: what the interface returns without boundaries; for a
@@ -60,22 +72,101 @@ def attention(
         `ValueError`: boundaries with an implementation that cannot keep documents apart.
     """
     name = module.config._attn_implementation
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     options = {"dropout": dropout, "scaling": scaling}
     if boundaries is None:
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         return interface(module, query, key, value, attention_mask, **options, **kwargs)
-    if is_flash_attention_requested(requested_attention_implementation=name):
-        record("attention", name)
-        return interface(module, query, key, value, None, **options, **(kwargs | boundaries.layer_kwargs()))
-    if name not in ("eager", "sdpa"):
+    # Every version of FlashAttention has the same interface.
+    flash = is_flash_attention_requested(requested_attention_implementation=name)
+    table = {name: Implementation(_flash_attention, always)} if flash else IMPLEMENTATIONS.get(name)
+    if table is None:
         raise input_error(
             "attention",
-            expected="an attention implementation that keeps packed documents apart: eager, sdpa or flash_attention_*",
+            expected=f"an attention implementation that keeps packed documents apart: {', '.join(IMPLEMENTATIONS)} or "
+            "flash_attention_*",
             got=f'"{name}"',
             fix='Load the model with attn_implementation="sdpa".',
         )
-    record("attention", f"per_document({name})")
-    options["is_causal"] = True
+    call = (module, query, key, value)
+    options |= {"boundaries": boundaries, "eager": eager, **kwargs}
+    return choose("attention", impl, table, *call, **options)(*call, **options)
+
+
+def _flash_attention(module, query, key, value, *, boundaries, eager, **kwargs):
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    return interface(module, query, key, value, None, **(kwargs | boundaries.layer_kwargs()))
+
+
+def _varlen_attn(module, query, key, value, *, boundaries, scaling, **kwargs):
+    from torch.nn.attention.varlen import varlen_attn
+
+    tokens_first = (x.transpose(1, 2)[0] for x in (query, key, value))
+    lengths = (boundaries.cu_seqlens, boundaries.cu_seqlens, boundaries.max_length, boundaries.max_length)
+    # A window without a right side is causal attention. Up to torch 2.11 grouped queries need no permission.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **grouped)[None], None
+
+
+def _verify_varlen_attn(module, query, key, value, *, dropout=0.0, **options):
+    if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False, f"needs float16 or bfloat16, not {query.dtype}"
+    if query.shape[-1] > 256 or query.shape[-1] % 8:
+        return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
+    return dropout == 0, "has no dropout"
+
+
+def _flex_attention(module, query, key, value, *, boundaries, eager, **kwargs):
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface("flex_attention", eager)
+    mask = boundaries.derived("flex_attention", lambda: _block_mask(boundaries))
+    return interface(module, query, key, value, mask, **kwargs)[0], None
+
+
+def _verify_flex_attention(module, query, *tensors, **options):
+    return query.is_cuda, "needs CUDA tensors: on a CPU it has no backward"
+
+
+def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
+    """Which blocks of keys each block of queries sees, from the host copy of the boundaries.
+
+    A block of queries begins in some document: it sees nothing before the block in which that document starts, and
+    nothing after itself. A block between the two is seen in full when all its keys and all the queries belong to that
+    one document.
+    """
+    device, length = boundaries.cu_seqlens.device, boundaries.total_length
+    cu_seqlens = boundaries.cu_seqlens_cpu.long()
+    blocks = torch.arange(-(-length // _BLOCK))
+    first = blocks * _BLOCK
+    document = torch.searchsorted(cu_seqlens, first, right=True) - 1
+    start, end = cu_seqlens[document], cu_seqlens[document + 1]
+    row, column = blocks[:, None], blocks[None, :]
+    seen = (column >= (start // _BLOCK)[:, None]) & (column <= row)
+    full = seen & (column < row) & (first[None, :] >= start[:, None]) & (first + _BLOCK <= end)[:, None]
+
+    def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of chosen blocks in each row, and the chosen ones' columns before the others'."""
+        columns = chosen.int().argsort(dim=1, descending=True, stable=True)
+        return tuple(x.int()[None, None].to(device, non_blocking=True) for x in (chosen.sum(1), columns))
+
+    seq_idx = boundaries.seq_idx[0]
+
+    def same_document_and_not_later(batch, head, query, key):
+        return (seq_idx[query] == seq_idx[key]) & (query >= key)
+
+    return BlockMask.from_kv_blocks(
+        *listed(seen & ~full),
+        *listed(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=same_document_and_not_later,
+        seq_lengths=(length, length),
+    )
+
+
+def _per_document(module, query, key, value, *, boundaries, eager, scaling, dropout, **kwargs):
+    name = module.config._attn_implementation
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    options = {"dropout": dropout, "scaling": scaling, "is_causal": True}
     if kwargs.get("output_attentions") and name == "eager":
         return _eager_with_weights(interface, module, query, key, value, boundaries, options)
 
@@ -106,3 +197,14 @@ def _causal_mask(query: torch.Tensor) -> torch.Tensor:
     length = query.shape[2]
     mask = torch.full((length, length), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
     return mask.triu(1)[None, None]
+
+
+# For each attention implementation of Transformers what can carry it out on a packed row.
+IMPLEMENTATIONS = {
+    "sdpa": {
+        "varlen_attn": Implementation(_varlen_attn, _verify_varlen_attn),
+        "per_document(sdpa)": Implementation(_per_document, always),
+    },
+    "eager": {"per_document(eager)": Implementation(_per_document, always)},
+    "flex_attention": {"flex_attention": Implementation(_flex_attention, _verify_flex_attention)},
+}

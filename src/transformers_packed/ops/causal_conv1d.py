@@ -16,6 +16,12 @@ from transformers.activations import ACT2FN
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .dispatch import Implementation, always, choose
+from .kernels import (
+    compiled_causal_conv1d,
+    fla_causal_conv1d,
+    verify_compiled_causal_conv1d,
+    verify_fla_causal_conv1d,
+)
 
 
 def causal_conv1d(
@@ -41,7 +47,7 @@ def causal_conv1d(
         boundaries ([`SequenceBoundaries`], *optional*):
             The documents of a packed row (`B` = 1).
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` or `"reference"`.
+            `"auto"`, `"fla"`, `"causal_conv1d"` or `"reference"`.
 
     Returns:
         `torch.Tensor` of shape `[B, T, D]` in the dtype of `hidden_states`.
@@ -101,4 +107,8 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     return function(spaced.index_copy(1, slots, hidden_states)).index_select(1, slots)
 
 
-IMPLEMENTATIONS = {"reference": Implementation(_reference, always)}
+IMPLEMENTATIONS = {
+    "fla": Implementation(fla_causal_conv1d, verify_fla_causal_conv1d),
+    "causal_conv1d": Implementation(compiled_causal_conv1d, verify_compiled_causal_conv1d),
+    "reference": Implementation(_reference, always),
+}

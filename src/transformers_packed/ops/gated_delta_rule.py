@@ -27,6 +27,12 @@ import torch.nn.functional as F
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .dispatch import Implementation, always, choose
+from .kernels import (
+    fla_gated_delta_rule,
+    flash_qla_gated_delta_rule,
+    verify_fla_gated_delta_rule,
+    verify_flash_qla_gated_delta_rule,
+)
 from .per_document import per_document
 
 
@@ -63,7 +69,7 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel (`bool`, *optional*, defaults to `False`):
             Whether to normalise queries and keys to unit length first.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` or `"reference"`.
+            `"auto"`, `"flash_qla"`, `"fla"` or `"reference"`.
 
     Returns:
         `tuple`: the output `[B, T, HV, V]` in the dtype of `query`, and the final state `[B, HV, K, V]` or `None`.
@@ -241,4 +247,8 @@ def _reference(query, key, value, g, beta, *, boundaries, **options):
     return function(query, key, value, g, beta, **options)
 
 
-IMPLEMENTATIONS = {"reference": Implementation(_reference, always)}
+IMPLEMENTATIONS = {
+    "flash_qla": Implementation(flash_qla_gated_delta_rule, verify_flash_qla_gated_delta_rule),
+    "fla": Implementation(fla_gated_delta_rule, verify_fla_gated_delta_rule),
+    "reference": Implementation(_reference, always),
+}

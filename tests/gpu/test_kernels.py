@@ -1,0 +1,225 @@
+"""Every implementation of every op on a GPU against the reference on the CPU: `make test-gpu`."""
+
+import unittest
+from functools import lru_cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_tester import TOTAL, lengths_of, report, synchronising_is_an_error
+from parameterized import parameterized
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import attention, causal_conv1d, gated_delta_rule
+from transformers_packed.ops.attention import IMPLEMENTATIONS as ATTENTION
+from transformers_packed.ops.causal_conv1d import IMPLEMENTATIONS as CONV
+from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS as RULE
+
+
+KEY_HEADS, VALUE_HEADS, DIM, CHANNELS = 2, 4, 128, 512
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 2, 1, 256
+SMALL = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
+BARS = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-4, 1e-4)}
+
+
+class RuleCase:
+    """Inputs and call of the gated delta rule; the cases of the other ops have the same methods."""
+
+    name = "gated_delta_rule"
+    output_shape = (VALUE_HEADS, DIM)
+
+    def make(self, length):
+        generator = torch.Generator().manual_seed(length)
+        normal = lambda *shape: torch.randn(1, length, *shape, generator=generator)  # noqa: E731
+        return [
+            normal(KEY_HEADS, DIM),
+            normal(KEY_HEADS, DIM),
+            normal(VALUE_HEADS, DIM),
+            -torch.nn.functional.softplus(normal(VALUE_HEADS) - 2),
+            normal(VALUE_HEADS).sigmoid(),
+        ]
+
+    def cast(self, inputs, device, dtype):
+        """To the device and the type, but for the decay, which is float32 in every model."""
+        return [x.to(device, torch.float32 if i == 3 else dtype) for i, x in enumerate(inputs)]
+
+    def run(self, impl, inputs, boundaries):
+        return gated_delta_rule(*inputs, boundaries=boundaries, use_qk_l2norm_in_kernel=True, impl=impl)[0]
+
+
+class ConvCase(RuleCase):
+    name = "causal_conv1d"
+    output_shape = (CHANNELS,)
+
+    def make(self, length):
+        generator = torch.Generator().manual_seed(length)
+        row = torch.randn(1, length, CHANNELS, generator=generator)
+        return [row, torch.randn(CHANNELS, 4, generator=generator) / 2]
+
+    def cast(self, inputs, device, dtype):
+        return [x.to(device, dtype) for x in inputs]
+
+    def run(self, impl, inputs, boundaries):
+        return causal_conv1d(*inputs, None, "silu", boundaries=boundaries, impl=impl)
+
+
+class AttentionCase(ConvCase):
+    output_shape = (HEADS, HEAD_DIM)
+
+    def __init__(self, implementation):
+        self.name = f"attention ({implementation})"
+        config = Qwen3_5TextConfig(
+            hidden_size=64, num_attention_heads=HEADS, num_key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM
+        )
+        self.modules = {}
+        for name in {implementation, "sdpa"}:
+            self.modules[name] = Qwen3_5Attention(config, layer_idx=0)
+            self.modules[name].config = SimpleNamespace(_attn_implementation=name)
+        self.implementation = implementation
+
+    def make(self, length):
+        generator = torch.Generator().manual_seed(length)
+        shapes = (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)
+        return [torch.randn(1, length, heads, HEAD_DIM, generator=generator) for heads in shapes]
+
+    def run(self, impl, inputs, boundaries):
+        name = "sdpa" if impl in ("reference", "per_document(sdpa)") else self.implementation
+        impl = "per_document(sdpa)" if impl == "reference" else impl
+        rows = (x.transpose(1, 2) for x in inputs)
+        return attention(
+            self.modules[name],
+            *rows,
+            None,
+            eager=eager_attention_forward,
+            scaling=HEAD_DIM**-0.5,
+            boundaries=boundaries,
+            impl=impl,
+        )[0]
+
+
+RULE_CASE, CONV_CASE, SDPA_CASE, FLEX_CASE = (
+    RuleCase(),
+    ConvCase(),
+    AttentionCase("sdpa"),
+    AttentionCase("flex_attention"),
+)
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+# What there is, and in which types. On a GPU the reference is an implementation like the others.
+KERNELS = [
+    *((RULE_CASE, impl, BFLOAT16) for impl in RULE),
+    (RULE_CASE, "reference", FLOAT32),
+    *((CONV_CASE, impl, dtype) for impl in CONV for dtype in (BFLOAT16, FLOAT32)),
+    *((SDPA_CASE, impl, BFLOAT16) for impl in ATTENTION["sdpa"]),
+    (SDPA_CASE, "per_document(sdpa)", FLOAT32),
+    (FLEX_CASE, "flex_attention", BFLOAT16),
+    (FLEX_CASE, "flex_attention", FLOAT32),
+]
+
+
+def named(cases):
+    """Each case with a name in front, for the names of the tests."""
+    plain = lambda x: str(x).removeprefix("torch.").replace("(", "_").replace(")", "")  # noqa: E731
+    return [("_".join(plain(getattr(x, "name", x)) for x in case).replace(" ", ""), *case) for case in cases]
+
+
+def run_with_gradients(case, impl, inputs, weight, boundaries):
+    """The output and the gradients of its sum weighted by `weight`."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = case.run(impl, leaves, boundaries)
+    return [output.detach(), *torch.autograd.grad((output.float() * weight).sum(), leaves)]
+
+
+@lru_cache
+def reference(case, documents):
+    """Inputs rounded to bfloat16, the weight, and what the float32 reference makes of them on the CPU."""
+    boundaries = SequenceBoundaries.from_lengths(lengths_of(documents))
+    inputs = [x.float() for x in case.cast(case.make(TOTAL), "cpu", BFLOAT16)]
+    weight = torch.randn(1, TOTAL, *case.output_shape, generator=torch.Generator().manual_seed(1))
+    return inputs, weight, run_with_gradients(case, "reference", inputs, weight, boundaries)
+
+
+def relative(actual, expected) -> float:
+    expected = expected.to(actual.device, torch.float32)
+    return ((actual.float() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class KernelsTest(unittest.TestCase):
+    def need(self, case, impl, dtype):
+        """Skip what this environment does not have, with the reason that a user would read."""
+        inputs = [x.requires_grad_() for x in case.cast(case.make(4), "cuda", dtype)]
+        try:
+            case.run(impl, inputs, SequenceBoundaries.from_lengths([1, 3], device="cuda"))
+        except ValueError as error:
+            self.skipTest(str(error))
+
+    @parameterized.expand(named((*kernel, documents) for kernel in KERNELS for documents in (1, 34, 1000)))
+    def test_against_the_cpu(self, _, case, impl, dtype, documents):
+        self.need(case, impl, dtype)
+        inputs, weight, expected = reference(case, documents)
+        boundaries = SequenceBoundaries.from_lengths(lengths_of(documents), device="cuda")
+        self.assertEqual((boundaries.num_documents, boundaries.total_length), (documents, TOTAL))
+        actual = run_with_gradients(case, impl, case.cast(inputs, "cuda", dtype), weight.cuda(), boundaries)
+        # Each document counts for itself in the output, so that a short one cannot hide behind the others.
+        pairs = zip(actual[0].split(boundaries.lengths, 1), expected[0].split(boundaries.lengths, 1), strict=True)
+        output = max(relative(a, b) for a, b in pairs)
+        gradient = max(relative(a, b) for a, b in zip(actual[1:], expected[1:], strict=True))
+        report(f"{case.name}: {impl}, {dtype}, {documents} documents", output=output, gradient=gradient)
+        self.assertLess(output, BARS[dtype][0])
+        self.assertLess(gradient, BARS[dtype][1])
+
+    @parameterized.expand(named(KERNELS))
+    def test_no_document_sees_another(self, _, case, impl, dtype):
+        self.need(case, impl, dtype)
+        # FlashAttention's backward adds up in any order otherwise; new buffers come filled with NaN.
+        torch.use_deterministic_algorithms(True)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        # Flex attention multiplies whole blocks, and zero times NaN is NaN.
+        poisons = (0.5,) if impl == "flex_attention" else (0.5, float("nan"))
+        boundaries = SequenceBoundaries.from_lengths(SMALL, device="cuda")
+        inputs = case.cast(case.make(boundaries.total_length), "cuda", dtype)
+        per_token = [x.shape[:2] == (1, boundaries.total_length) for x in inputs]
+        weight = torch.randn(1, boundaries.total_length, *case.output_shape, device="cuda")
+
+        def parts(values):
+            return [x[0].split(SMALL) for x, cut in zip(values, (True, *per_token), strict=True) if cut]
+
+        before = parts(run_with_gradients(case, impl, inputs, weight, boundaries))
+        for document in range(len(SMALL)):
+            start, end = boundaries.cu_seqlens_cpu[document : document + 2].tolist()
+            for poison in poisons:
+                changed = [x.clone() for x in inputs]
+                for x, cut in zip(changed, per_token, strict=True):
+                    if cut:
+                        x[:, start:end] *= poison
+                after = parts(run_with_gradients(case, impl, changed, weight, boundaries))
+                for a, b in zip(after, before, strict=True):
+                    same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+                    del same[document]
+                    self.assertTrue(all(same), f"{poison} in document {document}")
+                self.assertFalse(torch.equal(after[0][document], before[0][document]))
+            one = torch.zeros_like(weight)
+            one[:, start:end] = weight[:, start:end]
+            for gradient in parts(run_with_gradients(case, impl, inputs, one, boundaries))[1:]:
+                self.assertEqual(
+                    [int(g.count_nonzero()) for i, g in enumerate(gradient) if i != document and g.any()], []
+                )
+        report(f"{case.name}: {impl}, {dtype}", others="bit for bit the same", gradients="exactly 0 across")
+
+    @parameterized.expand(named(kernel for kernel in KERNELS if kernel[2] == BFLOAT16))
+    def test_does_not_wait_for_the_gpu(self, _, case, impl, dtype):
+        self.need(case, impl, dtype)
+        inputs = case.cast(case.make(TOTAL), "cuda", dtype)
+        weight = torch.randn(1, TOTAL, *case.output_shape, device="cuda")
+        # The first row compiles and tunes; the second is new to every cache.
+        run_with_gradients(case, impl, inputs, weight, SequenceBoundaries.from_lengths(lengths_of(34), device="cuda"))
+        boundaries = SequenceBoundaries.from_lengths(lengths_of(35), device="cuda")
+        with synchronising_is_an_error():
+            run_with_gradients(case, impl, inputs, weight, boundaries)
+
+
+if __name__ == "__main__":
+    unittest.main()

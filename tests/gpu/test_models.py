@@ -1,0 +1,231 @@
+"""Whole models on a GPU against the CPU in float32, packed against documents alone: `make test-gpu`."""
+
+import copy
+import unittest
+
+import pytest
+import torch
+from gpu_tester import lengths_of, report, synchronising_is_an_error
+from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
+from packed_vision_tester import document as make_document
+from packed_vision_tester import vision_config
+from parameterized import parameterized
+from transformers import Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+from transformers_packed.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers_packed.ops import dispatch, implementations_used
+
+
+LENGTHS = (1, 2, 3, 63, 64, 65, 130, 300, 700)
+# Small, but with the head dimensions of the released models, for which the kernels are made.
+REAL_HEADS = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+EXPERTS = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILIES = {
+    "qwen3_next": (
+        qwen3_next.Qwen3NextForCausalLM,
+        lambda: Qwen3NextConfig(**REAL_HEADS, mlp_only_layers=[0, 1, 2, 3]),
+    ),
+    "qwen3_next_moe": (qwen3_next.Qwen3NextForCausalLM, lambda: Qwen3NextConfig(**REAL_HEADS, **EXPERTS)),
+    "qwen3_5": (qwen3_5.Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**REAL_HEADS)),
+    "qwen3_5_moe": (qwen3_5_moe.Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**REAL_HEADS, **EXPERTS)),
+}
+ATTENTION = ("sdpa", "flex_attention", "flash_attention_2")
+
+
+def on_gpu(batch: dict) -> dict:
+    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def make_documents(lengths) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaModelsTest(unittest.TestCase):
+    def setUp(self):
+        dispatch._used.clear()
+
+    def models(self, family, dtype, attention="sdpa"):
+        """A float32 model on the CPU, whose documents alone are the oracle, and one on the GPU with its weights."""
+        cls, config = FAMILIES[family]
+        set_seed(0)
+        oracle = cls._from_config(config(), attn_implementation="sdpa")
+        with torch.no_grad():
+            for name, parameter in oracle.named_parameters():
+                if "norm" in name or "dt_bias" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                parameter.copy_(parameter.to(dtype))
+        try:
+            model = cls._from_config(config(), attn_implementation=attention, dtype=dtype).cuda()
+        except ImportError as error:
+            self.skipTest(str(error))
+        model.load_state_dict(oracle.state_dict())
+        return oracle.train(), model.train()
+
+    def check(self, name, model, oracle, documents, bars, **batch):
+        logits, loss = alone(oracle, documents)
+        expected = gradients(oracle, loss)
+        output = model(**on_gpu(batch or packed_batch(documents)))
+        pairs = zip(output.logits[0].float().cpu().split([len(d) for d in documents]), logits, strict=True)
+        figures = {
+            "logits": max(relative_error(a, b) for a, b in pairs),
+            "loss": ((output.loss.float().cpu() - loss).abs() / loss).item(),
+            "gradients": total_relative_error(
+                {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}, expected
+            ),
+        }
+        used = ", ".join(names[-1] for names in implementations_used().values())
+        report(f"{name} ({used})", **figures)
+        self.assertLess(figures["logits"], bars[0])
+        self.assertLess(figures["loss"], bars[0])
+        self.assertLess(figures["gradients"], bars[1])
+
+    @parameterized.expand([(family, attention) for family in FAMILIES for attention in ATTENTION])
+    def test_bfloat16(self, family, attention):
+        oracle, model = self.models(family, torch.bfloat16, attention)
+        self.check(f"{family}, bfloat16", model, oracle, make_documents(LENGTHS), (2e-2, 5e-2))
+
+    @parameterized.expand([(1,), (34,), (1000,)])
+    def test_65536_tokens(self, documents):
+        oracle, model = self.models("qwen3_5", torch.bfloat16)
+        documents = make_documents(lengths_of(documents))
+        self.check(f"qwen3_5, bfloat16, 65536 tokens in {len(documents)}", model, oracle, documents, (2e-2, 5e-2))
+
+    @parameterized.expand([(family,) for family in FAMILIES])
+    def test_float32(self, family):
+        oracle, model = self.models(family, torch.float32)
+        self.check(f"{family}, float32", model, oracle, make_documents(LENGTHS), (1e-4, 1e-4))
+
+    def test_autocast(self):
+        oracle, model = self.models("qwen3_5", torch.float32)
+        with torch.autocast("cuda", torch.bfloat16):
+            self.check("qwen3_5, float32 under autocast", model, oracle, make_documents(LENGTHS), (2e-2, 5e-2))
+
+    def test_gradient_checkpointing_changes_nothing(self):
+        _, model = self.models("qwen3_5", torch.bfloat16)
+        torch.use_deterministic_algorithms(True)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        expected = gradients(model, model(**batch).loss)
+        for reentrant in (False, True):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            actual = gradients(model, model(**batch).loss)
+            self.assertTrue(all(torch.equal(actual[name], expected[name]) for name in expected), reentrant)
+
+    @parameterized.expand([("qwen3_5", attention) for attention in ATTENTION] + [("qwen3_next", "sdpa")])
+    def test_no_document_sees_another(self, family, attention):
+        _, model = self.models(family, torch.bfloat16, attention)
+        poisons = (0.5,) if attention == "flex_attention" else (0.5, float("nan"))
+        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+        del batch["labels"]
+        with torch.no_grad():
+            before = model(inputs_embeds=embeds, **batch).logits[0].split(LENGTHS)
+        for document in range(len(LENGTHS)):
+            for poison in poisons:
+                changed = embeds.clone()
+                changed[0].split(LENGTHS)[document].mul_(poison)
+                with torch.no_grad():
+                    after = model(inputs_embeds=changed, **batch).logits[0].split(LENGTHS)
+                same = [torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+                self.assertEqual(same, [i != document for i in range(len(LENGTHS))])
+            leaf = embeds.clone().requires_grad_()
+            model(inputs_embeds=leaf, **batch).logits[0].split(LENGTHS)[document].float().square().sum().backward()
+            reached = [bool(part.count_nonzero()) for part in leaf.grad[0].split(LENGTHS)]
+            self.assertEqual(reached, [i == document for i in range(len(LENGTHS))])
+        report(f"{family}, {attention}, bfloat16", others="bit for bit the same", gradients="exactly 0 across")
+
+    @parameterized.expand([("qwen3_5", attention) for attention in ATTENTION] + [("qwen3_next", "sdpa")])
+    def test_does_not_wait_for_the_gpu(self, family, attention):
+        _, model = self.models(family, torch.bfloat16, attention)
+        for documents in (34, 35):
+            lengths = lengths_of(documents)
+            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+            input_ids = torch.cat(make_documents(lengths))[None].cuda()
+            batch = {"input_ids": input_ids, "labels": input_ids, "boundaries": boundaries}
+            if documents == 34:
+                # Compiles and tunes.
+                model(**batch).loss.backward()
+                continue
+            with synchronising_is_an_error():
+                model(**batch).loss.backward()
+
+    def test_vision_language(self):
+        config = Qwen3_5Config(
+            **vision_config(
+                {
+                    **REAL_HEADS,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 1e4,
+                        "partial_rotary_factor": 0.25,
+                        "mrope_section": [11, 11, 10],
+                    },
+                }
+            )
+        )
+        config.vision_config.out_hidden_size = REAL_HEADS["hidden_size"]
+        set_seed(0)
+        oracle = qwen3_5.Qwen3_5ForConditionalGeneration._from_config(copy.deepcopy(config)).train()
+        oracle.to(torch.bfloat16).float()
+        model = qwen3_5.Qwen3_5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).cuda().train()
+        model.load_state_dict(oracle.state_dict())
+        documents = [
+            make_document(9, 0, images=[(1, 4, 6)]),
+            make_document(70, 1),
+            make_document(130, 2, images=[(1, 4, 4), (1, 8, 4)], videos=[(2, 4, 4)]),
+        ]
+        collate = DataCollatorWithFlattening(return_cu_seqlens=True, model=oracle)
+        logits = [oracle(**collate([d])).logits[0] for d in documents]
+        output = model(**on_gpu(collate(documents)))
+        lengths = [len(d["input_ids"]) for d in documents]
+        error = max(
+            relative_error(a.float().cpu(), b) for a, b in zip(output.logits[0].split(lengths), logits, strict=True)
+        )
+        report("qwen3_5 with images and videos, bfloat16", logits=error)
+        self.assertLess(error, 2e-2)
+        output.loss.backward()
+
+    def test_generates_as_on_the_cpu(self):
+        """The cached path: a prefill in chunks, then one token after the other."""
+        oracle, model = self.models("qwen3_5", torch.bfloat16)
+        (prompt,) = make_documents([70])
+        logits = oracle(prompt[None]).logits[0]
+        cache, outputs = None, []
+        with torch.no_grad():
+            for step in (prompt[:64], *prompt[64:, None]):
+                output = model.eval()(step[None].cuda(), past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                outputs.append(output.logits[0].float().cpu())
+        error = relative_error(torch.cat(outputs), logits.detach())
+        report("qwen3_5 with a cache, bfloat16", logits=error)
+        self.assertLess(error, 2e-2)
+
+
+if __name__ == "__main__":
+    unittest.main()

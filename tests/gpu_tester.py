@@ -1,0 +1,83 @@
+"""What the GPU tests share. The figures that they measure, `make test-gpu` prints and writes to a file."""
+
+import json
+import os
+import platform
+import sys
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+# What deterministic matrix products need.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+PACKAGES = ("flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "flash-attn", "triton")
+MODULES = {"flash-linear-attention": "fla", "flash-qla": "flash_qla"}
+TOTAL = 65536
+FIGURES: list[dict] = []
+
+
+def report(test: str, **figures) -> None:
+    """Keep the figures of one check."""
+    FIGURES.append({"test": test, **figures})
+
+
+def hidden(package: str) -> bool:
+    module = MODULES.get(package, package.replace("-", "_"))
+    return module in sys.modules and sys.modules[module] is None
+
+
+def environment() -> dict[str, str]:
+    """The machine and the versions of what can be imported."""
+    versions = {}
+    for package in ("torch", "transformers", *PACKAGES):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if hidden(package):
+            del versions[package]
+    return {"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
+
+
+def write_summary(write_line, outcome: dict[str, int]) -> None:
+    """Print the figures, and put them into the JSON file that the environment variable names, if one does."""
+    machine = environment()
+    write_line(", ".join(f"{name} {version}" for name, version in machine.items()))
+    for figure in FIGURES:
+        rest = ", ".join(
+            f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in figure.items()
+            if name != "test"
+        )
+        write_line(f"  {figure['test']:<52} {rest}")
+    target = os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY")
+    if target:
+        # One entry per set of packages: a run replaces the last one of its own environment.
+        path = Path(target)
+        label = "+".join(package for package in PACKAGES if package in machine)
+        entries = json.loads(path.read_text()) if path.exists() else {}
+        entries[label] = {"command": "make test-gpu", "machine": machine, "outcome": outcome, "figures": FIGURES}
+        path.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def lengths_of(documents: int) -> list[int]:
+    """`documents` lengths from 1 that add up to `TOTAL`."""
+    generator = torch.Generator().manual_seed(documents)
+    cuts = torch.randperm(TOTAL - 1, generator=generator)[: documents - 1].sort().values + 1
+    if documents > 1:
+        cuts[0] = 1
+    return torch.cat([torch.tensor([0]), cuts.unique(), torch.tensor([TOTAL])]).diff().tolist()
+
+
+@contextmanager
+def synchronising_is_an_error():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
