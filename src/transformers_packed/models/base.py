@@ -36,6 +36,9 @@ def convert(model: torch.nn.Module) -> None:
 class PackedModelMixin:
     """What every model class of ours adds to the built-in one: its layers become ours when it is built."""
 
+    # Nothing in these families stands against it; the built-in classes do not say so.
+    _supports_flex_attn = True
+
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         convert(self)

@@ -100,17 +100,22 @@ def _flash_attention(module, query, key, value, *, boundaries, eager, **kwargs):
 def _varlen_attn(module, query, key, value, *, boundaries, scaling, **kwargs):
     from torch.nn.attention.varlen import varlen_attn
 
-    tokens_first = (x.transpose(1, 2)[0] for x in (query, key, value))
+    tokens_first = (x.transpose(1, 2)[0].to(_varlen_dtype(query)) for x in (query, key, value))
     lengths = (boundaries.cu_seqlens, boundaries.cu_seqlens, boundaries.max_length, boundaries.max_length)
     # A window without a right side is causal attention. Up to torch 2.11 grouped queries need no permission.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **grouped)[None], None
 
 
+def _varlen_dtype(query: torch.Tensor) -> torch.dtype:
+    """What autocast would make of the inputs if it knew `varlen_attn`, as it knows SDPA."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+
+
 def _verify_varlen_attn(module, query, key, value, *, dropout=0.0, **options):
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if _varlen_dtype(query) not in (torch.float16, torch.bfloat16):
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if query.shape[-1] > 256 or query.shape[-1] % 8:
         return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
