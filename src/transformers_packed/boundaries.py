@@ -306,6 +306,9 @@ class SequenceBoundaries:
         Transformers' own names (`seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
         `cu_seqlens` for the linear-attention block, and `boundaries`, this object with its host copy.
         """
+        if torch.compiler.is_compiling():
+            # All that a graph can hold; what the ops derive from it, they derive outside.
+            return {"boundaries": self, "cu_seqlens": self.cu_seqlens}
         return {
             "boundaries": self,
             "cu_seqlens": self.cu_seqlens,
@@ -445,6 +448,26 @@ class SequenceBoundaries:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
         return BucketLayout(tuple(buckets), order.to(device, non_blocking=True), inverse.to(device, non_blocking=True))
+
+
+class DeferredBoundaries(SequenceBoundaries):
+    """Boundaries in a graph that is being compiled, where nothing can be read from `cu_seqlens`.
+
+    The host copy is made, and checked, when an op asks for it; ops on packed rows run outside the graph.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, total_length: int, padding_tokens: int = 0):
+        cu_seqlens = cu_seqlens.to(torch.int32)
+        for name, value in (("cu_seqlens", cu_seqlens), ("_length", total_length), ("padding_tokens", padding_tokens)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        checked = SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self._length)
+        # From now on this object is like any other: its class says where to look for the host copy.
+        object.__setattr__(self, "__class__", SequenceBoundaries)
+        object.__setattr__(self, "cu_seqlens_cpu", checked.cu_seqlens_cpu)
+        return checked.cu_seqlens_cpu
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:

@@ -14,7 +14,7 @@ import torch
 from transformers.utils import TransformersKwargs
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import SequenceBoundaries, text_position_ids
+from ..boundaries import DeferredBoundaries, SequenceBoundaries, text_position_ids
 from ..errors import input_error
 
 
@@ -73,7 +73,10 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
         return None
     if lengths:
         (name, tensor), *others = lengths.items()
-        boundaries = SequenceBoundaries.from_cu_seqlens(tensor, total_length=total_length)
+        if is_torchdynamo_compiling():
+            boundaries = DeferredBoundaries(tensor, total_length, padding or 0)
+        else:
+            boundaries = SequenceBoundaries.from_cu_seqlens(tensor, total_length=total_length)
         for other_name, other in others:
             if other is not tensor:
                 _agree(call, name, tensor, other_name, other)
@@ -97,7 +100,7 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
                 got=f"{int(maximum)}",
                 fix="Pass the collator's value.",
             )
-    if padding:
+    if padding and not is_torchdynamo_compiling():
         if padding != boundaries.lengths[-1]:
             raise input_error(
                 call,
@@ -191,7 +194,9 @@ def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _may_read(value: Any) -> bool:
-    """Whether looking at the contents costs no synchronisation, or one was asked for."""
+    """Whether looking at the contents is possible, and costs no synchronisation or one that was asked for."""
+    if is_torchdynamo_compiling():
+        return False
     if not isinstance(value, torch.Tensor):
         return True
     return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"

@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .dispatch import Implementation, always, choose
+from .dispatch import Implementation, always, run
 from .per_document import per_document
 
 
@@ -87,9 +87,8 @@ def attention(
             got=f'"{name}"',
             fix='Load the model with attn_implementation="sdpa".',
         )
-    call = (module, query, key, value)
     options |= {"boundaries": boundaries, "eager": eager, **kwargs}
-    return choose("attention", impl, table, *call, **options)(*call, **options)
+    return run("attention", impl, table, module, query, key, value, **options)
 
 
 def _flash_attention(module, query, key, value, *, boundaries, eager, **kwargs):

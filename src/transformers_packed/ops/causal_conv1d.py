@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .dispatch import Implementation, always, choose
+from .dispatch import Implementation, always, run
 from .kernels import (
     compiled_causal_conv1d,
     fla_causal_conv1d,
@@ -75,7 +75,7 @@ def causal_conv1d(
             fix="Squeeze the middle dimension of a Conv1d weight, and put channels last.",
         )
     call = (hidden_states, weight, bias, activation)
-    return choose("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)(*call, boundaries=boundaries)
+    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
 
 def torch_causal_conv1d(

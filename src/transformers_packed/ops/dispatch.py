@@ -8,6 +8,7 @@ reason when it cannot. What `auto` chose is logged once, and [`implementations_u
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from transformers.utils import logging
 
 from ..errors import input_error
@@ -60,8 +61,27 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     )
 
 
+def run(op: str, impl: str, table: dict[str, Implementation], *args, boundaries, **kwargs) -> Any:
+    """[`choose`] and call.
+
+    With boundaries that happens outside of a graph that is being compiled: what a kernel is given depends on the
+    lengths of the documents, which are different in each row.
+    """
+    call = _run if boundaries is None else _run_outside_of_graphs
+    return call(op, impl, table, *args, boundaries=boundaries, **kwargs)
+
+
+def _run(op, impl, table, *args, **kwargs):
+    return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
+
+
+_run_outside_of_graphs = torch.compiler.disable(_run, reason="packed rows differ in the lengths of their documents")
+
+
 def record(op: str, name: str, reasons: list[str] | tuple[str, ...] = ()) -> None:
     """Remember that `name` ran for `op`, and log it the first time."""
+    if torch.compiler.is_compiling():
+        return
     names = _used.setdefault(op, {})
     if name not in names:
         names[name] = None

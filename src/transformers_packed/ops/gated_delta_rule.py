@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .dispatch import Implementation, always, choose
+from .dispatch import Implementation, always, run
 from .kernels import (
     fla_gated_delta_rule,
     flash_qla_gated_delta_rule,
@@ -106,14 +106,20 @@ def gated_delta_rule(
             got=f"{value.shape[2]} and {key.shape[2]}",
             fix="Check the shapes [B, T, heads, dim].",
         )
-    call = (query, key, value, g, beta)
-    options = {
-        "boundaries": boundaries,
-        "initial_state": initial_state,
-        "output_final_state": output_final_state,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-    }
-    return choose("gated_delta_rule", impl, IMPLEMENTATIONS, *call, **options)(*call, **options)
+    return run(
+        "gated_delta_rule",
+        impl,
+        IMPLEMENTATIONS,
+        query,
+        key,
+        value,
+        g,
+        beta,
+        boundaries=boundaries,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )
 
 
 def torch_chunk_gated_delta_rule(

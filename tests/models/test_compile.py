@@ -1,0 +1,87 @@
+"""`torch.compile` of packed rows and `torch.export` of unpacked ones."""
+
+import unittest
+
+import torch
+from packed_model_tester import gradients, packed_batch, relative_error, total_relative_error
+from packed_vision_tester import TINY
+from parameterized import parameterized
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FAMILIES = [
+    ("qwen3_next", Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, mlp_only_layers=[0, 1])),
+    ("qwen3_next_moe", Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **EXPERTS)),
+    ("qwen3_5", Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY)),
+    ("qwen3_5_moe", Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**TINY, **EXPERTS)),
+]
+
+
+def make_documents(*lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 97, (n,), generator=generator) for n in lengths]
+
+
+class CompileTest(unittest.TestCase):
+    def setUp(self):
+        torch._dynamo.reset()
+        self.addCleanup(torch._dynamo.reset)
+
+    def model(self, cls, config):
+        set_seed(0)
+        return cls._from_config(config, attn_implementation="sdpa").train()
+
+    @parameterized.expand([(*family, "all") for family in FAMILIES] + [(*FAMILIES[2], "cu_seqlens")])
+    def test_packed(self, _, cls, config, source):
+        """The same result as without a compiler, and no graph break but where the sequence mixers run."""
+        model = self.model(cls, config)
+        compiled = torch.compile(model, backend="eager")
+        for lengths in ((1, 3, 65, 130), (70, 2, 9)):
+            batch = packed_batch(make_documents(*lengths), source)
+            batch["position_ids"] = packed_batch(make_documents(*lengths))["position_ids"]
+            expected = model(**batch)
+            expected_gradients = gradients(model, expected.loss)
+            torch._dynamo.utils.counters.clear()
+            output = compiled(**batch)
+            breaks = dict(torch._dynamo.utils.counters["graph_break"])
+            self.assertTrue(all("packed rows differ in the lengths" in reason for reason in breaks), breaks)
+            self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
+            self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+
+    def test_where_the_graph_breaks(self):
+        explanation = torch._dynamo.explain(self.model(*FAMILIES[2][1:]))(**packed_batch(make_documents(1, 3, 65)))
+        ops = [reason.user_stack[-2].name for reason in explanation.break_reasons]
+        # The first layer is linear attention, the second full attention.
+        self.assertEqual(set(ops), {"causal_conv1d", "gated_delta_rule", "attention"})
+        self.assertEqual(explanation.graph_count, 4)
+
+    def test_malformed_boundaries_are_refused(self):
+        compiled = torch.compile(self.model(*FAMILIES[2][1:]), backend="eager")
+        batch = packed_batch(make_documents(3, 4))
+        for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+            del batch[name]
+        batch["cu_seqlens"] = torch.tensor([0, 3, 6], dtype=torch.int32)
+        with self.assertRaisesRegex(ValueError, "expected cu_seqlens that ends at the row's 7 tokens, got 6"):
+            compiled(**batch)
+
+    @parameterized.expand(FAMILIES)
+    def test_export_of_an_unpacked_row(self, _, cls, config):
+        model = self.model(cls, config).eval()
+        (row,) = make_documents(70)
+        arguments = {"input_ids": row[None], "use_cache": False}
+        exported = torch.export.export(model, (), arguments)
+        self.assertLess(relative_error(exported.module()(**arguments).logits, model(**arguments).logits), 1e-6)
+
+
+if __name__ == "__main__":
+    unittest.main()
