@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_demo,):
+    for add in (_add_demo, _add_train):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -39,6 +39,17 @@ def positive_int(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """The `type` of options that measure something."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return number
 
 
@@ -62,3 +73,103 @@ def _run_demo(args: argparse.Namespace) -> int:
     from .demo import run_demo
 
     return run_demo(args.output, samples=args.samples, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
+
+
+def _add_train(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="fine-tune a model on packed rows",
+        description="Fine-tune a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE checkpoint on packed rows with the stock Trainer. A "
+        "record of the data is a conversation (messages), a prompt and its completion, or a text; loss is on what the "
+        "assistant writes, on the completion, or on the whole text.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
+    add(
+        "--data",
+        required=True,
+        metavar="FILE|NAME",
+        help="JSON-lines file, or dataset: a name on the Hub or a directory",
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where the trained model goes: a new or empty directory",
+    )
+    add("--split", default="train", help="of the dataset (default: %(default)s)")
+    add("--subset", metavar="NAME", help="configuration of the dataset")
+    add(
+        "--format",
+        choices=("messages", "prompt-completion", "text"),
+        help="which columns to use (default: those found)",
+    )
+    add(
+        "--max-length",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="longer samples are cut (default: %(default)s)",
+    )
+    add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data (default: %(default)s)")
+    add("--max-steps", type=positive_int, metavar="N", help="optimizer steps, instead of --epochs")
+    add(
+        "--batch-size", type=positive_int, default=8, metavar="N", help="samples per packed row (default: %(default)s)"
+    )
+    add(
+        "--gradient-accumulation-steps",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="rows per optimizer step (default: %(default)s)",
+    )
+    add(
+        "--learning-rate",
+        type=positive_float,
+        metavar="X",
+        help="after a warmup; then falls (default: 2e-5, LoRA 2e-4)",
+    )
+    add("--lora", action="store_true", help="train LoRA adapters instead of all weights (needs peft)")
+    add("--lora-rank", type=positive_int, default=16, metavar="N", help="their rank (default: %(default)s)")
+    add("--attn", metavar="NAME", help="attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the computation; trained weights stay float32 (default: bfloat16 on CUDA, else float32)",
+    )
+    add("--gradient-checkpointing", action="store_true", help="less memory, more time")
+    add(
+        "--save-steps",
+        type=positive_int,
+        metavar="N",
+        help="steps between checkpoints, of which two stay (default: none)",
+    )
+    add(
+        "--logging-steps",
+        type=positive_int,
+        default=10,
+        metavar="N",
+        help="steps between losses (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the samples' order and LoRA's weights (default: %(default)s)",
+    )
+    add("--resume", action="store_true", help="continue from the last checkpoint in --output")
+    parser.set_defaults(run=_run_train)
+
+
+def _run_train(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from .training.finetune import FinetuneSettings, finetune
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    settings = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    return finetune(FinetuneSettings(**settings))

@@ -1,0 +1,1 @@
+"""`transformers-packed train`: fine-tune a supported model on packed rows. Sits on top of data, models and ops."""
