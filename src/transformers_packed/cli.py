@@ -98,7 +98,7 @@ def _add_train(subparsers) -> None:
         metavar="DIR",
         help="where the trained model goes: a new or empty directory",
     )
-    add("--split", default="train", help="of the dataset (default: %(default)s)")
+    add("--split", metavar="NAME", help="split of the dataset (default: train)")
     add("--subset", metavar="NAME", help="configuration of the dataset")
     add(
         "--format",
@@ -128,7 +128,14 @@ def _add_train(subparsers) -> None:
         "--learning-rate",
         type=positive_float,
         metavar="X",
-        help="after a warmup; then falls (default: 2e-5, LoRA 2e-4)",
+        help="falls linearly to 0 (default: 2e-5, LoRA 2e-4)",
+    )
+    add(
+        "--warmup-steps",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="steps in which it first rises (default: none)",
     )
     add("--lora", action="store_true", help="train LoRA adapters instead of all weights (needs peft)")
     add("--lora-rank", type=positive_int, default=16, metavar="N", help="their rank (default: %(default)s)")

@@ -70,14 +70,14 @@ def count_targets(labels: np.ndarray) -> int:
     return int((labels[1:] != _IGNORED_LABEL).sum())
 
 
-def read_records(data: str, split: str = "train", subset: str | None = None) -> Iterator[tuple[str, Any]]:
+def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
     """The records of a JSON-lines file, of a dataset on the Hub, or of a directory that `datasets` can load.
 
     Args:
         data (`str`):
             The file's path, or the dataset's name or directory.
-        split (`str`, *optional*, defaults to `"train"`):
-            The dataset's split, which may be sliced (`"train[:1%]"`). A file has none.
+        split (`str`, *optional*):
+            The dataset's split, by default `"train"`. It may be sliced (`"train[:1%]"`).
         subset (`str`, *optional*):
             The dataset's configuration.
 
@@ -91,11 +91,18 @@ def read_records(data: str, split: str = "train", subset: str | None = None) -> 
     """
     path = Path(data)
     if path.is_file():
+        if split or subset:
+            raise input_error(
+                "--data",
+                expected="a dataset beside --split or --subset",
+                got=f"the file {data}",
+                fix="Leave them out.",
+            )
         yield from _read_json_lines(path)
     elif path.suffix in _FILE_ENDINGS:
         raise FileNotFoundError(f"--data: there is no file {data}")
     else:
-        yield from _read_dataset(data, split, subset)
+        yield from _read_dataset(data, split or "train", subset)
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -289,10 +296,10 @@ class _Tokenize:
     def _encode_with_mask(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         input_ids, mask = encoded["input_ids"], [0] * len(encoded["input_ids"])
-        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        ends = np.array([end for _, end in encoded["offset_mapping"]])
         for start, end in spans:
-            # From the token that holds the first character to the one that holds the last.
-            for token in range(int((ends <= start).sum()), int((starts < end).sum())):
+            # From the token that holds the first character; not one that reaches into what the template goes on with.
+            for token in range(int((ends <= start).sum()), int((ends <= end).sum())):
                 mask[token] = 1
         return input_ids, mask
 

@@ -38,7 +38,6 @@ from .examples import Samples, make_samples, read_records
 
 SETTINGS_FILE = "transformers_packed_train.json"
 KEPT_CHECKPOINTS = 2
-WARMUP = 0.03
 _TRAINER_STATE = "trainer_state.json"
 
 
@@ -53,8 +52,8 @@ class FinetuneSettings:
             A JSON-lines file, a dataset on the Hub, or a directory that `datasets` can load.
         output (`Path`):
             The directory to write, new or empty unless `resume`.
-        split (`str`, *optional*, defaults to `"train"`):
-            The dataset's split.
+        split (`str`, *optional*):
+            The dataset's split, by default `"train"`.
         subset (`str`, *optional*):
             The dataset's configuration.
         format (`str`, *optional*):
@@ -70,7 +69,9 @@ class FinetuneSettings:
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
             Rows per optimizer step, on each device.
         learning_rate (`float`, *optional*):
-            The largest learning rate, by default 2e-5, with `lora` 2e-4.
+            The largest learning rate, by default 2e-5, with `lora` 2e-4. It falls linearly to 0.
+        warmup_steps (`int`, *optional*, defaults to 0):
+            Steps in which it first rises from 0.
         lora (`bool`, *optional*, defaults to `False`):
             Train LoRA adapters on all linear layers instead of all weights.
         lora_rank (`int`, *optional*, defaults to 16):
@@ -95,7 +96,7 @@ class FinetuneSettings:
     model: str
     data: str
     output: Path
-    split: str = "train"
+    split: str | None = None
     subset: str | None = None
     format: str | None = None
     max_length: int = 2048
@@ -104,6 +105,7 @@ class FinetuneSettings:
     batch_size: int = 8
     gradient_accumulation_steps: int = 1
     learning_rate: float | None = None
+    warmup_steps: int = 0
     lora: bool = False
     lora_rank: int = 16
     attn: str | None = None
@@ -165,6 +167,8 @@ def finetune(settings: FinetuneSettings) -> int:
         (settings.output / SETTINGS_FILE).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except _NothingLeftError:
+        _say("No step was left to train.")
     except KeyboardInterrupt:
         last = last_checkpoint(settings.output)
         left = f"{last} is complete; --resume continues from it" if last else "no checkpoint was written"
@@ -335,7 +339,7 @@ def make_trainer(
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         learning_rate=learning_rate,
-        warmup_steps=WARMUP,
+        warmup_steps=settings.warmup_steps,
         activation_checkpointing=settings.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False},
         bf16=bfloat16,
@@ -371,10 +375,16 @@ def make_trainer(
     return trainer
 
 
+class _NothingLeftError(Exception):
+    """The checkpoint, which the Trainer has loaded by then, is that of the last step."""
+
+
 class _Progress(TrainerCallback):
     """A line for the plan, one per logged loss, and one for the whole."""
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise _NothingLeftError  # the Trainer would make one more step
         self.start, self.tokens_before = time.perf_counter(), state.num_input_tokens_seen
         _say(
             f"{state.max_steps} steps, rows of up to {args.per_device_train_batch_size} samples, "

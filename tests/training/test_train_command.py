@@ -1,0 +1,643 @@
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training.trainer_arms import TINY
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Trainer,
+    set_seed,
+)
+
+from transformers_packed import cli
+from transformers_packed.training import finetune
+from transformers_packed.training.examples import make_samples
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = CHATML.replace("m.content", "''").replace(
+    "+ '<|im_end|>\n' }}",
+    "}}{% if m.role == 'assistant' %}{%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+)
+# As Qwen3.5: reasoning is shown after the last question only, and the generation prompt opens it. Content is trimmed.
+THINKING = (
+    "{% set last = namespace(user=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if last.user < 0 %}{{ raise_exception('No question.') }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > last.user %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content | trim }}{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+# No special tokens around turns, and the end token behind the whole conversation only.
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ eos_token }}{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
+TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
+
+
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def make_tokenizer(template: str | None = CHATML, **special) -> PreTrainedTokenizerFast:
+    """One token per byte, so that a text has the same tokens whole and in parts."""
+    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>", **special}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=["<|im_start|>"], **special)
+    fast.chat_template = template
+    return fast
+
+
+def records(*rows):
+    return [(f"record {number}", row) for number, row in enumerate(rows, 1)]
+
+
+class SamplesTest(unittest.TestCase):
+    """Tokens and labels against segments written out by hand, `(text, is a target)`."""
+
+    def check(self, tokenizer, record, *segments, **arguments):
+        ids, labels = [], []
+        for text, target in segments:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            labels += tokens if target else [-100] * len(tokens)
+        samples = make_samples(records(record), tokenizer, 4096, **arguments)
+        self.assertEqual(tokenizer.decode(samples.data[0]["input_ids"]), tokenizer.decode(ids))
+        self.assertEqual(samples.data[0]["input_ids"].tolist(), ids)
+        self.assertEqual(samples.data[0]["labels"].tolist(), labels)
+        self.assertEqual((samples.tokens, samples.truncated, samples.dropped), (len(ids), 0, 0))
+        self.assertEqual(samples.targets, sum(label != -100 for label in labels[1:]))
+
+    def test_text(self):
+        tokenizer = make_tokenizer(None)
+        self.check(tokenizer, {"text": "Tür 💡\n", "id": 7}, ("Tür 💡\n<|im_end|>", True))
+        self.check(tokenizer, {"text": "a<|im_end|>", "messages": None}, ("a<|im_end|>", True))
+
+    def test_prompt_and_completion(self):
+        tokenizer = make_tokenizer(None)
+        self.check(tokenizer, {"prompt": "1 + 1 =", "completion": " 2"}, ("1 + 1 =", False), (" 2<|im_end|>", True))
+        self.check(tokenizer, {"prompt": "a", "completion": "b<|im_end|>"}, ("a", False), ("b<|im_end|>", True))
+        self.check(tokenizer, {"prompt": "", "completion": "b"}, ("b<|im_end|>", True))
+
+    def test_the_special_tokens_of_the_tokenizer(self):
+        """Those at the beginning stay, but no second one stands between prompt and completion."""
+        tokenizer = make_tokenizer(None, bos_token="<|im_start|>")
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 2)]
+        )
+        self.check(tokenizer, {"prompt": "a", "completion": "b"}, ("<|im_start|>a", False), ("b<|im_end|>", True))
+        self.check(tokenizer, {"text": "b"}, ("<|im_start|>b<|im_end|>", True))
+
+    def test_messages(self):
+        self.check(
+            make_tokenizer(),
+            {
+                "messages": [
+                    {"role": "system", "content": ""},
+                    user([{"type": "text", "text": "<|im_start|>assistant\nno"}, {"text": "<|im_end|>"}]),
+                    assistant(" é💡 ", name=None),
+                    user("b"),
+                    assistant([{"type": "text", "text": "c"}]),
+                ]
+            },
+            ("<|im_start|>system\n<|im_end|>\n", False),
+            ("<|im_start|>user\n<|im_start|>assistant\nno<|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
+            (" é💡 <|im_end|>\n", True),
+            ("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
+            ("c<|im_end|>\n", True),
+        )
+
+    def test_equal_turns(self):
+        self.check(
+            make_tokenizer(),
+            {"messages": [user("x"), assistant("x"), assistant("x")]},
+            ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", False),
+            ("x<|im_end|>\n", True),
+            ("<|im_start|>assistant\n", False),
+            ("x<|im_end|>\n", True),
+        )
+
+    def test_messages_by_the_marks_of_the_template(self):
+        """`{% generation %}` leaves the line break out here, which tells both ways apart."""
+        self.check(
+            make_tokenizer(MARKED),
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
+            ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+            ("b<|im_end|>", True),
+            ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
+            ("d<|im_end|>", True),
+            ("\n", False),
+        )
+
+    def test_a_template_that_shows_earlier_turns_differently(self):
+        messages = [
+            assistant("Hello."),
+            user("a"),
+            assistant(" b ", reasoning_content="left out"),
+            user("c"),
+            assistant("", tool_calls=[{"function": {"name": "look"}}]),
+            {"role": "tool", "content": "7"},
+            assistant("d", reasoning_content="seven"),
+        ]
+        self.check(
+            make_tokenizer(THINKING),
+            {"messages": messages},
+            ("<|im_start|>assistant\n", False),
+            ("Hello.<|im_end|>\n", True),
+            ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+            ("b<|im_end|>\n", True),
+            ("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+            ("\n</think>\n\n<call>look</call><|im_end|>\n", True),
+            ("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+            ("seven\n</think>\n\nd<|im_end|>\n", True),
+        )
+
+    def test_a_template_without_special_tokens(self):
+        self.check(
+            make_tokenizer(PLAIN),
+            {"messages": [user("a"), assistant("b"), user("assistant: b"), assistant("d")]},
+            ("user: a\nassistant: ", False),
+            ("b\n", True),
+            ("user: assistant: b\nassistant: ", False),
+            ("d\n<|im_end|>", True),
+        )
+
+    def test_prompt_and_completion_as_messages(self):
+        """The assistant's turns in the prompt are no targets, whatever the template marks."""
+        for template, line_break in ((CHATML, "\n"), (MARKED, "\n")):
+            self.check(
+                make_tokenizer(template),
+                {
+                    "prompt": [user("a"), assistant("b"), user("c")],
+                    "completion": [assistant("d"), user("e"), assistant("f")],
+                },
+                ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n", False),
+                ("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
+                ("d<|im_end|>" + line_break, True),
+                ("<|im_start|>user\ne<|im_end|>\n<|im_start|>assistant\n", False),
+                ("f<|im_end|>" + line_break, True),
+            )
+
+    def test_tools_reach_the_template(self):
+        template = "{% for tool in tools or [] %}{{ tool.name + '\n' }}{% endfor %}" + CHATML
+        self.check(
+            make_tokenizer(template),
+            {"messages": [user("a"), assistant("b")], "tools": [{"name": "look"}]},
+            ("look\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+            ("b<|im_end|>\n", True),
+        )
+
+    def test_a_token_that_reaches_behind_the_turn_is_no_target(self):
+        symbols = ["<|im_end|>", *"abnou: ", "\n", "n\n", "b\n", "u:"]
+        tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[("b", "\n")]))
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+        fast.chat_template = (
+            "{% for m in messages %}{{ ('u: ' if m.role == 'user' else '') + m.content }}"
+            "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}{% endfor %}"
+        )
+        samples = make_samples(
+            records({"messages": [user("a"), assistant("ab"), user("a"), assistant("b")]}), fast, 99
+        )
+        tokens = fast.convert_ids_to_tokens(samples.data[0]["input_ids"].tolist())
+        targets = samples.data[0]["labels"] != -100
+        self.assertEqual(tokens, ["u", ":", " ", "a", "\n", "a", "b\n", "u", ":", " ", "a", "\n", "b"])
+        self.assertEqual(targets.nonzero()[0].tolist(), [5, 12])
+
+    def test_long_samples_are_cut_and_those_without_targets_dropped(self):
+        tokenizer = make_tokenizer()
+        rows = records(
+            {"prompt": "abc", "completion": "defgh"},
+            {"prompt": "abcdef", "completion": "g"},
+            {"prompt": "ab", "completion": "cde"},
+        )
+        samples = make_samples(rows, tokenizer, 6)
+        self.assertEqual((samples.truncated, samples.dropped, len(samples.data)), (2, 1, 2))
+        self.assertEqual(samples.data[0]["labels"].tolist(), [-100] * 3 + tokenizer("def")["input_ids"])
+        self.assertEqual(samples.data[1]["labels"].tolist(), [-100] * 2 + [*tokenizer("cde")["input_ids"], 1])
+        self.assertEqual((samples.tokens, samples.targets), (12, 7))
+        # The first token is predicted by nothing.
+        with self.assertRaisesRegex(
+            ValueError, "a target, got none in 1 records, 1 of which are longer than 1 tokens"
+        ):
+            make_samples(records({"text": "abc"}), tokenizer, 1)
+        with self.assertRaisesRegex(ValueError, "got none in 1 records, 0 of which"):
+            make_samples(records({"messages": [user("a")]}), tokenizer, 99)
+
+    def test_format(self):
+        tokenizer = make_tokenizer()
+        both = {"text": "a", "messages": [user("a"), assistant("b")]}
+        with self.assertRaisesRegex(ValueError, "record 1: expected .* Choose one with --format messages or text"):
+            make_samples(records(both), tokenizer, 99)
+        self.check(tokenizer, both, ("a<|im_end|>", True), format="text")
+        with self.assertRaisesRegex(ValueError, "record 2: expected prompt and completion, as --format says"):
+            rows = records({"prompt": "a", "completion": "b", "text": "c"}, {"text": "c"})
+            make_samples(rows, tokenizer, 99, format="prompt-completion")
+
+    def test_a_template_that_hides_the_assistant(self):
+        tokenizer = make_tokenizer("{% for m in messages %}{{ m.content | length }}{% endfor %}")
+        with self.assertRaisesRegex(ValueError, "record 1: .*a single answer.*generation"):
+            make_samples(records({"messages": [user("a"), assistant("b")]}), tokenizer, 99)
+
+
+GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+GOOD_TEXT = b'{"text": "a"}\n'
+BAD_FILES = [
+    ("not_json", GOOD_TEXT + b'\n{"text": "a"\n', 3, "got no JSON"),
+    ("not_utf8", GOOD_TEXT + b'{"text": "\xff"}\n', 2, "expected UTF-8"),
+    ("surrogate", GOOD_TEXT + b'{"text": "\\ud800"}\n', 2, "valid Unicode"),
+    ("array", b"[1, 2]\n", 1, "expected a JSON object, got a list"),
+    ("missing_columns", b'{"conversations": []}\n', 1, "got the columns conversations"),
+    ("no_columns", b"{}\n", 1, "got no columns"),
+    ("no_completion", b'{"prompt": "a"}\n', 1, "got the columns prompt"),
+    ("mixed", GOOD + b'{"prompt": "a", "completion": "b"}\n', 2, "first record, messages, got prompt and completion"),
+    ("type", GOOD_TEXT + b'{"text": 3}\n', 2, "text as a string, got a number"),
+    ("empty_text", GOOD_TEXT + b'{"text": " \\n"}\n', 2, "some text in text"),
+    ("empty_completion", b'{"prompt": "a", "completion": ""}\n', 1, "some text in completion"),
+    ("half_messages", b'{"prompt": "a", "completion": [{"role": "user", "content": "a"}]}\n', 1, "got a string"),
+    ("no_messages", GOOD + b'{"messages": []}\n', 2, "a list of messages, got an empty list"),
+    ("message_type", GOOD + b'{"messages": ["a"]}\n', 2, "an object in messages, message 1, got a string"),
+    ("role", GOOD + b'{"messages": [{"role": "human", "content": "a"}]}\n', 2, "got 'human'"),
+    ("no_role", GOOD + b'{"messages": [{"from": "human", "value": "a"}]}\n', 2, "message 1, got none"),
+    ("no_content", GOOD + b'{"messages": [{"role": "user"}]}\n', 2, "content in messages, message 1, got none"),
+    ("empty_answer", GOOD + b'{"messages": [{"role": "assistant", "content": ""}]}\n', 2, "content in messages"),
+    ("image", GOOD + b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', 2, "got type 'image'"),
+    ("tools", GOOD[:-2] + b', "tools": "f"}\n', 1, "tools as a list of JSON schemas, got a string"),
+    ("refused", GOOD + b'{"messages": [{"role": "assistant", "content": "a"}]}\n', 2, "an error \\(No question.\\)"),
+    ("empty", b"", None, "--data: expected at least one record, got none"),
+    ("blank", b"\n \n", None, "--data: expected at least one record, got none"),
+]
+
+
+class CommandTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(directory.cleanup)
+        cls.root = Path(directory.name)
+        set_seed(0)
+        cls.tokenizer = cls.save("model", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**TEXT_CONFIG)))
+        words = "the quick brown fox jumps over a lazy dog".split()
+        cls.rows = [
+            {"prompt": words[i % 9], "completion": " ".join(words[i % 5 : 2 + i % 7])}
+            for i in range(3, 21)
+            if i % 7 > i % 5
+        ]
+        (cls.root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cls.rows))
+
+    @classmethod
+    def save(cls, name, model, tokenizer=None):
+        model.save_pretrained(cls.root / name)
+        (tokenizer or make_tokenizer(THINKING)).save_pretrained(cls.root / name)
+        return AutoTokenizer.from_pretrained(cls.root / name)
+
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = Path(directory.name)
+        self.output = self.directory / "new" / "output"
+        self.trainers = []
+
+    def run_command(self, *arguments, model="model", data=None, output=None):
+        """Exit status, standard output and error; the Trainer goes to `self.trainers`."""
+
+        def make_trainer(*args, **kwargs):
+            self.trainers.append(original(*args, **kwargs))
+            return self.trainers[-1]
+
+        original = finetune.make_trainer
+        command = ["train", "--model", self.root / model, "--data", data or self.root / "pairs.jsonl"]
+        command += ["--output", output or self.output, *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(finetune, "make_trainer", make_trainer),
+        ):
+            status = cli.main([str(argument) for argument in command])
+        return status, out.getvalue(), err.getvalue()
+
+    def check_error(self, message, *arguments, **where):
+        status, _, err = self.run_command(*arguments, **where)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, message)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertFalse(self.output.parent.exists(), "something was written")
+
+    def samples(self):
+        return make_samples(records(*self.rows), self.tokenizer, 2048).data
+
+    @parameterized.expand(BAD_FILES)
+    def test_bad_file(self, _, content, line, message):
+        path = self.directory / "data.jsonl"
+        path.write_bytes(content)
+        place = f"{path}, line {line}: " if line else ""
+        self.check_error(f"^transformers-packed train: {place}.*{message}", data=path)
+
+    def test_byte_order_mark_and_blank_lines(self):
+        path = self.directory / "data.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + GOOD_TEXT + b"\r\n" + GOOD_TEXT)
+        status, out, err = self.run_command("--max-steps=1", data=path)
+        self.assertEqual(status, 0, err)
+        self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
+
+    def test_bad_models(self):
+        config = LlamaConfig(
+            vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        self.save("llama", AutoModelForCausalLM.from_config(config))
+        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*LlamaConfig", model="llama")
+        (self.root / "unknown").mkdir()
+        (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
+        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
+        self.check_error("no checkpoint can be read from .*nothing", model="nothing")
+
+    def test_bad_tokenizers(self):
+        chat = self.directory / "data.jsonl"
+        chat.write_bytes(GOOD)
+        model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**TEXT_CONFIG))
+        self.save("no_template", model, make_tokenizer(None))
+        self.check_error(
+            "a tokenizer with a chat template, for messages, got one without", model="no_template", data=chat
+        )
+        self.save("no_eos", model, make_tokenizer(eos_token=None))
+        with mock.patch.object(finetune.AutoTokenizer, "from_pretrained", lambda _: make_tokenizer(eos_token=None)):
+            self.check_error("a tokenizer with an EOS token, which ends each sample, got one without")
+        small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
+        self.save("small", small)
+        self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
+
+    def test_bad_flags(self):
+        self.check_error("--data: there is no file .*missing.jsonl", data=self.directory / "missing.jsonl")
+        self.check_error("a dataset beside --split or --subset, got the file", "--split", "test")
+        self.check_error("flex_attention", "--attn", "flex_attention")
+        self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        with mock.patch.object(finetune, "find_spec", lambda name: None):
+            self.check_error("--lora needs peft: pip install peft", "--lora")
+        for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):
+            with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
+                self.run_command(flag, value)
+            self.assertEqual(exit.exception.code, 2)
+
+    def test_bad_outputs(self):
+        (self.directory / "file").write_text("x")
+        for output, message in (
+            (self.directory, "an earlier run of this command, got .*, which holds something else"),
+            (self.directory / "file", "expected a directory, got the file"),
+            (self.directory / "file" / "below", "no directory that can be written to"),
+        ):
+            for resume in ([], ["--resume"]):
+                self.check_error(message, *resume, output=output)
+        with mock.patch.object(finetune.os, "access", return_value=False):
+            self.check_error("no directory that can be written to")
+        self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
+
+    def test_training(self):
+        """The first loss is the mean over all targets of the step, by the built-in class on each sample alone."""
+        arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
+        status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing")
+        self.assertEqual(status, 0, err)
+        samples = self.samples()
+        self.assertGreater(len(samples), 6)
+        steps = 2 * -(-len(samples) // 6)
+        tokens = sum(len(sample["input_ids"]) for sample in samples)
+        targets = sum((sample["labels"] != -100).sum() for sample in samples)
+        self.assertIn(
+            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 cut at 2048 "
+            "tokens, 0 without a target dropped.",
+            out,
+        )
+        self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 to a step, learning rate up to 0.01", out)
+        self.assertRegex(out, f"{2 * tokens} tokens in [0-9.]+ s")
+        for op in ("causal_conv1d: reference", "gated_delta_rule: reference", r"attention: per_document\(sdpa\)"):
+            self.assertRegex(out, op)
+        self.assertNotIn("checkpoint", out)
+
+        trainer = self.trainers[0]
+        self.assertEqual(type(trainer.model).__module__, "transformers_packed.models.qwen3_5.modeling_qwen3_5")
+        untrained = AutoModelForCausalLM.from_pretrained(self.root / "model", dtype=torch.float32)
+        rows = list(trainer.get_train_dataloader().batch_sampler)  # another epoch's order
+        self.assertEqual(sorted(i for row in rows for i in row), list(range(len(samples))))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        self.assertEqual(len(losses), steps)
+        self.assertLess(losses[-1], losses[0])
+
+        first = self.samples_of_the_first_step(arguments)
+        total, count = 0.0, 0
+        for sample in first:
+            ids, labels = (torch.tensor(sample[name].tolist()) for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = untrained(ids[None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
+            count += int((labels[1:] != -100).sum())
+        self.assertAlmostEqual(losses[0], total / count, places=4)
+        self.check_saved(trainer.model)
+
+    def samples_of_the_first_step(self, arguments):
+        """What the collator was given in the same run of one step."""
+        seen = []
+        original = finetune.DataCollatorWithFlattening.__call__
+
+        def collate(collator, features, *args, **kwargs):
+            seen.append(features)
+            return original(collator, features, *args, **kwargs)
+
+        with mock.patch.object(finetune.DataCollatorWithFlattening, "__call__", collate):
+            self.run_command(*arguments, "--max-steps=1", output=self.directory / "again")
+        self.assertEqual([len(features) for features in seen[:2]], [3, 3])
+        return [feature for features in seen[:2] for feature in features]
+
+    def check_saved(self, trained, vocabulary=264):
+        """The built-in class loads what was saved, and gives the logits of the model that was trained."""
+        loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
+        self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
+        self.assertFalse(any(info.values()), info)
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            got, want = loaded(ids).logits, trained.eval()(ids).logits
+        self.assertLess((got - want).abs().max(), 1e-5)
+        start = AutoModelForCausalLM.from_pretrained(self.root / "model").state_dict()
+        for name, weight in loaded.state_dict().items():
+            self.assertFalse(torch.equal(weight, start[name]), f"{name} was not trained")
+        config = json.loads((self.output / "config.json").read_text())
+        self.assertTrue(config["use_cache"])
+        self.assertEqual(config["architectures"], ["Qwen3_5ForCausalLM"])
+        tokenizer = AutoTokenizer.from_pretrained(self.output)
+        self.assertEqual(tokenizer("a fox")["input_ids"], self.tokenizer("a fox")["input_ids"])
+        self.assertEqual(tokenizer.chat_template, THINKING)
+
+    def test_composite_checkpoint(self):
+        """Text trains the language model of a vision-language checkpoint."""
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        set_seed(1)
+        model = AutoModelForImageTextToText.from_config(Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision))
+        self.save("composite", model)
+        status, out, err = self.run_command("--max-steps=2", "--learning-rate=0.01", model="composite")
+        self.assertEqual(status, 0, err)
+        self.assertIn("Qwen3_5Config -> Qwen3_5ForCausalLM", out)
+        self.check_saved(self.trainers[0].model)
+        name = "embed_tokens.weight"
+        trained = self.trainers[0].model.model.state_dict()[name]
+        self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
+
+    def test_lora(self):
+        status, out, err = self.run_command("--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05")
+        self.assertEqual(status, 0, err)
+        trained = self.trainers[0].model.eval()
+        self.assertRegex(out, "Qwen3_5ForCausalLM with LoRA, [0-9,]+ of [0-9,]+ parameters trained")
+        for name, parameter in trained.named_parameters():
+            self.assertEqual(parameter.requires_grad, "lora_" in name, name)
+        self.assertFalse((self.output / "model.safetensors").exists())
+        adapted = AutoModelForCausalLM.from_pretrained(self.output)
+        base = AutoModelForCausalLM.from_pretrained(self.root / "model")
+        self.assertEqual(type(adapted), type(base))
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            got, want, before = (model(ids).logits for model in (adapted, trained, base))
+        self.assertLess((got - want).abs().max(), 1e-5)
+        self.assertGreater((got - before).abs().max(), 1e-3)
+
+    def test_a_dataset(self):
+        """A directory that `datasets` loads; in its table a record has all columns of the others."""
+        source = self.directory / "dataset"
+        source.mkdir()
+        rows = [[user("a"), assistant("b")], [user("c"), assistant("d", reasoning_content="e"), user("f", name="g")]]
+        lines = [json.dumps({"messages": row}) + "\n" for row in [*rows, *rows]]
+        (source / "train.jsonl").write_text("".join(lines))
+        with mock.patch("datasets.config.HF_DATASETS_CACHE", self.directory / "cache"):
+            status, out, err = self.run_command("--split=train[:50%]", "--max-steps=1", data=source)
+            self.assertEqual(status, 0, err)
+            self.assertIn("2 samples (messages)", out)
+            want = make_samples(records(*({"messages": row} for row in rows)), self.tokenizer, 99).data
+            for got, sample in zip(self.trainers[0].train_dataset, want, strict=True):
+                self.assertEqual(got["input_ids"].tolist(), sample["input_ids"].tolist())
+                self.assertEqual(got["labels"].tolist(), sample["labels"].tolist())
+            output = self.directory / "other"
+            status, _, err = self.run_command("--split=test", data=source, output=output)
+            self.assertEqual((status, output.exists()), (1, False))
+            self.assertRegex(err, "a dataset with the split 'test', got .*Unknown split")
+
+    @parameterized.expand([("full", []), ("lora", ["--lora", "--gradient-accumulation-steps=2"])])
+    def test_resume(self, _, arguments):
+        """A run that was cut short continues to the very weights of an uninterrupted one."""
+        command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        command += ["--save-steps=2"]
+        status, out, err = self.interrupted(*command, calls=5 * self.trainers[0].args.gradient_accumulation_steps)
+        self.assertEqual(status, 130)
+        self.assertEqual(
+            err.split("\n")[1:],
+            [
+                f"Interrupted at step 5: {self.output}/checkpoint-4 is complete; --resume continues from it.",
+                "",
+                "transformers-packed train: interrupted",
+                "",
+            ],
+        )
+        # What a run leaves that is killed while it writes a checkpoint.
+        (self.output / "checkpoint-6").mkdir()
+        (self.output / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
+
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "which holds an earlier run. Add --resume to continue that run")
+        status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got learning_rate 0.03 instead of 0.02; seed 5 instead of 0. Repeat")
+        status, _, err = self.run_command(*command, "--resume", "--max-length=5")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got other samples. Repeat")
+
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-4.", out)
+        self.assertEqual(self.trainers[-1].state.global_step, 7)
+        self.check_same_weights(whole, self.output)
+
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("No step was left to train.", out)
+        self.check_same_weights(whole, self.output)
+
+    def interrupted(self, *command, calls):
+        original, made = Trainer.training_step, []
+
+        def training_step(trainer, *args, **kwargs):
+            made.append(None)
+            if len(made) > calls:
+                raise KeyboardInterrupt
+            return original(trainer, *args, **kwargs)
+
+        with mock.patch.object(Trainer, "training_step", training_step):
+            return self.run_command(*command)
+
+    def check_same_weights(self, one, other):
+        from safetensors.torch import load_file
+
+        name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"
+        weights, others = (load_file(directory / name) for directory in (one, other))
+        self.assertEqual(weights.keys(), others.keys())
+        for key, weight in weights.items():
+            self.assertTrue(torch.equal(weight, others[key]), key)
+
+    def test_resume_before_the_first_checkpoint_and_after_the_end(self):
+        command = ["--max-steps=2", "--learning-rate=0.02"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
+        status, _, err = self.interrupted(*command, calls=1)
+        self.assertEqual(status, 130)
+        self.assertIn("Interrupted at step 1: no checkpoint was written.", err)
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("starting from the beginning", out)
+        self.check_same_weights(whole, self.output)
+        status, _, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "a run that has not finished, or one with checkpoints, got a finished one")
+
+    def test_bfloat16(self):
+        """Autocast: what is trained stays float32, and the base of an adapter is bfloat16."""
+        for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
+            output = self.directory / str(base)
+            status, out, err = self.run_command("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
+            self.assertEqual(status, 0, err)
+            self.assertIn("bfloat16 on cpu", out)
+            for name, parameter in self.trainers[-1].model.named_parameters():
+                want = torch.float32 if parameter.requires_grad else base
+                self.assertEqual(parameter.dtype, want, name)
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
