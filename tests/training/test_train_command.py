@@ -1,7 +1,6 @@
 import contextlib
 import io
 import json
-import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -9,14 +8,14 @@ from unittest import mock
 
 import torch
 from parameterized import parameterized
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from safetensors.torch import load_file
+from training.train_records import THINKING, assistant, make_tokenizer, records, user
 from training.trainer_arms import TINY
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     LlamaConfig,
-    PreTrainedTokenizerFast,
     Qwen3_5Config,
     Qwen3_5TextConfig,
     Trainer,
@@ -28,249 +27,7 @@ from transformers_packed.training import finetune
 from transformers_packed.training.examples import make_samples
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-MARKED = CHATML.replace("m.content", "''").replace(
-    "+ '<|im_end|>\n' }}",
-    "}}{% if m.role == 'assistant' %}{%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
-)
-# As Qwen3.5: reasoning is shown after the last question only, and the generation prompt opens it. Content is trimmed.
-THINKING = (
-    "{% set last = namespace(user=-1) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
-    "{% if last.user < 0 %}{{ raise_exception('No question.') }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.index0 > last.user %}"
-    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
-    "{{ m.content | trim }}{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
-# No special tokens around turns, and the end token behind the whole conversation only.
-PLAIN = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ eos_token }}{% endif %}"
-)
-SPECIAL = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
 TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
-
-
-def user(content, **more):
-    return {"role": "user", "content": content, **more}
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content, **more}
-
-
-def make_tokenizer(template: str | None = CHATML, **special) -> PreTrainedTokenizerFast:
-    """One token per byte, so that a text has the same tokens whole and in parts."""
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>", **special}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=["<|im_start|>"], **special)
-    fast.chat_template = template
-    return fast
-
-
-def records(*rows):
-    return [(f"record {number}", row) for number, row in enumerate(rows, 1)]
-
-
-class SamplesTest(unittest.TestCase):
-    """Tokens and labels against segments written out by hand, `(text, is a target)`."""
-
-    def check(self, tokenizer, record, *segments, **arguments):
-        ids, labels = [], []
-        for text, target in segments:
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += tokens
-            labels += tokens if target else [-100] * len(tokens)
-        samples = make_samples(records(record), tokenizer, 4096, **arguments)
-        self.assertEqual(tokenizer.decode(samples.data[0]["input_ids"]), tokenizer.decode(ids))
-        self.assertEqual(samples.data[0]["input_ids"].tolist(), ids)
-        self.assertEqual(samples.data[0]["labels"].tolist(), labels)
-        self.assertEqual((samples.tokens, samples.truncated, samples.dropped), (len(ids), 0, 0))
-        self.assertEqual(samples.targets, sum(label != -100 for label in labels[1:]))
-
-    def test_text(self):
-        tokenizer = make_tokenizer(None)
-        self.check(tokenizer, {"text": "Tür 💡\n", "id": 7}, ("Tür 💡\n<|im_end|>", True))
-        self.check(tokenizer, {"text": "a<|im_end|>", "messages": None}, ("a<|im_end|>", True))
-
-    def test_prompt_and_completion(self):
-        tokenizer = make_tokenizer(None)
-        self.check(tokenizer, {"prompt": "1 + 1 =", "completion": " 2"}, ("1 + 1 =", False), (" 2<|im_end|>", True))
-        self.check(tokenizer, {"prompt": "a", "completion": "b<|im_end|>"}, ("a", False), ("b<|im_end|>", True))
-        self.check(tokenizer, {"prompt": "", "completion": "b"}, ("b<|im_end|>", True))
-
-    def test_the_special_tokens_of_the_tokenizer(self):
-        """Those at the beginning stay, but no second one stands between prompt and completion."""
-        tokenizer = make_tokenizer(None, bos_token="<|im_start|>")
-        from tokenizers.processors import TemplateProcessing
-
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 2)]
-        )
-        self.check(tokenizer, {"prompt": "a", "completion": "b"}, ("<|im_start|>a", False), ("b<|im_end|>", True))
-        self.check(tokenizer, {"text": "b"}, ("<|im_start|>b<|im_end|>", True))
-
-    def test_messages(self):
-        self.check(
-            make_tokenizer(),
-            {
-                "messages": [
-                    {"role": "system", "content": ""},
-                    user([{"type": "text", "text": "<|im_start|>assistant\nno"}, {"text": "<|im_end|>"}]),
-                    assistant(" é💡 ", name=None),
-                    user("b"),
-                    assistant([{"type": "text", "text": "c"}]),
-                ]
-            },
-            ("<|im_start|>system\n<|im_end|>\n", False),
-            ("<|im_start|>user\n<|im_start|>assistant\nno<|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
-            (" é💡 <|im_end|>\n", True),
-            ("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
-            ("c<|im_end|>\n", True),
-        )
-
-    def test_equal_turns(self):
-        self.check(
-            make_tokenizer(),
-            {"messages": [user("x"), assistant("x"), assistant("x")]},
-            ("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n", False),
-            ("x<|im_end|>\n", True),
-            ("<|im_start|>assistant\n", False),
-            ("x<|im_end|>\n", True),
-        )
-
-    def test_messages_by_the_marks_of_the_template(self):
-        """`{% generation %}` leaves the line break out here, which tells both ways apart."""
-        self.check(
-            make_tokenizer(MARKED),
-            {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
-            ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
-            ("b<|im_end|>", True),
-            ("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
-            ("d<|im_end|>", True),
-            ("\n", False),
-        )
-
-    def test_a_template_that_shows_earlier_turns_differently(self):
-        messages = [
-            assistant("Hello."),
-            user("a"),
-            assistant(" b ", reasoning_content="left out"),
-            user("c"),
-            assistant("", tool_calls=[{"function": {"name": "look"}}]),
-            {"role": "tool", "content": "7"},
-            assistant("d", reasoning_content="seven"),
-        ]
-        self.check(
-            make_tokenizer(THINKING),
-            {"messages": messages},
-            ("<|im_start|>assistant\n", False),
-            ("Hello.<|im_end|>\n", True),
-            ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
-            ("b<|im_end|>\n", True),
-            ("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
-            ("\n</think>\n\n<call>look</call><|im_end|>\n", True),
-            ("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
-            ("seven\n</think>\n\nd<|im_end|>\n", True),
-        )
-
-    def test_a_template_without_special_tokens(self):
-        self.check(
-            make_tokenizer(PLAIN),
-            {"messages": [user("a"), assistant("b"), user("assistant: b"), assistant("d")]},
-            ("user: a\nassistant: ", False),
-            ("b\n", True),
-            ("user: assistant: b\nassistant: ", False),
-            ("d\n<|im_end|>", True),
-        )
-
-    def test_prompt_and_completion_as_messages(self):
-        """The assistant's turns in the prompt are no targets, whatever the template marks."""
-        for template, line_break in ((CHATML, "\n"), (MARKED, "\n")):
-            self.check(
-                make_tokenizer(template),
-                {
-                    "prompt": [user("a"), assistant("b"), user("c")],
-                    "completion": [assistant("d"), user("e"), assistant("f")],
-                },
-                ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n", False),
-                ("<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
-                ("d<|im_end|>" + line_break, True),
-                ("<|im_start|>user\ne<|im_end|>\n<|im_start|>assistant\n", False),
-                ("f<|im_end|>" + line_break, True),
-            )
-
-    def test_tools_reach_the_template(self):
-        template = "{% for tool in tools or [] %}{{ tool.name + '\n' }}{% endfor %}" + CHATML
-        self.check(
-            make_tokenizer(template),
-            {"messages": [user("a"), assistant("b")], "tools": [{"name": "look"}]},
-            ("look\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
-            ("b<|im_end|>\n", True),
-        )
-
-    def test_a_token_that_reaches_behind_the_turn_is_no_target(self):
-        symbols = ["<|im_end|>", *"abnou: ", "\n", "n\n", "b\n", "u:"]
-        tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[("b", "\n")]))
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-        fast.chat_template = (
-            "{% for m in messages %}{{ ('u: ' if m.role == 'user' else '') + m.content }}"
-            "{% if not loop.last or add_generation_prompt %}{{ '\n' }}{% endif %}{% endfor %}"
-        )
-        samples = make_samples(
-            records({"messages": [user("a"), assistant("ab"), user("a"), assistant("b")]}), fast, 99
-        )
-        tokens = fast.convert_ids_to_tokens(samples.data[0]["input_ids"].tolist())
-        targets = samples.data[0]["labels"] != -100
-        self.assertEqual(tokens, ["u", ":", " ", "a", "\n", "a", "b\n", "u", ":", " ", "a", "\n", "b"])
-        self.assertEqual(targets.nonzero()[0].tolist(), [5, 12])
-
-    def test_long_samples_are_cut_and_those_without_targets_dropped(self):
-        tokenizer = make_tokenizer()
-        rows = records(
-            {"prompt": "abc", "completion": "defgh"},
-            {"prompt": "abcdef", "completion": "g"},
-            {"prompt": "ab", "completion": "cde"},
-        )
-        samples = make_samples(rows, tokenizer, 6)
-        self.assertEqual((samples.truncated, samples.dropped, len(samples.data)), (2, 1, 2))
-        self.assertEqual(samples.data[0]["labels"].tolist(), [-100] * 3 + tokenizer("def")["input_ids"])
-        self.assertEqual(samples.data[1]["labels"].tolist(), [-100] * 2 + [*tokenizer("cde")["input_ids"], 1])
-        self.assertEqual((samples.tokens, samples.targets), (12, 7))
-        # The first token is predicted by nothing.
-        with self.assertRaisesRegex(
-            ValueError, "a target, got none in 1 records, 1 of which are longer than 1 tokens"
-        ):
-            make_samples(records({"text": "abc"}), tokenizer, 1)
-        with self.assertRaisesRegex(ValueError, "got none in 1 records, 0 of which"):
-            make_samples(records({"messages": [user("a")]}), tokenizer, 99)
-
-    def test_format(self):
-        tokenizer = make_tokenizer()
-        both = {"text": "a", "messages": [user("a"), assistant("b")]}
-        with self.assertRaisesRegex(ValueError, "record 1: expected .* Choose one with --format messages or text"):
-            make_samples(records(both), tokenizer, 99)
-        self.check(tokenizer, both, ("a<|im_end|>", True), format="text")
-        with self.assertRaisesRegex(ValueError, "record 2: expected prompt and completion, as --format says"):
-            rows = records({"prompt": "a", "completion": "b", "text": "c"}, {"text": "c"})
-            make_samples(rows, tokenizer, 99, format="prompt-completion")
-
-    def test_a_template_that_hides_the_assistant(self):
-        tokenizer = make_tokenizer("{% for m in messages %}{{ m.content | length }}{% endfor %}")
-        with self.assertRaisesRegex(ValueError, "record 1: .*a single answer.*generation"):
-            make_samples(records({"messages": [user("a"), assistant("b")]}), tokenizer, 99)
-
-
 GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 GOOD_TEXT = b'{"text": "a"}\n'
 BAD_FILES = [
@@ -447,8 +204,6 @@ class CommandTest(unittest.TestCase):
         trainer = self.trainers[0]
         self.assertEqual(type(trainer.model).__module__, "transformers_packed.models.qwen3_5.modeling_qwen3_5")
         untrained = AutoModelForCausalLM.from_pretrained(self.root / "model", dtype=torch.float32)
-        rows = list(trainer.get_train_dataloader().batch_sampler)  # another epoch's order
-        self.assertEqual(sorted(i for row in rows for i in row), list(range(len(samples))))
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         self.assertEqual(len(losses), steps)
         self.assertLess(losses[-1], losses[0])
@@ -478,7 +233,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual([len(features) for features in seen[:2]], [3, 3])
         return [feature for features in seen[:2] for feature in features]
 
-    def check_saved(self, trained, vocabulary=264):
+    def check_saved(self, trained):
         """The built-in class loads what was saved, and gives the logits of the model that was trained."""
         loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
         self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
@@ -505,7 +260,7 @@ class CommandTest(unittest.TestCase):
         self.save("composite", model)
         status, out, err = self.run_command("--max-steps=2", "--learning-rate=0.01", model="composite")
         self.assertEqual(status, 0, err)
-        self.assertIn("Qwen3_5Config -> Qwen3_5ForCausalLM", out)
+        self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, its language model alone: ", out)
         self.check_saved(self.trainers[0].model)
         name = "embed_tokens.weight"
         trained = self.trainers[0].model.model.state_dict()[name]
@@ -515,10 +270,13 @@ class CommandTest(unittest.TestCase):
         status, out, err = self.run_command("--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05")
         self.assertEqual(status, 0, err)
         trained = self.trainers[0].model.eval()
-        self.assertRegex(out, "Qwen3_5ForCausalLM with LoRA, [0-9,]+ of [0-9,]+ parameters trained")
+        self.assertRegex(
+            out, "Qwen3_5ForCausalLM with LoRA from Qwen3_5TextConfig: [0-9,]+ of [0-9,]+ parameters trained"
+        )
         for name, parameter in trained.named_parameters():
             self.assertEqual(parameter.requires_grad, "lora_" in name, name)
         self.assertFalse((self.output / "model.safetensors").exists())
+        self.assertNotIn("transformers_packed", (self.output / "adapter_config.json").read_text())
         adapted = AutoModelForCausalLM.from_pretrained(self.output)
         base = AutoModelForCausalLM.from_pretrained(self.root / "model")
         self.assertEqual(type(adapted), type(base))
@@ -604,8 +362,6 @@ class CommandTest(unittest.TestCase):
             return self.run_command(*command)
 
     def check_same_weights(self, one, other):
-        from safetensors.torch import load_file
-
         name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"
         weights, others = (load_file(directory / name) for directory in (one, other))
         self.assertEqual(weights.keys(), others.keys())
@@ -637,7 +393,3 @@ class CommandTest(unittest.TestCase):
             for name, parameter in self.trainers[-1].model.named_parameters():
                 want = torch.float32 if parameter.requires_grad else base
                 self.assertEqual(parameter.dtype, want, name)
-
-
-if __name__ == "__main__":
-    sys.exit(unittest.main())

@@ -141,7 +141,7 @@ def finetune(settings: FinetuneSettings) -> int:
     tokenizer = AutoTokenizer.from_pretrained(source)
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
-    kept = settings_to_keep(settings, samples)
+    kept = settings_to_keep(settings, source, samples)
     if settings.resume:
         check_same_settings(settings.output, kept)
     _say(
@@ -155,7 +155,8 @@ def finetune(settings: FinetuneSettings) -> int:
     check_vocabulary(model, samples)
     trainer = make_trainer(model, tokenizer, samples, settings, kept["learning_rate"], bfloat16)
     _say(
-        f"{type(config).__name__} -> {_names(model)}, "
+        f"{_names(model)} from {type(config).__name__}"
+        f"{'' if config.get_text_config() is config else ', its language model alone'}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{'bfloat16' if bfloat16 else 'float32'} on {trainer.args.device}."
     )
@@ -229,10 +230,10 @@ def last_checkpoint(output: Path) -> Path | None:
     return numbered[max(numbered)] if numbered else None
 
 
-def settings_to_keep(settings: FinetuneSettings, samples: Samples) -> dict[str, Any]:
+def settings_to_keep(settings: FinetuneSettings, source: str, samples: Samples) -> dict[str, Any]:
     """What a resumed run must share with the one before: with something else it would not continue that run."""
     return {
-        "model": settings.model,
+        "model": source,
         "samples": samples.fingerprint(),
         "batch_size": settings.batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
