@@ -8,10 +8,12 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-MARKED = CHATML.replace("m.content", "''").replace(
-    "+ '<|im_end|>\n' }}",
-    "}}{% if m.role == 'assistant' %}{%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
+# The same text. What it marks ends before the line break.
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # As Qwen3.5: reasoning is shown after the last question only, and the generation prompt opens it. Content is trimmed.
 THINKING = (
