@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_demo, _add_train):
+    for add in (_add_demo, _add_train, _add_env):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -180,3 +180,20 @@ def _run_train(args: argparse.Namespace) -> int:
         logging.disable_progress_bar()
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     return finetune(FinetuneSettings(**settings))
+
+
+def _add_env(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "env",
+        help="print versions, devices, and which implementations would run",
+        description="Print versions and devices, and for each op which implementation a packed row would train with "
+        "here and why the others would not run.",
+    )
+    parser.set_defaults(run=_run_env)
+
+
+def _run_env(args: argparse.Namespace) -> int:
+    from .environment import describe_environment
+
+    print(describe_environment())
+    return 0

@@ -1,0 +1,101 @@
+"""`transformers-packed env`: versions, devices, and which implementation of each op would run on them."""
+
+import platform
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from types import SimpleNamespace
+
+import torch
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import is_flash_attn_4_available
+
+from .boundaries import SequenceBoundaries
+from .ops.attention import IMPLEMENTATIONS as ATTENTION
+from .ops.causal_conv1d import IMPLEMENTATIONS as CAUSAL_CONV1D
+from .ops.dispatch import Implementation
+from .ops.gated_delta_rule import IMPLEMENTATIONS as GATED_DELTA_RULE
+
+
+PACKAGES = {
+    "needed": ("transformers_packed", "torch", "transformers", "accelerate"),
+    "kernels": ("triton", "flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "flash-attn"),
+    "optional": ("peft", "trl", "datasets"),
+}
+
+FLASH_ATTENTION = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+
+
+def describe_environment() -> str:
+    """The text that `transformers-packed env` prints.
+
+    What would run is found by asking the ops' own verifiers about a training call with the head dimensions of the
+    released models (128 in the gated delta rule, 256 in attention).
+    """
+    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    for kind, packages in PACKAGES.items():
+        lines.append(f"{kind}: " + ", ".join(f"{package} {_version(package)}" for package in packages))
+    for device, name, dtypes in _devices():
+        for dtype in dtypes:
+            lines += ["", f"On {name}, {str(dtype).removeprefix('torch.')}, a packed row would train with"]
+            for op, table, call, options in _calls(device, dtype):
+                lines += _verdicts(op, table, call, options)
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _devices() -> Iterator[tuple[str, str, tuple[torch.dtype, ...]]]:
+    """(device, what to call it, the types to ask about)"""
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        name = f"cuda:{index} ({properties.name}, {memory}, compute capability {properties.major}.{properties.minor})"
+        yield f"cuda:{index}", name, (torch.bfloat16, torch.float32)
+    yield "cpu", "the CPU", (torch.float32,)
+
+
+def _calls(device: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Implementation], tuple, dict]]:
+    """(op, its implementations, arguments, options) of a call of each op on a row of two documents"""
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.rand(shape, dtype=dtype, device=device, requires_grad=True)
+
+    options = {"boundaries": SequenceBoundaries.from_lengths([1, 2], device=device)}
+    heads = (random(1, 3, 2, 128), random(1, 3, 2, 128), random(1, 3, 4, 128))
+    gates = (random(1, 3, 4, dtype=torch.float32), random(1, 3, 4))
+    yield "gated delta rule", GATED_DELTA_RULE, (*heads, *gates), options
+    yield "causal convolution", CAUSAL_CONV1D, (random(1, 3, 16), random(16, 4), None, "silu"), options
+    for name, table in ATTENTION.items():
+        module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+        yield f"attention {name}", table, (module, *(random(1, 2, 3, 256) for _ in range(3))), options
+    for version, available in FLASH_ATTENTION.items():
+        table = {"its own kernel": Implementation(run=None, verify=partial(_verify_flash_attention, available))}
+        yield f"attention {version}", table, (random(1),), options
+
+
+def _verify_flash_attention(available: Callable[[], bool], tensor: torch.Tensor, **options) -> tuple[bool, str]:
+    """Models check these when they are loaded, so the op does not."""
+    if not tensor.is_cuda or tensor.dtype == torch.float32:
+        return False, "needs CUDA tensors in float16 or bfloat16"
+    return available(), "is not installed"
+
+
+def _verdicts(op: str, table: dict[str, Implementation], call: tuple, options: dict) -> list[str]:
+    """A line for what would run, and one for each preferred implementation that would not."""
+    refused = []
+    for name, implementation in table.items():
+        ok, reason = implementation.verify(*call, **options)
+        if ok:
+            return [f"  {op:<26} {name}", *refused]
+        refused.append(f"  {'':<26}   not {name}: it {reason}")
+    return [f"  {op:<26} nothing", *refused]
