@@ -23,8 +23,8 @@ demo: .venv/.installed  ## Train a small model padded and packed on the CPU, pri
 test: .venv/.installed  ## Run the test suite (CPU).
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
 
-test-gpu: .venv/.installed  ## Run the tests that need a CUDA device.
-	$(BIN)/python -m pytest -m gpu $(TESTS)
+test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
+	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)
 
 bench: .venv/.installed  ## Measure packed against padded training on the CPU; writes benchmarks/results/cpu_step.json.
 	$(BIN)/python benchmarks/cpu_step.py

@@ -60,7 +60,12 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
         path = Path(target)
         label = "+".join(package for package in PACKAGES if package in machine)
         entries = json.loads(path.read_text()) if path.exists() else {}
-        entries[label] = {"command": "make test-gpu", "machine": machine, "outcome": outcome, "figures": FIGURES}
+        entries[label] = {
+            "command": f"python -m pytest {' '.join(sys.argv[1:])}",
+            "machine": machine,
+            "outcome": outcome,
+            "figures": FIGURES,
+        }
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
 

@@ -171,6 +171,30 @@ class KernelsTest(unittest.TestCase):
         self.assertLess(output, BARS[dtype][0])
         self.assertLess(gradient, BARS[dtype][1])
 
+    @parameterized.expand(named(kernel for kernel in KERNELS if kernel[2] == BFLOAT16))
+    def test_the_comparison_can_fail(self, _, case, impl, dtype):
+        self.need(case, impl, dtype)
+        inputs, weight, expected = reference(case, 34)
+        one_document = SequenceBoundaries.from_lengths([TOTAL], device="cuda")
+        output = run_with_gradients(case, impl, case.cast(inputs, "cuda", dtype), weight.cuda(), one_document)[0]
+        pairs = zip(output.split(lengths_of(34), 1), expected[0].split(lengths_of(34), 1), strict=True)
+        self.assertGreater(max(relative(a, b) for a, b in pairs), 10 * BARS[dtype][0])
+
+    def test_float32_products_in_tf32_are_served_where_they_are_permitted(self):
+        self.need(RULE_CASE, "fla", BFLOAT16)
+        with self.assertRaisesRegex(ValueError, "set_float32_matmul_precision"):
+            RULE_CASE.run("fla", RULE_CASE.cast(RULE_CASE.make(4), "cuda", FLOAT32), None)
+        torch.set_float32_matmul_precision("high")
+        self.addCleanup(torch.set_float32_matmul_precision, "highest")
+        inputs, weight, expected = reference(RULE_CASE, 34)
+        boundaries = SequenceBoundaries.from_lengths(lengths_of(34), device="cuda")
+        actual = run_with_gradients(
+            RULE_CASE, "fla", RULE_CASE.cast(inputs, "cuda", FLOAT32), weight.cuda(), boundaries
+        )
+        errors = [relative(a, b) for a, b in zip(actual, expected, strict=True)]
+        report("gated_delta_rule: fla, float32 in TF32, 34 documents", output=errors[0], gradient=max(errors[1:]))
+        self.assertLess(max(errors), 5e-3)
+
     @parameterized.expand(named(KERNELS))
     def test_no_document_sees_another(self, _, case, impl, dtype):
         self.need(case, impl, dtype)

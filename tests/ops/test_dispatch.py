@@ -76,6 +76,16 @@ class DispatchTest(unittest.TestCase):
             ["op: third (first: needs a GPU; second: needs bfloat16)", "op: fourth"],
         )
 
+    def test_warns_of_the_reference_on_a_gpu(self):
+        table = {"kernel": self.table["first"], "reference": Implementation(print, always)}
+        on_gpu, on_cpu = mock.Mock(is_cuda=True), mock.Mock(is_cuda=False)
+        with self.assertNoLogs(LOGGER, "WARNING"):
+            choose("on_cpu", "auto", table, on_cpu)
+            choose("asked_for", "reference", table, on_gpu)
+        with self.assertLogs(LOGGER, "WARNING") as logs:
+            choose("op", "auto", table, on_gpu)
+        self.assertEqual(logs.records[0].getMessage(), "op: reference (kernel: needs a GPU)")
+
     def test_implementations_used(self):
         self.assertEqual(implementations_used(), {})
         choose("op", "fourth", self.table)

@@ -50,7 +50,9 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     for name in table if impl == "auto" else (impl,):
         ok, reason = table[name].verify(*args, **kwargs)
         if ok:
-            record(op, name, reasons)
+            # On a GPU the reference is many times slower than any kernel, which a user should hear of.
+            slow = name == "reference" and impl == "auto" and any(getattr(x, "is_cuda", False) for x in args)
+            record(op, name, reasons, logger.warning if slow else logger.info)
             return table[name].run
         reasons.append(f"{name}: {reason}")
     raise input_error(
@@ -78,14 +80,14 @@ def _run(op, impl, table, *args, **kwargs):
 _run_outside_of_graphs = torch.compiler.disable(_run, reason="packed rows differ in the lengths of their documents")
 
 
-def record(op: str, name: str, reasons: list[str] | tuple[str, ...] = ()) -> None:
-    """Remember that `name` ran for `op`, and log it the first time."""
+def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -> None:
+    """Remember that `name` ran for `op`, and `log` it the first time."""
     if torch.compiler.is_compiling():
         return
     names = _used.setdefault(op, {})
     if name not in names:
         names[name] = None
-        logger.info(f"{op}: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+        log(f"{op}: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
 def implementations_used() -> dict[str, list[str]]:
