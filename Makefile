@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHECKED := src tests utils benchmarks setup.py
 TESTS ?= tests
 
-.PHONY: demo test test-gpu bench style quality modular check-modular help
+.PHONY: demo test test-lowest test-gpu bench style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -17,11 +17,21 @@ help:  ## Show this list.
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
+.venv-lowest/.installed: setup.py
+	$(PYTHON) -m venv --clear .venv-lowest
+	# Every bound "package>=x" of setup.py as "package==x".
+	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/' > .venv-lowest/constraints.txt
+	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"
+	touch $@
+
 demo: .venv/.installed  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
 	$(BIN)/transformers-packed demo
 
 test: .venv/.installed  ## Run the test suite (CPU).
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
+
+test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest supported release of every dependency.
+	.venv-lowest/bin/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
 	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)

@@ -20,7 +20,7 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     "parameterized>=0.9",
     "peft>=0.17",
     "pytest>=8",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.6.1",
     "ruff==0.17.5",
 ]
 
@@ -34,7 +34,7 @@ setup(
     package_dir={"": "src"},
     packages=find_packages("src"),
     python_requires=">=3.10",
-    install_requires=["accelerate>=1.1", "numpy>=1.24", "torch>=2.11", "tqdm>=4.60", "transformers>=5.23,<6"],
+    install_requires=["accelerate>=1.1", "numpy>=1.24", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.23,<6"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
 )

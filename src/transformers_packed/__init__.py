@@ -1,12 +1,13 @@
 """Correct and fast packed (padding-free) training of hybrid linear-attention models in Transformers.
 
 Importing the package changes nothing in Transformers and imports no kernel package; `register()` lets the Auto
-classes build its models.
+classes build its models, and `patch_model()` converts a model that exists already.
 """
 
 from .boundaries import SequenceBoundaries
 from .data.collator import DataCollatorWithFlattening
 from .models.auto import register, registered, unregister
+from .models.patch import patch_model, unpatch_model
 
 
 __version__ = "0.1.0"
@@ -14,7 +15,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DataCollatorWithFlattening",
     "SequenceBoundaries",
+    "patch_model",
     "register",
     "registered",
+    "unpatch_model",
     "unregister",
 ]

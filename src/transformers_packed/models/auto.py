@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -99,7 +100,7 @@ def register() -> None:
 
     ```
     """
-    _check_transformers()
+    check_transformers("register")
     entries = list(_entries())
     for mapping, config, ours in entries:
         current = mapping._extra_content.get(config, ours)
@@ -136,14 +137,19 @@ def registered() -> Iterator[None]:
 def _entries() -> Iterator[tuple]:
     """(mapping of an Auto class, configuration class, our model class) for all that we register."""
     for family, configs in FAMILIES.items():
-        modeling = import_module(f"{__package__}.{family}.modeling_{family}")
+        modeling = modeling_module(family)
         for config_name, classes in configs.items():
             config = getattr(transformers, config_name)
             for auto_name, class_name in classes.items():
                 yield getattr(modeling_auto, auto_name)._model_mapping, config, getattr(modeling, class_name)
 
 
-def _check_transformers() -> None:
+def modeling_module(family: str) -> ModuleType:
+    """The generated modeling file of one of `FAMILIES`; importing it announces its classes in `base.REPLACEMENTS`."""
+    return import_module(f"{__package__}.{family}.modeling_{family}")
+
+
+def check_transformers(call: str) -> None:
     """Raise an `ImportError` that names everything the installed Transformers lacks."""
     missing = []
     for module_name, paths in _REQUIRED.items():
@@ -156,6 +162,6 @@ def _check_transformers() -> None:
                 missing.append(f"{module_name}.{path}")
     if missing:
         raise ImportError(
-            f"register: transformers {transformers.__version__} lacks {', '.join(missing)}, which the models of "
+            f"{call}: transformers {transformers.__version__} lacks {', '.join(missing)}, which the models of "
             "transformers_packed use. Install a supported release: pip install 'transformers>=5.23,<6'."
         )

@@ -2,11 +2,11 @@
 
 Each of our classes carries the name of the built-in class that it derives from, adds methods, and adds no parameter
 and no attribute. So a built-in module becomes ours when its `__class__` is set, and weights, plans, adapters and hooks
-stay as they are. `convert` does that for a whole model; models of ours call it when they are built.
+stay as they are. `convert` does that for a whole model; models of ours call it when they are built, and `patch_model` does
+the same, with more checks, to models that exist.
 """
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
@@ -22,15 +22,20 @@ def replaces_builtin(cls: type) -> type:
     return cls
 
 
+def become(module: torch.nn.Module, cls: type) -> None:
+    """Set the module's class, one of a pair in `REPLACEMENTS`, and what Transformers keeps per class of a model."""
+    module.__class__ = cls
+    # What a model can record is looked up by its class; an entry that is there already stays.
+    if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(module):
+        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
 def convert(model: torch.nn.Module) -> None:
     """Turn every built-in module below `model` for which we have a class into ours, in place."""
     for module in model.modules():
         ours = REPLACEMENTS.get(type(module))
         if ours is not None:
-            module.__class__ = ours
-            if isinstance(module, PreTrainedModel):
-                # Transformers looks up what a model can record by its class, which has just changed.
-                _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+            become(module, ours)
 
 
 class PackedModelMixin:

@@ -1,0 +1,186 @@
+"""`patch_model`: let a model that exists already keep the documents of a packed row apart. `unpatch_model` undoes it.
+
+A module becomes ours when its `__class__` is set (see `base`), so parameters, buffers, adapters, hooks and the
+optimizer's references stay what they are. What stands in the way is looked for first: a model is changed as a whole or
+not at all.
+"""
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import input_error
+from .auto import FAMILIES, check_transformers, modeling_module
+from .base import REPLACEMENTS, become
+
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def patch_model(model: Model) -> Model:
+    """Make a live Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model keep the documents of a packed row apart, in place.
+
+    Every built-in module for which this package has a class becomes that class; no tensor is copied, moved or
+    replaced. The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own),
+    have gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
+
+    Patch a model before what takes hold of its layers or its forward: FSDP, `Accelerator.prepare` with mixed precision
+    (which `Trainer` calls in `train`), and libraries that set a forward of their own.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model, on any device and in any dtype.
+
+    Returns:
+        `torch.nn.Module`: the same object.
+
+    Raises:
+        `ValueError`: the model has no module of a supported family, is sharded by FSDP, or has a module that cannot be
+        converted: one of a subclass or a copy of the built-in class, or one with a `forward` of its own. Nothing was
+        changed then.
+        `ImportError`: the installed Transformers lacks something that our models use.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import patch_model
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> model = patch_model(Qwen3_5ForCausalLM(config))
+    >>> row = torch.randint(0, 64, (1, 7))
+    >>> model(input_ids=row, cu_seqlens=torch.tensor([0, 3, 7])).logits.shape  # two documents
+    torch.Size([1, 7, 64])
+
+    ```
+    """
+    check_transformers("patch_model")
+    for family in FAMILIES:
+        modeling_module(family)
+    ours = tuple(REPLACEMENTS.values())
+    names = {cls.__name__ for cls in ours}
+    _switch(
+        "patch_model",
+        model,
+        REPLACEMENTS,
+        # Copies of a built-in class, as libraries generate them, are told by the name.
+        related=lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__),
+    )
+    if not any(isinstance(module, ours) for module in model.modules()):
+        raise input_error(
+            "patch_model",
+            expected=f"a model with layers of {', '.join(FAMILIES)}",
+            got=type(model).__name__,
+            fix="Other architectures are not supported.",
+        )
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Undo [`patch_model`]: every module of ours becomes the built-in one again, in place, and behaves as before.
+
+    That holds for models that were built as ours too, by `register` or directly: they become built-in models. A model
+    without a module of ours stays as it is.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+
+    Returns:
+        `torch.nn.Module`: the same object.
+
+    Raises:
+        `ValueError`: the model is sharded by FSDP, or has a module of ours that cannot be converted: one of a
+        subclass, or one with a `forward` of its own. Nothing was changed then.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5TextConfig
+    >>> from transformers_packed import unpatch_model
+    >>> from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
+    >>> model = Qwen3_5TextModel(Qwen3_5TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4))
+    >>> type(unpatch_model(model)).__module__
+    'transformers.models.qwen3_5.modeling_qwen3_5'
+
+    ```
+    """
+    classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
+    _switch("unpatch_model", model, classes, related=lambda cls: issubclass(cls, tuple(classes)))
+    return model
+
+
+def _switch(
+    call: str, model: torch.nn.Module, classes: dict[type, type], *, related: Callable[[type], bool]
+) -> None:
+    """Give every module of a class in `classes` the class found there, or raise with the model unchanged.
+
+    `related` tells the classes of modules that would have to be switched too; those not in `classes` are an error.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise input_error(call, expected="a torch.nn.Module", got=type(model).__name__, fix="Pass the model itself.")
+    modules = [(name or "(the model itself)", module) for name, module in model.named_modules()]
+    affected = [(name, module) for name, module in modules if type(module) in classes or related(type(module))]
+    if affected:
+        for name, module in modules:
+            if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+                raise input_error(
+                    call,
+                    expected="a model that is not sharded yet",
+                    got=f"module {name} under FSDP ({type(module).__name__})",
+                    fix=f"Call {call} before sharding.",
+                )
+    changes = []
+    for name, module in affected:
+        if type(module) not in classes:
+            cls = type(module)
+            raise input_error(
+                call,
+                expected=f"modules of the classes of {', '.join(FAMILIES)} themselves",
+                got=f"module {name} of a subclass or copy of one, {cls.__module__}.{cls.__qualname__}",
+                fix="Load the model without what put that class there, or derive the class from ours, "
+                f"in {__package__}.<family>.modeling_<family>.",
+            )
+        changes.append((module, classes[type(module)], _attributes(call, name, module, classes[type(module)])))
+    for module, cls, attributes in changes:
+        become(module, cls)
+        vars(module).update(attributes)
+
+
+def _attributes(call: str, name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]:
+    """What has to change in the module's own attributes with its class: a `forward` that is bound to the old one.
+
+    accelerate's hooks set a `forward` that calls a bound `_old_forward`; without the hook that remains as `forward`.
+    """
+    own, old = vars(module), type(module)
+    for key, value in own.items():
+        if key == "forward" or not callable(value) or getattr(old, key, None) is getattr(cls, key, None):
+            continue
+        raise _not_ours(call, name, old, key)
+    if "forward" not in own or old.forward is cls.forward:
+        return {}
+    hooked = isinstance(own["forward"], partial) and own["forward"].func.__module__ == "accelerate.hooks"
+    bound = own.get("_old_forward") if hooked else own["forward"]
+    if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
+        raise _not_ours(call, name, old, "forward")
+    bound = MethodType(cls.forward, module)
+    if not hooked:
+        return {"forward": bound}
+    wrapper = own["forward"]
+    return {
+        "forward": update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound),
+        "_old_forward": bound,
+    }
+
+
+def _not_ours(call: str, name: str, cls: type, key: str) -> ValueError:
+    return input_error(
+        call,
+        expected=f"modules that run the {key} of their class",
+        got=f"module {name} ({cls.__name__}) with a {key} of its own",
+        fix=f"Call {call} before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels), or "
+        f"delete the attribute from the module.",
+    )
