@@ -9,7 +9,7 @@ EXTRAS = {
     # A compiled convolution; optional, its build needs nvcc.
     "causal-conv1d": ["causal-conv1d>=1.7.0"],
     "trl": ["trl>=1.16"],
-    "demo": ["matplotlib>=3.8", "psutil>=5.9"],
+    "demo": ["matplotlib>=3.9", "psutil>=5.9"],
 }
 EXTRAS["dev"] = EXTRAS["demo"] + [
     "datasets>=4.0",
@@ -18,7 +18,7 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     "triton; platform_system == 'Linux'",
     "libcst>=1.5",
     "parameterized>=0.9",
-    "peft>=0.17",
+    "peft>=0.18",
     "pytest>=8",
     "pytest-xdist>=3.6.1",
     "ruff==0.17.5",
@@ -34,7 +34,7 @@ setup(
     package_dir={"": "src"},
     packages=find_packages("src"),
     python_requires=">=3.10",
-    install_requires=["accelerate>=1.1", "numpy>=1.24", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.23,<6"],
+    install_requires=["accelerate>=1.3", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.23,<6"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
 )

@@ -33,6 +33,7 @@ FAMILIES = {
             "AutoModel": "Qwen3_5Model",
             "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
             "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
+            "AutoModelForSequenceClassification": "Qwen3_5ForSequenceClassification",
             "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
         },
     },
@@ -66,6 +67,7 @@ _REQUIRED = {
         "eager_attention_forward",
     ),
     "transformers.models.qwen3_5.modeling_qwen3_5": (
+        "Qwen3_5ForSequenceClassification",
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5Model.get_rope_index",
         "Qwen3_5TextForSequenceClassification",

@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 from ...errors import input_error
 from ...ops import attention, causal_conv1d, gated_delta_rule
 from ..base import PackedModelMixin, replaces_builtin
+from ..heads import classify_documents
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
@@ -368,8 +369,9 @@ class Qwen3_5TextForSequenceClassification(PackedModelMixin, builtin.Qwen3_5Text
         **kwargs: Unpack[PackingKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
+        call = f"{type(self).__name__}.forward"
         boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
+            call,
             kwargs,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -389,23 +391,68 @@ class Qwen3_5TextForSequenceClassification(PackedModelMixin, builtin.Qwen3_5Text
                 use_cache=use_cache,
                 **kwargs,
             )
-        outputs = getattr(self, self.base_model_prefix)(
-            input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, boundaries=boundaries, **kwargs
+        return classify_documents(
+            call,
+            self,
+            boundaries,
+            labels,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
-        last_tokens = boundaries.cu_seqlens[1:].long() - 1
-        logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
-        loss = None
-        if labels is not None:
-            if labels.shape[0] != boundaries.num_documents:
-                raise input_error(
-                    f"{type(self).__name__}.forward",
-                    expected=f"labels for the row's {boundaries.num_documents} documents",
-                    got=f"shape {tuple(labels.shape)}",
-                    fix="Give one label per document; a document of tail padding carries -100.",
-                )
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+
+
+@replaces_builtin
+class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSequenceClassification):
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
+        call = f"{type(self).__name__}.forward"
+        boundaries = resolve_boundaries(
+            call,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            **kwargs,
+        }
+        if boundaries is not None:
+            return classify_documents(call, self, boundaries, labels, **inputs)
+        return super().forward(
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            **inputs,
         )
 
 
@@ -417,6 +464,7 @@ class Qwen3_5ForTokenClassification(PackedModelMixin, builtin.Qwen3_5ForTokenCla
 __all__ = [
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForSequenceClassification",
     "Qwen3_5ForTokenClassification",
     "Qwen3_5Model",
     "Qwen3_5TextForSequenceClassification",

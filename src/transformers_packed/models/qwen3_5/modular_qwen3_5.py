@@ -2,10 +2,13 @@
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
+from transformers.utils import can_return_tuple
 
 from ..base import PackedModelMixin, replaces_builtin
+from ..heads import classify_documents
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
 from ..qwen3_next.modular_qwen3_next import (
@@ -206,6 +209,59 @@ class Qwen3_5TextForSequenceClassification(Qwen3NextForSequenceClassification):
     pass
 
 
+@replaces_builtin
+class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSequenceClassification):
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.LongTensor | None = None,
+        video_grid_thw: torch.LongTensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
+        call = f"{type(self).__name__}.forward"
+        boundaries = resolve_boundaries(
+            call,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            **kwargs,
+        }
+        if boundaries is not None:
+            return classify_documents(call, self, boundaries, labels, **inputs)
+        return super().forward(
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            **inputs,
+        )
+
+
 class Qwen3_5ForTokenClassification(Qwen3NextForTokenClassification):
     pass
 
@@ -213,6 +269,7 @@ class Qwen3_5ForTokenClassification(Qwen3NextForTokenClassification):
 __all__ = [
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForSequenceClassification",
     "Qwen3_5ForTokenClassification",
     "Qwen3_5Model",
     "Qwen3_5TextForSequenceClassification",

@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 from ...errors import input_error
 from ...ops import attention, causal_conv1d, gated_delta_rule
 from ..base import PackedModelMixin, replaces_builtin
+from ..heads import classify_documents
 from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
 
 
@@ -235,8 +236,9 @@ class Qwen3NextForSequenceClassification(PackedModelMixin, builtin.Qwen3NextForS
         **kwargs: Unpack[PackingKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
+        call = f"{type(self).__name__}.forward"
         boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
+            call,
             kwargs,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -256,23 +258,15 @@ class Qwen3NextForSequenceClassification(PackedModelMixin, builtin.Qwen3NextForS
                 use_cache=use_cache,
                 **kwargs,
             )
-        outputs = getattr(self, self.base_model_prefix)(
-            input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, boundaries=boundaries, **kwargs
-        )
-        last_tokens = boundaries.cu_seqlens[1:].long() - 1
-        logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
-        loss = None
-        if labels is not None:
-            if labels.shape[0] != boundaries.num_documents:
-                raise input_error(
-                    f"{type(self).__name__}.forward",
-                    expected=f"labels for the row's {boundaries.num_documents} documents",
-                    got=f"shape {tuple(labels.shape)}",
-                    fix="Give one label per document; a document of tail padding carries -100.",
-                )
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        return classify_documents(
+            call,
+            self,
+            boundaries,
+            labels,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
         )
 
 
