@@ -2,8 +2,8 @@
 
 Each of our classes carries the name of the built-in class that it derives from, adds methods, and adds no parameter
 and no attribute. So a built-in module becomes ours when its `__class__` is set, and weights, plans, adapters and hooks
-stay as they are. `convert` does that for a whole model; models of ours call it when they are built, and `patch_model` does
-the same, with more checks, to models that exist.
+stay as they are. `convert` does that for a whole model: models of ours call it when they are built. `patch_model` does
+it to models that exist.
 """
 
 import torch

@@ -113,9 +113,7 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
-def _switch(
-    call: str, model: torch.nn.Module, classes: dict[type, type], *, related: Callable[[type], bool]
-) -> None:
+def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, related: Callable[[type], bool]) -> None:
     """Give every module of a class in `classes` the class found there, or raise with the model unchanged.
 
     `related` tells the classes of modules that would have to be switched too; those not in `classes` are an error.

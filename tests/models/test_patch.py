@@ -1,0 +1,326 @@
+"""`patch_model` and `unpatch_model` on live models; the oracle is the model itself, before it was patched."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import tempfile
+
+import torch
+from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
+from packed_patch_tester import (
+    BUILTINS,
+    COMPOSITE,
+    CONFIGS,
+    PatchTestCase,
+    builtin_model,
+    documents,
+    ours,
+    snapshot,
+)
+from packed_vision_tester import TEXT, alone_batch, document
+from parameterized import parameterized
+from transformers import set_seed
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
+from transformers_packed.models.auto import modeling_module
+from transformers_packed.models.base import REPLACEMENTS
+
+
+class PatchTest(PatchTestCase):
+    @parameterized.expand(CONFIGS)
+    def test_packed_is_alone_and_back(self, family):
+        """The whole way on one object: built-in, patched twice, unpatched twice; weights never move."""
+        model = builtin_model(family)
+        input_ids = documents()[-1][None]
+        requested = {"output_hidden_states": True}
+        if family != "qwen3_5":
+            requested["output_router_logits"] = True
+
+        def outputs():
+            result = model(input_ids, labels=input_ids, **requested)
+            grads = gradients(model, result.loss)
+            recorded = [*result.hidden_states, *(result.get("router_logits") or ())]
+            return [result.logits, result.loss, *recorded, *grads.values()]
+
+        expected, before = self.expected(model), outputs()
+        untouched = snapshot(model)
+        self.assertIs(patch_model(model), model)
+        self.assertIn("", ours(model))
+        self.assertEqual(len(ours(model)), 2 + 2)  # the model, its base model, an attention and a linear layer
+        patched = snapshot(model)
+        for same in ("tensors", "modules", "attributes"):
+            self.assertEqual(patched[same], untouched[same])
+        self.check_packed_is_alone(model, expected, 1e-6 if family == "qwen3_5" else 1e-4)
+        for got, want in zip(outputs(), before, strict=True):
+            self.assertLess(relative_error(got, want), 1e-4)
+        self.assertIs(patch_model(model), model)
+        self.assertEqual(snapshot(model)["classes"], patched["classes"])
+
+        self.assertIs(unpatch_model(model), model)
+        self.assertEqual(ours(model), set())
+        for _ in range(2):
+            after = snapshot(model)
+            for same in ("tensors", "modules", "attributes", "classes"):
+                self.assertEqual(after[same], untouched[same])
+            for key, value in untouched["recorders"].items():
+                self.assertIs(after["recorders"][key], value)
+            for got, want in zip(outputs(), before, strict=True):
+                self.assertTrue(torch.equal(got, want))
+            unpatch_model(model)
+        with self.assertRaisesRegex(ValueError, "packed sequences apart"):
+            model(**packed_batch(documents()))
+
+    def test_other_models_are_untouched(self):
+        patched, other = builtin_model(), builtin_model()
+        patch_model(patched)
+        self.assertEqual(ours(other) | ours(builtin_model()), set())
+        output = other(documents()[1][None], output_hidden_states=True)
+        self.assertEqual(len(output.hidden_states), len(other.model.layers) + 1)
+
+    def test_a_model_that_recorded_before(self):
+        """Transformers installs its recording hooks once: they go on working after the switch, and once only."""
+        model = builtin_model("qwen3_5_moe")
+        input_ids, requested = documents()[-1][None], {"output_hidden_states": True, "output_router_logits": True}
+        before = model(input_ids, **requested)
+        for switch in (patch_model, unpatch_model):
+            after = switch(model)(input_ids, **requested)
+            for key in ("hidden_states", "router_logits"):
+                self.assertEqual(len(after[key]), len(before[key]))
+                for got, want in zip(after[key], before[key], strict=True):
+                    self.assertLess(relative_error(got, want), 1e-5)
+
+    def test_an_entry_of_a_recorder_that_somebody_changed_stays(self):
+        model = builtin_model()
+        entry = {"hidden_states": type(model.model.layers[0])}
+        self.addCleanup(_CAN_RECORD_REGISTRY.__setitem__, model, _CAN_RECORD_REGISTRY.get(model))
+        _CAN_RECORD_REGISTRY[model] = entry
+        unpatch_model(patch_model(model))
+        self.assertIs(_CAN_RECORD_REGISTRY.get(model), entry)
+
+    @parameterized.expand([("reentrant", True), ("non_reentrant", False)])
+    def test_gradient_checkpointing(self, _, use_reentrant):
+        model = builtin_model()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        expected = self.expected(model)
+        self.check_packed_is_alone(patch_model(model), expected)
+        self.assertTrue(model.is_gradient_checkpointing)
+        unpatch_model(model)
+        loss = alone(model, documents())[1]
+        for name, grad in self.gradients(model, loss).items():
+            self.assertTrue(torch.equal(grad, expected[2][name]))
+
+    def test_peft(self):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "out_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
+        )
+        model = get_peft_model(builtin_model(), config)
+        expected, before = self.expected(model), snapshot(model)
+        self.assertIs(patch_model(model), model)
+        self.check_packed_is_alone(model, expected)
+        self.assertEqual(snapshot(model)["tensors"], before["tensors"])
+        self.assertEqual(len(ours(model)), 4)
+        unpatch_model(model)
+        self.assertEqual(snapshot(model)["classes"], before["classes"])
+        logits, _ = alone(model, documents())
+        self.assertTrue(all(torch.equal(got, want) for got, want in zip(logits, expected[0], strict=True)))
+
+    def test_part_of_a_model_and_a_model_inside_another(self):
+        model = builtin_model()
+        patch_model(model.model.layers[0])
+        self.assertEqual(ours(model), {"model.layers.0.linear_attn"})
+        outer = torch.nn.ModuleDict({"policy": model, "value": torch.nn.Linear(2, 2)})
+        patch_model(outer)
+        self.assertIn("policy", ours(outer))
+        self.assertEqual(ours(unpatch_model(outer)), set())
+
+    @parameterized.expand(["compile_method", "wrapper"])
+    def test_compiled(self, kind):
+        """What was traced with the old classes is traced again with the new ones."""
+        torch._dynamo.reset()
+        self.addCleanup(torch._dynamo.reset)
+        model, rows = builtin_model().eval(), documents()[1:3]
+        with torch.no_grad():
+            logits = torch.cat([model(row[None]).logits[0] for row in rows])
+            compiled = model
+            if kind == "wrapper":
+                compiled = torch.compile(model, backend="eager")
+            else:
+                model.compile(backend="eager")
+            before = compiled(rows[0][None]).logits
+            patch_model(compiled)
+            self.assertIn("", ours(model))
+            self.assertLess(relative_error(compiled(**packed_batch(rows)).logits[0], logits), 1e-5)
+            unpatch_model(compiled)
+            self.assertTrue(torch.equal(compiled(rows[0][None]).logits, before))
+
+    def test_born_as_ours(self):
+        """Unpatching a model that was built as ours gives a built-in one."""
+        for family, module in BUILTINS.items():
+            name = type(builtin_model(family)).__name__
+            set_seed(0)
+            model = getattr(modeling_module(family), name)._from_config(copy.deepcopy(CONFIGS[family]))
+            tensors = snapshot(model)["tensors"]
+            self.assertIs(patch_model(model), model)
+            unpatch_model(model)
+            self.assertEqual(ours(model), set())
+            self.assertIs(type(model), getattr(module, name))
+            self.assertEqual(snapshot(model)["tensors"], tensors)
+            twin = getattr(module, name)._from_config(copy.deepcopy(CONFIGS[family]))
+            twin.load_state_dict(model.state_dict())
+            input_ids = documents()[-1][None]
+            got, want = (each(input_ids, output_hidden_states=True) for each in (model, twin))
+            self.assertTrue(torch.equal(got.logits, want.logits))
+            self.assertEqual(len(got.hidden_states), len(want.hidden_states))
+
+    def test_pickle_deepcopy_and_save(self):
+        for family in CONFIGS:
+            model = patch_model(builtin_model(family)).eval()
+            batch = packed_batch(documents())
+            logits = model(**batch).logits
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                self.assertEqual(ours(other), ours(model))
+                self.assertTrue(torch.equal(other(**batch).logits, logits))
+                self.assertEqual(ours(unpatch_model(other)), set())
+            self.assertEqual(len(ours(model)), 4)
+            with tempfile.TemporaryDirectory() as directory:
+                model.save_pretrained(directory)
+                back, report = getattr(BUILTINS[family], type(model).__name__).from_pretrained(
+                    directory, output_loading_info=True
+                )
+                self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+                self.assertEqual(back.config.architectures, [type(model).__name__])
+                # Still mapped from the directory, so compared before it goes.
+                self.assertTrue(torch.equal(patch_model(back).eval()(**batch).logits, logits))
+
+    def test_in_a_fresh_process(self):
+        """Nothing of ours was imported but the package, and a pickle brings its classes along."""
+        code = (
+            "import sys, pickle; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"
+            "import torch, transformers_packed\n"
+            "from transformers import Qwen3_5TextConfig, Qwen3_5ForCausalLM\n"
+            f"model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{TEXT!r}))\n"
+            "transformers_packed.patch_model(model)\n"
+            "row = {'input_ids': torch.arange(9)[None], 'cu_seqlens': torch.tensor([0, 4, 9])}\n"
+            "together = model(**row).logits\n"
+            "alone = [model(input_ids=row['input_ids'][:, a:b]).logits for a, b in ((0, 4), (4, 9))]\n"
+            "assert torch.allclose(together, torch.cat(alone, 1), atol=1e-6)\n"
+            "pickle.dump((model, row, together), open(sys.argv[1], 'wb'))\n"
+        )
+        load = (
+            "import sys, pickle, torch; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"
+            "model, row, together = pickle.load(open(sys.argv[1], 'rb'))\n"
+            "assert torch.equal(model(**row).logits, together)\n"
+        )
+        with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+            for each in (code, load):
+                result = subprocess.run([sys.executable, "-c", each, file.name], capture_output=True, text=True)
+                self.assertEqual(result.returncode, 0, result.stderr)
+
+
+class HeadsTest(PatchTestCase):
+    @parameterized.expand(BUILTINS)
+    def test_every_language_model_of_the_family_has_a_class_of_ours(self, family):
+        """A head that Transformers adds would be converted by half: it needs a class here first."""
+        modeling_module(family)
+        for name in BUILTINS[family].__all__:
+            if not name.endswith(("PreTrainedModel", "VisionModel")):
+                self.assertIn(getattr(BUILTINS[family], name), REPLACEMENTS, name)
+
+    @parameterized.expand(
+        [
+            ("qwen3_next", "Qwen3NextForSequenceClassification", None),
+            ("qwen3_5", "Qwen3_5TextForSequenceClassification", None),
+            ("qwen3_5", "Qwen3_5ForSequenceClassification", "composite"),
+        ]
+    )
+    def test_sequence_classification(self, family, head, composite):
+        model = builtin_model(family, head, COMPOSITE[family] if composite else None)
+        labels = torch.tensor([0, 2, 1])
+        if composite:
+            features = VisionTest.features
+            rows = [alone_batch(feature) for feature in features]
+        else:
+            features = [{"input_ids": row} for row in documents()[1:]]
+            rows = [{"input_ids": row[None]} for row in documents()[1:]]
+        outputs = [model(**row, labels=label[None]) for row, label in zip(rows, labels, strict=True)]
+        loss = sum(output.loss for output in outputs) / len(rows)
+        logits, expected = torch.cat([output.logits for output in outputs]), self.gradients(model, loss)
+        patch_model(model)
+        row = DataCollatorWithFlattening(return_cu_seqlens=True, model=model if composite else None)(features)
+        packed = model(**{**row, "labels": labels})
+        self.assertEqual(packed.logits.shape, (3, 3))
+        self.assertLess(relative_error(packed.logits, logits), 1e-5)
+        self.assertLess(relative_error(packed.loss, loss), 1e-5)
+        actual = self.gradients(model, packed.loss)
+        self.assertLess(total_relative_error(actual, expected), 1e-4 if family == "qwen3_next" else 2e-6)
+        unpacked = model(**rows[1], labels=labels[1:2])
+        self.assertLess(relative_error(unpacked.logits, logits[1:2]), 1e-5)
+        unpatch_model(model)
+        self.assertTrue(torch.equal(model(**rows[1], labels=labels[1:2]).logits, logits[1:2]))
+
+    @parameterized.expand(
+        [
+            ("qwen3_next", "Qwen3NextForTokenClassification", None),
+            ("qwen3_5", "Qwen3_5ForTokenClassification", None),
+            ("qwen3_5", "Qwen3_5ForTokenClassification", "composite"),
+            ("qwen3_next", "Qwen3NextModel", None),
+            ("qwen3_5", "Qwen3_5TextModel", None),
+            ("qwen3_5_moe", "Qwen3_5MoeTextModel", None),
+            ("qwen3_5_moe", "Qwen3_5MoeModel", "composite"),
+        ]
+    )
+    def test_one_result_per_token(self, family, head, composite):
+        model = builtin_model(family, head, COMPOSITE[family] if composite else None)
+        want = torch.cat([model(row[None])[0][0] for row in documents()])
+        batch = packed_batch(documents())
+        batch.pop("labels")
+        self.assertLess(relative_error(patch_model(model)(**batch)[0][0], want), 1e-5)
+        again = torch.cat([unpatch_model(model)(row[None])[0][0] for row in documents()])
+        self.assertTrue(torch.equal(again, want))
+
+    def test_question_answering_refuses_a_packed_row(self):
+        model = patch_model(builtin_model("qwen3_next", "Qwen3NextForQuestionAnswering"))
+        batch = packed_batch(documents())
+        batch.pop("labels")
+        with self.assertRaisesRegex(ValueError, "rows of their own"):
+            model(**batch)
+
+
+class VisionTest(PatchTestCase):
+    features = [document(9, 1, images=((1, 4, 4),)), document(3, 2), document(40, 3, videos=((2, 4, 4),))]
+
+    @parameterized.expand(COMPOSITE)
+    def test_packed_is_alone_and_back(self, family):
+        name = "Qwen3_5MoeForConditionalGeneration" if "moe" in family else "Qwen3_5ForConditionalGeneration"
+        model = builtin_model(family, name, COMPOSITE[family])
+
+        def run():
+            lengths = [len(f["input_ids"]) for f in self.features]
+            outputs = [model(**alone_batch(f), labels=torch.tensor([f["input_ids"]])) for f in self.features]
+            loss = sum(x.loss * (n - 1) for x, n in zip(outputs, lengths, strict=True)) / (sum(lengths) - len(lengths))
+            return torch.cat([x.logits[0] for x in outputs]), loss, self.gradients(model, loss)
+
+        (logits, loss, grads), before = run(), snapshot(model)
+        patch_model(model)
+        self.assertTrue(model.accepts_loss_kwargs)
+        self.assertEqual(
+            {name.rpartition(".")[2] for name in ours(model)},
+            {"", "model", "language_model", "linear_attn", "self_attn"},
+        )
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)
+        packed = model(**collator(self.features))
+        self.assertLess(relative_error(packed.logits[0], logits), 1e-5)
+        self.assertLess(relative_error(packed.loss, loss), 1e-5)
+        bar = 1e-4 if "moe" in family else 2e-6
+        self.assertLess(total_relative_error(self.gradients(model, packed.loss), grads), bar)
+        unpatch_model(model)
+        after = snapshot(model)
+        for same in ("tensors", "modules", "attributes", "classes"):
+            self.assertEqual(after[same], before[same])
+        got_logits, got_loss, got_grads = run()
+        self.assertTrue(torch.equal(got_logits, logits) and torch.equal(got_loss, loss))
+        self.assertTrue(all(torch.equal(got_grads[name], grads[name]) for name in grads))

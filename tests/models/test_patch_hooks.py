@@ -1,0 +1,318 @@
+"""`patch_model` on models with hooks and wrappers, and every model that it refuses, unchanged."""
+
+import copy
+import inspect
+import unittest
+from functools import partial
+from types import MethodType
+from unittest import mock
+
+import torch
+from accelerate import Accelerator, cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.state import AcceleratorState
+from packed_model_tester import alone, packed_batch, relative_error
+from packed_patch_tester import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours, snapshot
+from parameterized import parameterized
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from transformers_packed import patch_model, unpatch_model
+from transformers_packed.models import auto
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
+
+
+builtin = BUILTINS["qwen3_5"]
+
+
+class Counter(ModelHook):
+    """A hook that counts its calls."""
+
+    def __init__(self):
+        self.before = self.after = 0
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.before += 1
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        self.after += 1
+        return output
+
+
+def linear_attention(model) -> torch.nn.Module:
+    return next(module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet"))
+
+
+class HooksTest(PatchTestCase):
+    """accelerate's hooks keep a bound forward in the module: it has to follow the class."""
+
+    def check_there_and_back(self, model, expected):
+        logits, hooks = expected[0], [vars(module).get("_hf_hook") for module in model.modules()]
+        before = snapshot(model)
+        patch_model(model)
+        self.check_packed_is_alone(model, expected)
+        self.assertEqual([vars(module).get("_hf_hook") for module in model.modules()], hooks)
+        self.assertEqual(snapshot(model)["attributes"], before["attributes"])
+        for module in model.modules():
+            if "_old_forward" in vars(module):
+                self.assertIs(module._old_forward.__func__, type(module).forward)
+                self.assertEqual(inspect.signature(module.forward), inspect.signature(module._old_forward))
+        # Trainer keeps the columns that the signature names.
+        self.assertEqual(
+            list(inspect.signature(model.forward).parameters),
+            list(inspect.signature(type(model).forward).parameters)[1:],
+        )
+        unpatch_model(model)
+        self.assertEqual({**snapshot(model), "recorders": 0}, {**before, "recorders": 0})
+        for module in model.modules():
+            if "_old_forward" in vars(module):
+                self.assertIs(module._old_forward.__func__, type(module).forward)
+        for got, want in zip(alone(model, documents())[0], logits, strict=True):
+            self.assertTrue(torch.equal(got, want))
+        with self.assertRaisesRegex(ValueError, "packed sequences apart"):
+            model(**packed_batch(documents()))
+
+    def test_dispatch_model(self):
+        model = builtin_model()
+        dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+        self.assertIn("_old_forward", vars(model))
+        self.check_there_and_back(model, self.expected(model))
+
+    def test_hooks_on_every_module(self):
+        model = builtin_model()
+        counters = {}
+        for name, module in model.named_modules():
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+            counters[name] = Counter()
+            add_hook_to_module(module, counters[name], append=True)
+        self.check_there_and_back(model, self.expected(model))
+        patch_model(model)
+        for counter in counters.values():
+            counter.before = counter.after = 0
+        model(**packed_batch(documents()))
+        for name in ("", "model", "model.layers.0", "model.layers.0.linear_attn", "model.layers.1.self_attn"):
+            self.assertEqual((counters[name].before, counters[name].after), (1, 1), name)
+
+    def test_cpu_offload(self):
+        """The weights live in a map; modules get them for the length of their forward."""
+        model = builtin_model()
+        with torch.no_grad():
+            logits, _ = alone(model, documents())
+            cpu_offload(model, execution_device="cpu", offload_buffers=True)
+            self.assertEqual({p.device.type for p in model.parameters()}, {"meta"})
+            patch_model(model)
+            packed_row = model(**packed_batch(documents()))
+            self.assertLess(relative_error(packed_row.logits[0], torch.cat(logits)), 1e-5)
+            self.assertEqual({p.device.type for p in model.parameters()}, {"meta"})
+            unpatch_model(model)
+            self.assertTrue(torch.equal(torch.cat(alone(model, documents())[0]), torch.cat(logits)))
+
+    def test_hooks_removed_before_and_after(self):
+        """accelerate leaves a bound forward behind when it takes a hook away."""
+        model = builtin_model()
+        expected = self.expected(model)
+        for module in model.modules():
+            add_hook_to_module(module, Counter())
+        remove_hook_from_module(model, recurse=True)
+        self.assertIsInstance(vars(model)["forward"], MethodType)
+        self.check_there_and_back(model, expected)
+        add_hook_to_module(linear_attention(model), Counter())
+        patch_model(model)
+        remove_hook_from_module(model, recurse=True)
+        self.check_packed_is_alone(model, expected)
+        self.assertIs(unpatch_model(model).forward.__func__, type(model).forward)
+
+    def test_a_copy_of_a_hooked_model(self):
+        model = builtin_model()
+        expected = self.expected(model)
+        for module in model.modules():
+            add_hook_to_module(module, Counter())
+        other = copy.deepcopy(model)
+        self.check_packed_is_alone(patch_model(other), expected)
+        self.assertEqual(ours(model), set())
+
+    def test_a_foreign_forward_below_a_hook(self):
+        model = builtin_model()
+        module = linear_attention(model)
+        module.forward = lambda *args, **kwargs: None
+        add_hook_to_module(module, Counter())
+        self.assert_refused(patch_model, model, r"linear_attn \(Qwen3_5GatedDeltaNet\) with a forward of its own")
+
+
+class ProcessGroupTest(PatchTestCase):
+    """One process as a group of its own."""
+
+    def setUp(self):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        self.addCleanup(distributed.destroy_process_group)
+
+    def test_distributed_data_parallel(self):
+        model = builtin_model()
+        expected = self.expected(model)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        self.assertIs(patch_model(wrapped), wrapped)
+        output = wrapped(**packed_batch(documents()))
+        self.assertLess(relative_error(output.logits[0], torch.cat(expected[0])), 1e-5)
+        for name, grad in self.gradients(model, output.loss).items():
+            self.assertLess(relative_error(grad, expected[2][name]), 1e-4, name)
+        self.assertEqual(ours(unpatch_model(wrapped)), set())
+
+    @parameterized.expand([("whole", True), ("layers", False)])
+    def test_fully_shard(self, _, whole):
+        def shard(model):
+            mesh = distributed.init_device_mesh("cpu", (1,))
+            for module in [linear_attention(model), *model.model.layers, model] if whole else model.model.layers:
+                distributed.fsdp.fully_shard(module, mesh=mesh)
+            return model
+
+        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Call patch_model before sharding")
+        model = builtin_model()
+        logits, _ = alone(model, documents())
+        shard(patch_model(model))
+        self.assertIs(patch_model(model), model)
+        output = model(**packed_batch(documents()))
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        self.assert_refused(unpatch_model, model, "under FSDP .* Call unpatch_model before sharding")
+
+    def test_fully_sharded_data_parallel(self):
+        def shard(model):
+            return distributed.fsdp.FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=True
+            )
+
+        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Call patch_model before sharding")
+        model = builtin_model()
+        logits, _ = alone(model, documents())
+        model = shard(patch_model(model))
+        self.assertLess(relative_error(model(**packed_batch(documents())).logits[0], torch.cat(logits)), 1e-5)
+        self.assert_refused(unpatch_model, model, "under FSDP")
+
+
+class RefusalTest(PatchTestCase):
+    @parameterized.expand(
+        [
+            ("attention", lambda m: m.model.layers[1].self_attn, r"layers.1.self_attn \(Qwen3_5Attention\)"),
+            ("linear", lambda m: m.model.layers[0].linear_attn, r"layers.0.linear_attn \(Qwen3_5GatedDeltaNet\)"),
+            ("base_model", lambda m: m.model, r"module model \(Qwen3_5TextModel\)"),
+            ("root", lambda m: m, r"module \(the model itself\) \(Qwen3_5ForCausalLM\)"),
+        ]
+    )
+    def test_a_forward_of_its_own(self, _, find, pattern):
+        """Set in any of the usual ways, it is named before anything is changed; taken away, the model is accepted."""
+        for switch in (patch_model, unpatch_model):
+            model = builtin_model()
+            if switch is unpatch_model:
+                patch_model(model)
+            module, other = find(model), find(builtin_model())
+            original = module.forward
+            for forward in (
+                lambda *args, run=original, **kwargs: run(*args, **kwargs),
+                MethodType(lambda self, *args, run=original, **kwargs: run(*args, **kwargs), module),
+                partial(original),
+                other.forward,
+            ):
+                module.forward = forward
+                self.assert_refused(switch, model, f"{pattern} with a forward of its own. Call {switch.__name__} bef")
+            del module.forward
+            switch(model)
+            self.assertEqual(bool(ours(model)), switch is patch_model)
+
+    def test_another_method_of_its_own(self):
+        model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
+        model.model.get_image_features = lambda *args, **kwargs: None
+        self.assert_refused(patch_model, model, r"model \(Qwen3_5Model\) with a get_image_features of its own")
+
+    def test_other_modules_may_have_a_forward_of_their_own(self):
+        """As Liger and tensor parallelism set it on norms, MLPs and projections: it stays."""
+        model = builtin_model()
+        norm, run, calls = model.model.norm, model.model.norm.forward, []
+        norm.forward = lambda hidden_states: calls.append(1) or run(hidden_states)
+        expected = self.expected(model)
+        calls.clear()
+        self.check_packed_is_alone(patch_model(model), expected)
+        self.assertEqual(len(calls), 1)
+
+    def test_mixed_precision_was_prepared(self):
+        self.addCleanup(AcceleratorState._reset_state, True)
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(builtin_model())
+        self.assertIn("_original_forward", vars(model))
+        self.assert_refused(patch_model, model, "the model itself.*Accelerator.prepare")
+        model = accelerator.prepare(patch_model(builtin_model()))
+        self.assertEqual(model(**packed_batch(documents())).logits.dtype, torch.float32)
+        self.assert_refused(unpatch_model, model, "the model itself.*Accelerator.prepare")
+
+    def test_subclasses_and_copies(self):
+        class Custom(builtin.Qwen3_5ForCausalLM):
+            pass
+
+        class Qwen3_5GatedDeltaNet(torch.nn.Module):
+            """As a library writes it into a file of its own."""
+
+        root, layer = builtin_model(), builtin_model()
+        root.__class__ = Custom
+        self.assert_refused(patch_model, root, r"the model itself\) of a subclass or copy .*Custom\. Load")
+        layer.model.layers[0].linear_attn = Qwen3_5GatedDeltaNet()
+        self.assert_refused(patch_model, layer, r"layers.0.linear_attn of a subclass or copy")
+        parametrized = builtin_model()
+        torch.nn.utils.parametrizations.weight_norm(linear_attention(parametrized).conv1d)
+        torch.nn.utils.parametrize.register_parametrization(
+            linear_attention(parametrized), "A_log", torch.nn.Identity()
+        )
+        self.assert_refused(patch_model, parametrized, r"linear_attn of a subclass .*ParametrizedQwen3_5GatedDeltaNet")
+
+        class Derived(packed.Qwen3_5ForCausalLM):
+            """A class of the user's own over ours is ours, and has no built-in class to go back to."""
+
+        model = Derived._from_config(builtin_model().config)
+        self.assertIs(type(patch_model(model)), Derived)
+        self.assert_refused(unpatch_model, model, "of a subclass .*Derived")
+
+    def test_a_model_of_a_class_of_the_users_own(self):
+        """A head that Transformers does not know, over the built-in model: what is inside is converted."""
+
+        class Reward(builtin.Qwen3_5PreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.model = builtin.Qwen3_5TextModel(config)
+                self.score = torch.nn.Linear(config.hidden_size, 1)
+                self.post_init()
+
+            def forward(self, input_ids=None, **kwargs):
+                return self.score(self.model(input_ids, **kwargs).last_hidden_state)
+
+        model = Reward(builtin_model().config)
+        want = torch.cat([model(row[None])[0] for row in documents()])
+        patch_model(model)
+        self.assertEqual(ours(model), {"model", "model.layers.0.linear_attn", "model.layers.1.self_attn"})
+        batch = packed_batch(documents())
+        batch.pop("labels")
+        self.assertLess(relative_error(model(**batch)[0], want), 1e-5)
+
+    def test_other_architectures(self):
+        llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            )
+        )
+        self.assert_refused(patch_model, llama, "qwen3_next, qwen3_5, qwen3_5_moe, got LlamaForCausalLM")
+        self.assert_refused(patch_model, torch.nn.Linear(2, 2), "got Linear")
+        vision = builtin.Qwen3_5VisionModel(COMPOSITE["qwen3_5"].vision_config)
+        self.assert_refused(patch_model, vision, "got Qwen3_5VisionModel")
+        self.assertIs(unpatch_model(llama), llama)
+        for call in (patch_model, unpatch_model):
+            with self.assertRaisesRegex(ValueError, f"{call.__name__}: expected a torch.nn.Module, got str"):
+                call("Qwen/Qwen3.5-0.8B")
+
+    def test_other_transformers_releases(self):
+        model = builtin_model()
+        with mock.patch.dict(auto._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+            with self.assertRaisesRegex(ImportError, "^patch_model: transformers .* lacks .*no_such_method"):
+                patch_model(model)
+        self.assertEqual(ours(model), set())
+
+
+if __name__ == "__main__":
+    unittest.main()
