@@ -1,0 +1,147 @@
+"""Checkpoints as they lie on the Hub: in shards, with experts stored one by one or fused, text and composite."""
+
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import transformers
+from packed_model_tester import alone, packed_batch, padded_batch, relative_error
+from packed_patch_tester import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
+from packed_vision_tester import alone_batch, document
+from parameterized import parameterized
+
+import transformers_packed
+from transformers_packed.models.auto import FAMILIES, modeling_module
+
+
+# Family, whether the checkpoint is a composite one, and whether each expert has tensors of its own.
+STORED = [
+    ("qwen3_next", False, True),
+    ("qwen3_next", False, False),
+    ("qwen3_5", False, False),
+    ("qwen3_5", True, False),
+    ("qwen3_5_moe", False, True),
+    ("qwen3_5_moe", False, False),
+    ("qwen3_5_moe", True, True),
+    ("qwen3_5_moe", True, False),
+]
+FEATURE = document(40, 3, images=((1, 4, 4),), videos=((2, 4, 4),))
+HEADS = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"}
+CASES = [
+    (f"{config}_{auto_name}_{'unfused' if unfused else 'as_is'}", family, composite, unfused, auto_name)
+    for family, composite, unfused in STORED
+    for config, classes in FAMILIES[family].items()
+    if composite == (config in ("Qwen3_5Config", "Qwen3_5MoeConfig"))
+    for auto_name in sorted(HEADS & set(classes))
+]
+
+
+def source(family: str, composite: bool) -> torch.nn.Module:
+    """The built-in model whose checkpoint it is."""
+    head = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}.get(family, "") + "ForConditionalGeneration"
+    return builtin_model(family, head, COMPOSITE[family]).eval() if composite else builtin_model(family).eval()
+
+
+def store(model: torch.nn.Module, directory: str, unfused: bool) -> dict:
+    """Save in shards; the index, which says where each tensor is."""
+    model.save_pretrained(directory, max_shard_size="20KB", save_original_format=unfused)
+    return json.loads(Path(directory, "model.safetensors.index.json").read_text())["weight_map"]
+
+
+class CheckpointTest(PatchTestCase):
+    def load(self, loader, directory: str, unused: frozenset = frozenset()):
+        """The model in `directory`, which has a weight for everything and nothing that finds no place but `unused`."""
+        model, report = loader.from_pretrained(directory, output_loading_info=True)
+        self.assertFalse(report["missing_keys"] | report["mismatched_keys"])
+        self.assertEqual(report["unexpected_keys"], unused)
+        return model.eval()
+
+    @parameterized.expand(CASES)
+    def test_shards_go_both_ways(self, _, family, composite, unfused, auto_name):
+        builtin = source(family, composite)
+        batch = {"input_ids": documents()[-1][None]}
+        if composite and auto_name != "AutoModelForCausalLM":
+            batch = alone_batch(FEATURE)
+        auto_class = getattr(transformers, auto_name)
+        # A base model leaves the head's weights where they are.
+        unused = {"lm_head.weight"} if auto_name == "AutoModel" else set()
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+            stored = store(builtin, f"{directory}/builtin", unfused)
+            self.assertGreater(len(set(stored.values())), 5)
+            self.assertEqual(any(".experts.0." in name for name in stored), unfused)
+            self.assertEqual(any(".experts." in name for name in stored), family != "qwen3_5")
+            expected = (builtin.model if auto_name == "AutoModel" else builtin)(**batch)[0]
+
+            with transformers_packed.registered():
+                model = self.load(auto_class, f"{directory}/builtin", unused)
+            self.assertIn("", ours(model))
+            # All of it is ours: there is nothing left to convert.
+            self.assertEqual(ours(transformers_packed.patch_model(copy.deepcopy(model))), ours(model))
+            self.assertLess(relative_error(model(**batch)[0], expected), 1e-5)
+
+            # What ours saves is what the built-in class saves, and the built-in class reads it.
+            again = store(model, f"{directory}/ours", unfused)
+            builtin_class = getattr(BUILTINS[family], type(model).__name__)
+            twin = self.load(builtin_class, f"{directory}/builtin", unused)
+            self.assertEqual(again, store(twin, f"{directory}/twin", unfused))
+            back = self.load(builtin_class, f"{directory}/ours")
+            self.assertEqual(ours(back), set())
+            self.assertTrue(torch.equal(back(**batch)[0], expected))
+
+    @parameterized.expand([("qwen3_next", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+    def test_experts_in_a_fresh_process(self, family, composite):
+        """No built-in mixture of experts has run there: router logits, expert kernels and isolation are the same."""
+        builtin = source(family, composite)
+        code = (
+            "import sys; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"
+            "import torch, transformers, transformers_packed\n"
+            "directory, auto_name = sys.argv[1:]\n"
+            "transformers_packed.register()\n"
+            "model = getattr(transformers, auto_name).from_pretrained(directory).eval()\n"
+            "batch = torch.load(f'{directory}/batch.pt')\n"
+            "with torch.no_grad():\n"
+            "    output = model(**batch, output_router_logits=True)\n"
+            "config = model.config.get_text_config()\n"
+            "result = {'logits': output.logits, 'router_logits': output.router_logits, 'aux_loss': output.aux_loss,\n"
+            "          'loss': output.loss, 'module': type(model).__module__,\n"
+            "          'experts': [model.config._experts_implementation, config._experts_implementation]}\n"
+            "model.set_experts_implementation('batched_mm')\n"
+            "result['experts'].append(config._experts_implementation)\n"
+            "with torch.no_grad():\n"
+            "    result['batched'] = model(**batch).logits\n"
+            "torch.save(result, f'{directory}/result.pt')\n"
+        )
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+            store(builtin, directory, unfused=True)
+            reference = type(builtin).from_pretrained(directory).eval()
+            torch.save(packed_batch(documents()), f"{directory}/batch.pt")
+            auto_name = "AutoModelForImageTextToText" if composite else "AutoModelForCausalLM"
+            process = subprocess.run(
+                [sys.executable, "-c", code, directory, auto_name], capture_output=True, text=True
+            )
+            self.assertEqual(process.returncode, 0, process.stderr)
+            result = torch.load(f"{directory}/result.pt")
+            logits, _ = alone(builtin, documents())
+            routers = [builtin(row[None], output_router_logits=True).router_logits for row in documents()]
+            padded = builtin(**padded_batch(documents(), "right"), output_router_logits=True)
+            text = reference.config.get_text_config()
+            chosen = [reference.config._experts_implementation, text._experts_implementation]
+        self.assertEqual(result["module"], modeling_module(family).__name__)
+        self.assertEqual(result["experts"], [*chosen, "batched_mm"])
+        self.assertEqual(chosen[1], "grouped_mm")
+        for got in (result["logits"], result["batched"]):
+            self.assertLess(relative_error(got[0], torch.cat(logits)), 1e-5)
+        self.assertEqual(len(result["router_logits"]), len(padded.router_logits))
+        for got, *want in zip(result["router_logits"], *routers, strict=True):
+            self.assertLess(relative_error(got, torch.cat(want)), 1e-5)
+        self.assertLess(relative_error(result["aux_loss"], padded.aux_loss), 1e-5)
+        self.assertLess(relative_error(result["loss"], padded.loss), 1e-5)
+
+
+if __name__ == "__main__":
+    unittest.main()
