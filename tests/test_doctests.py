@@ -23,6 +23,14 @@ class DoctestsTest(unittest.TestCase):
                 self.assertEqual(result.failed, 0, "see the report above")
             attempted[module.__name__.removeprefix("transformers_packed.")] = result.attempted
         # A fence or a prompt written wrongly would leave examples out silently.
-        for name in ("boundaries", "data.collator", "errors", "models.auto", "ops.causal_conv1d", "ops.per_document"):
+        for name in (
+            "boundaries",
+            "data.collator",
+            "errors",
+            "models.auto",
+            "models.patch",
+            "ops.causal_conv1d",
+            "ops.per_document",
+        ):
             self.assertGreater(attempted[name], 0, f"no example of {name} ran")
         self.assertGreater(sum(attempted.values()), 20)

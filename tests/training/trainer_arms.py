@@ -116,3 +116,5 @@ if __name__ == "__main__":
     updates, losses, trainer = train(arm, family, f"{output}.trainer")
     if trainer.is_world_process_zero():
         torch.save({"updates": updates, "losses": losses, "processes": trainer.args.world_size}, output)
+    # Without this a process may end while a thread of its group still runs, and abort.
+    torch.distributed.destroy_process_group()
