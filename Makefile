@@ -17,9 +17,9 @@ help:  ## Show this list.
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
+# Every bound "package>=x" of setup.py becomes "package==x".
 .venv-lowest/.installed: setup.py
 	$(PYTHON) -m venv --clear .venv-lowest
-	# Every bound "package>=x" of setup.py as "package==x".
 	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/' > .venv-lowest/constraints.txt
 	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"
 	touch $@

@@ -5,14 +5,16 @@ import unittest
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from gpu_tester import lengths_of, report, synchronising_is_an_error
 from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
 from packed_vision_tester import document as make_document
 from packed_vision_tester import vision_config
 from parameterized import parameterized
 from transformers import Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
-from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, patch_model, unpatch_model
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from transformers_packed.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -178,6 +180,26 @@ class CudaModelsTest(unittest.TestCase):
                 continue
             with synchronising_is_an_error():
                 model(**batch).loss.backward()
+
+    @parameterized.expand([("on_the_gpu", None), ("spread_by_accelerate", 1)])
+    def test_patch_a_model_that_is_there(self, _, on_the_host):
+        oracle, _ = self.models("qwen3_5", torch.float32)
+        documents = make_documents(LENGTHS)
+        model = builtin.Qwen3_5ForCausalLM(oracle.config)
+        model.load_state_dict(oracle.state_dict())
+        if on_the_host is None:
+            model.cuda()
+        else:
+            devices = {f"model.layers.{i}": "cpu" if i == on_the_host else 0 for i in range(4)}
+            devices |= dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), 0)
+            dispatch_model(model, devices)
+        before = [(x.device.type, x.data_ptr()) for x in model.parameters()]
+        self.assertIs(type(patch_model(model)), qwen3_5.Qwen3_5ForCausalLM)
+        with torch.no_grad():
+            logits = model(**on_gpu(packed_batch(documents))).logits[0].cpu()
+            self.assertLess(relative_error(logits, torch.cat(alone(oracle, documents)[0])), 1e-5)
+        self.assertIs(type(unpatch_model(model)), builtin.Qwen3_5ForCausalLM)
+        self.assertEqual([(x.device.type, x.data_ptr()) for x in model.parameters()], before)
 
     def test_vision_language(self):
         config = Qwen3_5Config(

@@ -275,11 +275,13 @@ class HeadsTest(PatchTestCase):
     )
     def test_one_result_per_token(self, family, head, composite):
         model = builtin_model(family, head, COMPOSITE[family] if composite else None)
-        want = torch.cat([model(row[None])[0][0] for row in documents()])
-        batch = packed_batch(documents())
+        features = VisionTest.features if composite else [{"input_ids": row.tolist()} for row in documents()]
+        want = torch.cat([model(**alone_batch(feature))[0][0] for feature in features])
+        patch_model(model)
+        batch = DataCollatorWithFlattening(return_cu_seqlens=True, model=model if composite else None)(features)
         batch.pop("labels")
-        self.assertLess(relative_error(patch_model(model)(**batch)[0][0], want), 1e-5)
-        again = torch.cat([unpatch_model(model)(row[None])[0][0] for row in documents()])
+        self.assertLess(relative_error(model(**batch)[0][0], want), 1e-5)
+        again = torch.cat([unpatch_model(model)(**alone_batch(feature))[0][0] for feature in features])
         self.assertTrue(torch.equal(again, want))
 
     def test_question_answering_refuses_a_packed_row(self):

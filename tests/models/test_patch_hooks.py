@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import tempfile
 import unittest
 from functools import partial
 from types import MethodType
@@ -106,6 +107,24 @@ class HooksTest(PatchTestCase):
             self.assertLess(relative_error(packed_row.logits[0], torch.cat(logits)), 1e-5)
             self.assertEqual({p.device.type for p in model.parameters()}, {"meta"})
             unpatch_model(model)
+            self.assertTrue(torch.equal(torch.cat(alone(model, documents())[0]), torch.cat(logits)))
+
+    def test_device_map_over_host_and_disk(self):
+        model = builtin_model()
+        device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        device_map |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
+        with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+            logits, _ = alone(model, documents())
+            dispatch_model(model, device_map, main_device="cpu", offload_dir=directory)
+            before = snapshot(model)
+            self.assertEqual({p.device.type for p in model.parameters()}, {"cpu", "meta"})
+            patch_model(model)
+            self.assertIn("model.layers.0.linear_attn", ours(model))
+            row = model(**packed_batch(documents()))
+            self.assertLess(relative_error(row.logits[0], torch.cat(logits)), 1e-5)
+            self.assertEqual({p.device.type for p in model.parameters()}, {"cpu", "meta"})
+            unpatch_model(model)
+            self.assertEqual(snapshot(model)["classes"], before["classes"])
             self.assertTrue(torch.equal(torch.cat(alone(model, documents())[0]), torch.cat(logits)))
 
     def test_hooks_removed_before_and_after(self):
@@ -222,6 +241,10 @@ class RefusalTest(PatchTestCase):
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
         model.model.get_image_features = lambda *args, **kwargs: None
         self.assert_refused(patch_model, model, r"model \(Qwen3_5Model\) with a get_image_features of its own")
+        # A method that our class leaves alone may be replaced.
+        del model.model.get_image_features
+        model.can_generate = lambda: False
+        self.assertFalse(patch_model(model).can_generate())
 
     def test_other_modules_may_have_a_forward_of_their_own(self):
         """As Liger and tensor parallelism set it on norms, MLPs and projections: it stays."""

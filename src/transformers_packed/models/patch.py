@@ -7,6 +7,7 @@ not at all.
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from inspect import getattr_static
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -133,16 +134,16 @@ def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, rel
                 )
     changes = []
     for name, module in affected:
-        if type(module) not in classes:
-            cls = type(module)
+        old = type(module)
+        if old not in classes:
             raise input_error(
                 call,
                 expected=f"modules of the classes of {', '.join(FAMILIES)} themselves",
-                got=f"module {name} of a subclass or copy of one, {cls.__module__}.{cls.__qualname__}",
+                got=f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}",
                 fix="Load the model without what put that class there, or derive the class from ours, "
                 f"in {__package__}.<family>.modeling_<family>.",
             )
-        changes.append((module, classes[type(module)], _attributes(call, name, module, classes[type(module)])))
+        changes.append((module, classes[old], _attributes(call, name, module, classes[old])))
     for module, cls, attributes in changes:
         become(module, cls)
         vars(module).update(attributes)
@@ -155,19 +156,19 @@ def _attributes(call: str, name: str, module: torch.nn.Module, cls: type) -> dic
     """
     own, old = vars(module), type(module)
     for key, value in own.items():
-        if key == "forward" or not callable(value) or getattr(old, key, None) is getattr(cls, key, None):
-            continue
-        raise _not_ours(call, name, old, key)
+        replaced = getattr_static(old, key, None) is not getattr_static(cls, key, None)
+        if replaced and callable(value) and key != "forward":
+            raise _not_ours(call, name, old, key)
     if "forward" not in own or old.forward is cls.forward:
         return {}
-    hooked = isinstance(own["forward"], partial) and own["forward"].func.__module__ == "accelerate.hooks"
-    bound = own.get("_old_forward") if hooked else own["forward"]
+    wrapper = own["forward"]
+    hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
+    bound = own.get("_old_forward") if hooked else wrapper
     if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
         raise _not_ours(call, name, old, "forward")
     bound = MethodType(cls.forward, module)
     if not hooked:
         return {"forward": bound}
-    wrapper = own["forward"]
     return {
         "forward": update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound),
         "_old_forward": bound,
@@ -180,5 +181,5 @@ def _not_ours(call: str, name: str, cls: type, key: str) -> ValueError:
         expected=f"modules that run the {key} of their class",
         got=f"module {name} ({cls.__name__}) with a {key} of its own",
         fix=f"Call {call} before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels), or "
-        f"delete the attribute from the module.",
+        "delete the attribute from the module.",
     )
