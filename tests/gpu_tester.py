@@ -4,9 +4,11 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +69,22 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
             "figures": FIGURES,
         }
         path.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def kept(name: str, make: Callable[[], Any]) -> Any:
+    """What `make()` returns: references that take minutes on a CPU.
+
+    They are kept in the folder that `TRANSFORMERS_PACKED_TEST_CACHE` names, so that runs in several environments on one
+    machine make them once. Delete it when the tests change.
+    """
+    folder = os.environ.get("TRANSFORMERS_PACKED_TEST_CACHE")
+    if not folder:
+        return make()
+    path = Path(folder) / f"{name}.pt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(make(), path)
+    return torch.load(path)
 
 
 def lengths_of(documents: int) -> list[int]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_tester import TOTAL, lengths_of, report, synchronising_is_an_error
+from gpu_tester import TOTAL, kept, lengths_of, report, synchronising_is_an_error
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
@@ -137,7 +137,10 @@ def reference(case, documents):
     boundaries = SequenceBoundaries.from_lengths(lengths_of(documents))
     inputs = [x.float() for x in case.cast(case.make(TOTAL), "cpu", BFLOAT16)]
     weight = torch.randn(1, TOTAL, *case.output_shape, generator=torch.Generator().manual_seed(1))
-    return inputs, weight, run_with_gradients(case, "reference", inputs, weight, boundaries)
+    results = kept(
+        f"{case.name} {documents}", lambda: run_with_gradients(case, "reference", inputs, weight, boundaries)
+    )
+    return inputs, weight, results
 
 
 def relative(actual, expected) -> float:
@@ -156,7 +159,15 @@ class KernelsTest(unittest.TestCase):
         except ValueError as error:
             self.skipTest(str(error))
 
-    @parameterized.expand(named((*kernel, documents) for kernel in KERNELS for documents in (1, 34, 1000)))
+    @parameterized.expand(
+        named(
+            (*kernel, documents)
+            for kernel in KERNELS
+            for documents in (1, 34, 1000)
+            # SDPA itself would hold the matrix of all pairs of 65,536 tokens.
+            if (*kernel[1:], documents) != ("per_document(sdpa)", FLOAT32, 1)
+        )
+    )
     def test_against_the_cpu(self, _, case, impl, dtype, documents):
         self.need(case, impl, dtype)
         inputs, weight, expected = reference(case, documents)
@@ -174,26 +185,11 @@ class KernelsTest(unittest.TestCase):
     @parameterized.expand(named(kernel for kernel in KERNELS if kernel[2] == BFLOAT16))
     def test_the_comparison_can_fail(self, _, case, impl, dtype):
         self.need(case, impl, dtype)
-        inputs, weight, expected = reference(case, 34)
+        inputs, weight, expected = reference(case, 1000)
         one_document = SequenceBoundaries.from_lengths([TOTAL], device="cuda")
         output = run_with_gradients(case, impl, case.cast(inputs, "cuda", dtype), weight.cuda(), one_document)[0]
-        pairs = zip(output.split(lengths_of(34), 1), expected[0].split(lengths_of(34), 1), strict=True)
+        pairs = zip(output.split(lengths_of(1000), 1), expected[0].split(lengths_of(1000), 1), strict=True)
         self.assertGreater(max(relative(a, b) for a, b in pairs), 10 * BARS[dtype][0])
-
-    def test_float32_products_in_tf32_are_served_where_they_are_permitted(self):
-        self.need(RULE_CASE, "fla", BFLOAT16)
-        with self.assertRaisesRegex(ValueError, "set_float32_matmul_precision"):
-            RULE_CASE.run("fla", RULE_CASE.cast(RULE_CASE.make(4), "cuda", FLOAT32), None)
-        torch.set_float32_matmul_precision("high")
-        self.addCleanup(torch.set_float32_matmul_precision, "highest")
-        inputs, weight, expected = reference(RULE_CASE, 34)
-        boundaries = SequenceBoundaries.from_lengths(lengths_of(34), device="cuda")
-        actual = run_with_gradients(
-            RULE_CASE, "fla", RULE_CASE.cast(inputs, "cuda", FLOAT32), weight.cuda(), boundaries
-        )
-        errors = [relative(a, b) for a, b in zip(actual, expected, strict=True)]
-        report("gated_delta_rule: fla, float32 in TF32, 34 documents", output=errors[0], gradient=max(errors[1:]))
-        self.assertLess(max(errors), 5e-3)
 
     @parameterized.expand(named(KERNELS))
     def test_no_document_sees_another(self, _, case, impl, dtype):

@@ -6,7 +6,7 @@ import unittest
 import pytest
 import torch
 from accelerate import dispatch_model
-from gpu_tester import lengths_of, report, synchronising_is_an_error
+from gpu_tester import kept, lengths_of, report, synchronising_is_an_error
 from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
 from packed_vision_tester import document as make_document
 from packed_vision_tester import vision_config
@@ -91,8 +91,11 @@ class CudaModelsTest(unittest.TestCase):
         return oracle.train(), model.train()
 
     def check(self, name, model, oracle, documents, bars, **batch):
-        logits, loss = alone(oracle, documents)
-        expected = gradients(oracle, loss)
+        def on_the_cpu():
+            logits, loss = alone(oracle, documents)
+            return [x.detach() for x in logits], loss.detach(), gradients(oracle, loss)
+
+        logits, loss, expected = kept(name, on_the_cpu)
         output = model(**on_gpu(batch or packed_batch(documents)))
         pairs = zip(output.logits[0].float().cpu().split([len(d) for d in documents]), logits, strict=True)
         figures = {

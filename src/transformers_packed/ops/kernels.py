@@ -36,10 +36,8 @@ def fla_gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_stat
 def verify_fla_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, **options):
     if not query.is_cuda:
         return False, "needs CUDA tensors"
-    if query.dtype == torch.float64:
-        return False, "has no float64"
-    if query.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return False, "multiplies float32 in TF32, which torch.set_float32_matmul_precision('high') would permit"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False, f"rounds products to ten bits of mantissa; needs float16 or bfloat16, not {query.dtype}"
     if max(key.shape[-1], value.shape[-1]) > 256:
         return False, f"serves head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
     ok, reason = _importable("fla", "flash-linear-attention")
