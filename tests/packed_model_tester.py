@@ -388,6 +388,12 @@ class PackedModelTesterMixin:
             model(**batch)
         self.assertRegex(str(caught.exception), pattern)
 
+    def test_flex_attention_is_refused_without_a_gpu(self):
+        _, model = self.models("sdpa")
+        model.set_attn_implementation("flex_attention")
+        with self.assertRaisesRegex(ValueError, "flex_attention: needs CUDA tensors"):
+            model(**packed_batch(self.documents))
+
     def test_bad_input(self):
         total = sum(self.lengths)
         batch = packed_batch(self.documents)

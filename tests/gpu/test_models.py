@@ -82,9 +82,9 @@ class CudaModelsTest(unittest.TestCase):
                 if "norm" in name or "dt_bias" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 parameter.copy_(parameter.to(dtype))
+        model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda()
         try:
-            config = config_class(**REAL_HEADS, **options)
-            model = cls._from_config(config, attn_implementation=attention, dtype=dtype).cuda()
+            model.set_attn_implementation(attention)
         except ImportError as error:
             self.skipTest(str(error))
         model.load_state_dict(oracle.state_dict())

@@ -41,7 +41,7 @@ def convert(model: torch.nn.Module) -> None:
 class PackedModelMixin:
     """What every model class of ours adds to the built-in one: its layers become ours when it is built."""
 
-    # Nothing in these families stands against it; the built-in classes do not say so.
+    # The built-in classes do not say so, hence only `set_attn_implementation` on a model of ours gets there.
     _supports_flex_attn = True
 
     def __init__(self, config, *args, **kwargs):
