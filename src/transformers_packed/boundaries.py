@@ -17,39 +17,6 @@ import torch
 from .errors import input_error
 
 
-@dataclass(frozen=True)
-class LengthBucket:
-    """Documents of similar length, to be laid out as one right-padded batch `[num_documents, length, ...]`.
-
-    `slots` (`torch.LongTensor` `[tokens]`) is the place of each of the bucket's `tokens` real tokens in the flattened
-    batch, or `None` when every document fills its row and no padding is needed.
-    """
-
-    num_documents: int
-    length: int
-    tokens: int
-    slots: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """How a packed row is cut into [`LengthBucket`]s.
-
-    `order` (`torch.LongTensor` `[T]`) lists the row's tokens in bucket order and `inverse` undoes it; both are `None`
-    when the documents already stand in that order.
-    """
-
-    buckets: tuple[LengthBucket, ...]
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
-
-
-# Lengths are compared in steps of 64 tokens, the chunk of the gated delta rule, and one more batch costs about as much as
-# this many tokens of padding (measured on a CPU, where the fallback runs).
-_LENGTH_STEP = 64
-_BATCH_COST = 128
-
-
 @dataclass(frozen=True, eq=False)
 class SequenceBoundaries:
     """The document boundaries of one packed row of `T` tokens in `N` documents.
@@ -424,31 +391,6 @@ class SequenceBoundaries:
             )
         return mask.flatten().nonzero()[:, 0]
 
-    @cached_property
-    def bucket_layout(self) -> BucketLayout:
-        """How `per_document` lays this row out as padded batches; computed once per batch, on the host."""
-        lengths = self.lengths
-        groups = _group_by_length(lengths)
-        starts = self.cu_seqlens_cpu.tolist()
-        device = self.cu_seqlens.device
-        buckets, documents_in_order = [], []
-        for group in groups:
-            group.sort()
-            documents_in_order += group
-            size = [lengths[document] for document in group]
-            longest = max(size)
-            slots = None
-            if min(size) < longest:
-                places = [torch.arange(n) + row * longest for row, n in enumerate(size)]
-                slots = torch.cat(places).to(device, non_blocking=True)
-            buckets.append(LengthBucket(len(group), longest, sum(size), slots))
-        if documents_in_order == list(range(len(lengths))):
-            return BucketLayout(tuple(buckets), None, None)
-        order = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in documents_in_order])
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel())
-        return BucketLayout(tuple(buckets), order.to(device, non_blocking=True), inverse.to(device, non_blocking=True))
-
 
 class DeferredBoundaries(SequenceBoundaries):
     """Boundaries in a graph that is being compiled, where nothing can be read from `cu_seqlens`.
@@ -468,28 +410,6 @@ class DeferredBoundaries(SequenceBoundaries):
         object.__setattr__(self, "__class__", SequenceBoundaries)
         object.__setattr__(self, "cu_seqlens_cpu", checked.cu_seqlens_cpu)
         return checked.cu_seqlens_cpu
-
-
-def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Documents in groups, longest first, such that padding each group to its longest costs least in all."""
-    steps: dict[int, list[int]] = {}
-    for document, length in enumerate(lengths):
-        steps.setdefault(-(-length // _LENGTH_STEP), []).append(document)
-    sizes = sorted(steps, reverse=True)
-    # best[i]: the cost of the i longest sizes, and where their last group begins.
-    best = [(0, 0)]
-    for end in range(1, len(sizes) + 1):
-        options, documents = [], 0
-        for begin in reversed(range(end)):
-            documents += len(steps[sizes[begin]])
-            options.append((best[begin][0] + documents * sizes[begin] * _LENGTH_STEP + _BATCH_COST, begin))
-        best.append(min(options))
-    groups, end = [], len(sizes)
-    while end:
-        begin = best[end][1]
-        groups.append([document for size in sizes[begin:end] for document in steps[size]])
-        end = begin
-    return groups[::-1]
 
 
 def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -1,11 +1,13 @@
+import itertools
 import unittest
 
 import torch
-from packed_op_tester import PackedOpTesterMixin
+from packed_op_tester import LENGTHS, PackedOpTesterMixin
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import per_document
+from transformers_packed.ops.per_document import _layout
 
 
 def running_mix(x, y):
@@ -80,3 +82,72 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
         boundaries = SequenceBoundaries.from_lengths([3, 5])
         with self.assertRaisesRegex(ValueError, rf"^per_document: expected .*\[1, 8, \.\.\.\].*, got {got}\. Pass"):
             per_document(lambda x, y: x, torch.zeros(1, 8), torch.zeros(shape), boundaries=boundaries)
+
+
+class BucketLayoutTest(unittest.TestCase):
+    @parameterized.expand([*LENGTHS, ("steps", [1000, 790, 800, 64, 65, 2, 799, 63])])
+    def test_every_token_once(self, _, lengths):
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        layout = _layout(boundaries)
+        tokens = torch.arange(sum(lengths))
+        if layout.order is None:
+            self.assertIsNone(layout.inverse)
+            ordered = tokens
+        else:
+            ordered = tokens[layout.order]
+            self.assertTrue(torch.equal(ordered[layout.inverse], tokens))
+
+        documents = set()
+        for bucket, piece in zip(
+            layout.buckets, ordered.split([bucket.tokens for bucket in layout.buckets]), strict=True
+        ):
+            batch = torch.full((bucket.num_documents * bucket.length,), -1)
+            slots = torch.arange(batch.numel()) if bucket.slots is None else bucket.slots
+            self.assertEqual(len(slots.unique()), bucket.tokens)
+            batch[slots] = piece
+            for row in batch.view(bucket.num_documents, bucket.length).tolist():
+                # Each row is one document from its first token on, then padding.
+                document = int(boundaries.seq_idx[0, row[0]])
+                start, length = int(boundaries.cu_seqlens[document]), lengths[document]
+                self.assertEqual(row, [*range(start, start + length), *[-1] * (bucket.length - length)])
+                documents.add(document)
+        self.assertEqual(documents, set(range(len(lengths))))
+
+    @parameterized.expand(
+        [
+            (str(lengths), lengths)
+            for lengths in ([5], [64, 65], [2000, 100, 1990, 79], [300, 129], [640, 1, 320, 320, 96])
+        ]
+    )
+    def test_padding_and_calls_cost_least(self, _, lengths):
+        """Against every way to cut the documents, sorted by length, into groups."""
+
+        def cost(groups):
+            return sum(128 + len(group) * -(-max(group) // 64) * 64 for group in groups)
+
+        ordered = sorted(lengths, reverse=True)
+        cheapest = float("inf")
+        for cuts in itertools.product((False, True), repeat=len(ordered) - 1):
+            groups = [[ordered[0]]]
+            for length, cut in zip(ordered[1:], cuts, strict=True):
+                groups.append([length]) if cut else groups[-1].append(length)
+            cheapest = min(cheapest, cost(groups))
+        buckets = _layout(SequenceBoundaries.from_lengths(lengths)).buckets
+        self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
+
+    def test_many_documents(self):
+        """The groups of 100,000 documents are found among their few distinct lengths."""
+        lengths = torch.randint(1, 300, (100_000,), generator=torch.Generator().manual_seed(0))
+        buckets = _layout(SequenceBoundaries.from_lengths(lengths)).buckets
+        self.assertEqual([bucket.length for bucket in buckets], [299, 256, 192, 128, 64])
+
+    def test_equal_documents_are_a_view(self):
+        layout = _layout(SequenceBoundaries.from_lengths([100] * 10))
+        self.assertEqual(len(layout.buckets), 1)
+        self.assertIsNone(layout.buckets[0].slots)
+        self.assertIsNone(layout.order)
+
+    def test_never_reads_the_device(self):
+        # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
+        layout = _layout(SequenceBoundaries.from_lengths([2, 70, 3], device="meta"))
+        self.assertEqual(sum(bucket.tokens for bucket in layout.buckets), 75)
