@@ -11,7 +11,7 @@ from parameterized import parameterized
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
-from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
+from transformers_packed import DataCollatorWithFlattening
 
 
 VOCAB_SIZE = 97
@@ -30,18 +30,20 @@ def total_relative_error(actual: dict, expected: dict) -> float:
     return (difference / sum(grad.square().sum() for grad in expected.values())).sqrt().item()
 
 
-def packed_batch(documents: list[torch.Tensor], source: str = "all") -> dict:
-    """The collator's row with only the given kind of boundaries."""
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_cu_seqlens=True)
-    batch = collator([{"input_ids": document} for document in documents])
-    keep = {
+def packed_batch(documents: list, source: str = "all", **arguments) -> dict:
+    """The collator's row with only the given kind of boundaries; documents are tokens `[n]` or features."""
+    collator = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, return_cu_seqlens=True, **arguments
+    )
+    batch = collator([d if isinstance(d, dict) else {"input_ids": d} for d in documents])
+    kinds = {
         "position_ids": {"position_ids"},
         "seq_idx": {"seq_idx"},
         "cu_seq_lens": {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"},
         "cu_seqlens": {"cu_seqlens"},
-        "all": set(batch),
-    }[source] | {"input_ids", "labels"}
-    return {name: value for name, value in batch.items() if name in keep}
+    }
+    others = set().union(*kinds.values()) - (set(batch) if source == "all" else kinds[source])
+    return {name: value for name, value in batch.items() if name not in others}
 
 
 def padded_batch(documents: list[torch.Tensor], side: str) -> dict:
@@ -59,25 +61,32 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def alone(model: torch.nn.Module, documents: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each document's logits `[n, vocab]`, and the mean loss over all targets."""
-    logits, loss, targets = [], 0.0, sum(len(document) - 1 for document in documents)
-    for document in documents:
-        output = model(input_ids=document[None], labels=document[None])
+def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each document's logits `[n, vocab]`, and the mean loss over all targets; documents are `[n]` or batches of one."""
+    batches = [d if isinstance(d, dict) else {"input_ids": d[None]} for d in documents]
+    logits, loss, targets = [], 0.0, sum(batch["input_ids"].shape[1] - 1 for batch in batches)
+    for batch in batches:
+        output = model(**batch, labels=batch["input_ids"])
         logits.append(output.logits[0])
-        if len(document) > 1:
-            loss = loss + output.loss * (len(document) - 1) / targets
+        if len(logits[-1]) > 1:
+            loss = loss + output.loss * (len(logits[-1]) - 1) / targets
     return logits, loss
 
 
 class PackedModelTesterMixin:
-    """Set `builtin_class`, `packed_class`, `get_config()`, and for mixtures of experts `is_moe`."""
+    """Set `builtin_class`, `packed_class`, `get_config()`, and for mixtures of experts `is_moe`.
+
+    Documents are tensors of tokens `[n]` here; the methods up to `changed` say all that the tests know of them.
+    """
 
     builtin_class: type
     packed_class: type
     is_moe = False
     lengths = (1, 2, 3, 63, 64, 65, 130, 300)
     logits_bar = 1e-5
+    decay_bar = 1e-5
+    lora_targets = ("q_proj", "v_proj", "out_proj")
+    suppress_tokens = None
 
     @property
     def gradient_bar(self) -> float:
@@ -92,6 +101,36 @@ class PackedModelTesterMixin:
         generator = torch.Generator().manual_seed(0)
         cls.documents = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator) for n in cls.lengths]
         cls.oracles = {}
+
+    def single(self, document) -> dict:
+        """A document alone, as a batch of one."""
+        return {"input_ids": document[None]}
+
+    def padded(self, documents, side: str) -> dict:
+        return padded_batch(documents, side)
+
+    def two_rows(self) -> dict:
+        """Two documents of 130 tokens, as an ordinary batch; whatever is not text is in the first 80 tokens."""
+        return {"input_ids": torch.stack([self.documents[-1][:130], self.documents[-2]])}
+
+    def shares(self, name: str) -> tuple:
+        """How many rows of an input `[*, features]` each document has."""
+        return self.lengths
+
+    def changed(self, document):
+        """Copies of a document, each with one change."""
+        document, place = document.clone(), len(document) // 2
+        document[place] = document[place] % (VOCAB_SIZE - 1) + 1
+        yield document
+
+    def alone(self, model):
+        return alone(model, [self.single(document) for document in self.documents])
+
+    def leaves(self, model) -> tuple[dict, dict]:
+        """The packed row with embeddings for tokens, and its inputs that can have gradients."""
+        batch = packed_batch(self.documents, model=model)
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+        return batch, {n: x for n, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
 
     def models(self, attn_implementation: str = "sdpa", **kwargs):
         """The built-in model and ours with the same weights, in train mode."""
@@ -116,12 +155,15 @@ class PackedModelTesterMixin:
         """The built-in's logits, loss and gradients on documents alone, and the bar of each parameter."""
         if attn_implementation not in self.oracles:
             builtin, _ = self.models(attn_implementation)
-            logits, loss = alone(builtin, self.documents)
+            logits, loss = self.alone(builtin)
             expected = gradients(builtin, loss)
-            padded = gradients(builtin, builtin(**padded_batch(self.documents, "right")).loss)
-            bars = {name: max(1e-5, 3 * relative_error(padded[name], expected[name])) for name in expected}
+            padded = gradients(builtin, builtin(**self.padded(self.documents, "right")).loss)
+            bars = {name: max(self.floor(name), 3 * relative_error(padded[name], expected[name])) for name in expected}
             self.oracles[attn_implementation] = [x.detach() for x in logits], loss.detach(), expected, bars
         return self.oracles[attn_implementation]
+
+    def floor(self, name: str) -> float:
+        return self.decay_bar if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")) else 1e-5
 
     # Alone = together
 
@@ -165,6 +207,21 @@ class PackedModelTesterMixin:
         for name, bar in bars.items():
             self.assertGreater(relative_error(actual[name], expected[name]), 100 * bar, name)
 
+    @parameterized.expand(ATTENTION)
+    def test_base_model(self, attention):
+        """The class without a head, built on its own."""
+        builtin, model = self.models(attention)
+        base = type(model.model)._from_config(model.config, attn_implementation=attention)
+        base.load_state_dict(builtin.model.state_dict())
+        batch = packed_batch(self.documents)
+        batch.pop("labels")
+        states = base.train()(**batch).last_hidden_state[0]
+        expected = torch.cat([builtin.model(**self.single(d)).last_hidden_state[0] for d in self.documents])
+        self.assertLess(relative_error(states, expected), self.logits_bar)
+        weight = torch.randn_like(expected)
+        got, want = gradients(base, (states * weight).sum()), gradients(builtin.model, (expected * weight).sum())
+        self.assertLess(total_relative_error(got, want), self.gradient_bar)
+
     def test_labels_with_targets_at_document_starts(self):
         """`labels=input_ids` on a packed row has no target across documents, as the documents alone have none."""
         _, loss, *_ = self.oracle("sdpa")
@@ -186,10 +243,9 @@ class PackedModelTesterMixin:
         model.eval()
         with torch.no_grad():
             before = model(**packed_batch(self.documents)).logits[0].split(self.lengths)
-            for changed in range(len(self.documents)):
-                documents = [d.clone() for d in self.documents]
-                place = len(documents[changed]) // 2
-                documents[changed][place] = documents[changed][place] % (VOCAB_SIZE - 1) + 1
+            changes = [(i, new) for i, document in enumerate(self.documents) for new in self.changed(document)]
+            for changed, new in changes:
+                documents = [*self.documents[:changed], new, *self.documents[changed + 1 :]]
                 after = model(**packed_batch(documents)).logits[0].split(self.lengths)
                 self.assertFalse(torch.equal(before[changed], after[changed]))
                 for i in set(range(len(documents))) - {changed}:
@@ -198,26 +254,29 @@ class PackedModelTesterMixin:
     @parameterized.expand(ATTENTION)
     def test_no_leak_backward(self, attention):
         _, model = self.models(attention)
-        batch = packed_batch(self.documents)
-        embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-        logits = model(inputs_embeds=embeds, **batch).logits[0].split(self.lengths)
+        batch, leaves = self.leaves(model)
+        inputs = [leaf.requires_grad_() for leaf in leaves.values()]
+        logits = model(**batch).logits[0].split(self.lengths)
         for i, rows in enumerate(logits):
-            (grad,) = torch.autograd.grad(rows.square().sum(), embeds, retain_graph=True)
-            for j, block in enumerate(grad[0].split(self.lengths)):
-                self.assertEqual(bool(block.any()), i == j, f"loss of document {i}, embeddings of document {j}")
+            grads = torch.autograd.grad(rows.square().sum(), inputs, retain_graph=True)
+            for name, grad in zip(leaves, grads, strict=True):
+                for j, block in enumerate(grad.flatten(0, -2).split(self.shares(name))):
+                    reached = i == j and len(block) > 0
+                    self.assertEqual(bool(block.any()), reached, f"loss of document {i}, {name} of document {j}")
 
     @parameterized.expand(ATTENTION)
     def test_nan_stays_in_its_document(self, attention):
         _, model = self.models(attention)
-        batch = packed_batch(self.documents)
-        embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
-        bounds = SequenceBoundaries.from_cu_seqlens(batch["cu_seqlens"]).cu_seqlens.tolist()
-        for poisoned in (0, 4, len(self.lengths) - 1):
-            planted = embeds.clone()
-            planted[0, bounds[poisoned]] = float("nan")
-            logits = model(inputs_embeds=planted, **batch).logits[0].split(self.lengths)
-            for i, rows in enumerate(logits):
-                self.assertEqual(bool(rows.isfinite().all()), i != poisoned)
+        batch, leaves = self.leaves(model)
+        for name, leaf in leaves.items():
+            for poisoned in (0, 2, 4, len(self.lengths) - 1):
+                if not self.shares(name)[poisoned]:
+                    continue
+                planted = leaf.clone()
+                planted.flatten(0, -2).split(self.shares(name))[poisoned][0] = float("nan")
+                logits = model(**{**batch, name: planted}).logits[0].split(self.lengths)
+                for i, rows in enumerate(logits):
+                    self.assertEqual(bool(rows.isfinite().all()), i != poisoned, f"NaN in {name} of {poisoned}")
 
     # Padded = packed
 
@@ -226,7 +285,7 @@ class PackedModelTesterMixin:
     )
     def test_padded_equals_builtin_and_packed(self, _, side, attention):
         builtin, model = self.models(attention)
-        batch = padded_batch(self.documents, side)
+        batch = self.padded(self.documents, side)
         expected, padded = builtin(**batch), model(**batch)
         real = batch["attention_mask"].bool()
         self.assertLess(relative_error(padded.logits[real], expected.logits[real]), self.logits_bar)
@@ -242,18 +301,21 @@ class PackedModelTesterMixin:
     @parameterized.expand(ATTENTION)
     def test_unpacked_forward_is_the_builtin(self, attention):
         builtin, model = self.models(attention)
-        input_ids = torch.stack([self.documents[-1][:130], self.documents[-2]])
-        expected, actual = builtin(input_ids, labels=input_ids), model(input_ids, labels=input_ids)
+        batch = self.two_rows()
+        input_ids = batch["input_ids"]
+        expected, actual = builtin(**batch, labels=input_ids), model(**batch, labels=input_ids)
         self.assertLess(relative_error(actual.logits, expected.logits), self.logits_bar)
         self.assertIsNotNone(actual.past_key_values)
         want, got = gradients(builtin, expected.loss), gradients(model, actual.loss)
         self.assertLess(total_relative_error(got, want), self.gradient_bar)
         # A cache filled in two steps of several tokens, then token by token.
         want = got = None
-        for start, end in ((0, 70), (70, 128), (128, 129), (129, 130)):
+        for start, end in ((0, 80), (80, 128), (128, 129), (129, 130)):
+            first = {n: x[:, :end] if x.shape == input_ids.shape else x for n, x in batch.items()}
+            step = {"input_ids": input_ids[:, start:end], "use_cache": True} if start else {**first, "use_cache": True}
             with torch.no_grad():
-                want = builtin(input_ids[:, start:end], past_key_values=want and want.past_key_values, use_cache=True)
-                got = model(input_ids[:, start:end], past_key_values=got and got.past_key_values, use_cache=True)
+                want = builtin(**step, past_key_values=want and want.past_key_values)
+                got = model(**step, past_key_values=got and got.past_key_values)
             self.assertLess(relative_error(got.logits, want.logits), self.logits_bar)
 
     @parameterized.expand(
@@ -265,10 +327,10 @@ class PackedModelTesterMixin:
     )
     def test_generate_is_the_builtin(self, _, arguments):
         builtin, model = (m.eval() for m in self.models())
-        batch = padded_batch(self.documents[1:6], "left")
+        batch = self.padded(self.documents[1:6], "left")
         batch.pop("labels")
         arguments = {"max_new_tokens": 12, "pad_token_id": PAD_TOKEN, "output_scores": True, **arguments}
-        arguments["return_dict_in_generate"] = True
+        arguments |= {"return_dict_in_generate": True, "suppress_tokens": self.suppress_tokens}
         expected, actual = builtin.generate(**batch, **arguments), model.generate(**batch, **arguments)
         self.assertEqual(actual.sequences.tolist(), expected.sequences.tolist())
         finite = torch.isfinite(torch.stack(expected.scores))
@@ -287,15 +349,19 @@ class PackedModelTesterMixin:
             self.assertEqual(ours.config.architectures, [self.builtin_class.__name__])
             back, report = self.builtin_class.from_pretrained(directory, output_loading_info=True)
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
-            input_ids = self.documents[-1][None]
-            self.assertTrue(torch.equal(back(input_ids).logits, builtin(input_ids).logits))
+            document = self.single(self.documents[-1])
+            self.assertTrue(torch.equal(back(**document).logits, builtin(**document).logits))
+            builtin.save_pretrained(directory)
+            ours, report = self.packed_class.from_pretrained(directory, output_loading_info=True)
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            self.assertTrue(torch.equal(ours(**batch).logits, model(**batch).logits))
 
     def test_resize_token_embeddings(self):
         builtin, model = self.models()
         for each in (builtin, model):
             set_seed(1)
             each.resize_token_embeddings(VOCAB_SIZE + 7, mean_resizing=False)
-        logits, _ = alone(builtin, self.documents)
+        logits, _ = self.alone(builtin)
         packed = model(**packed_batch(self.documents))
         self.assertEqual(packed.logits.shape[-1], VOCAB_SIZE + 7)
         self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), self.logits_bar)
@@ -306,12 +372,10 @@ class PackedModelTesterMixin:
         wrapped = []
         for each in self.models():
             set_seed(2)
-            config = LoraConfig(
-                r=4, target_modules=["q_proj", "v_proj", "out_proj"], init_lora_weights=False, lora_dropout=0.0
-            )
+            config = LoraConfig(r=4, target_modules=list(self.lora_targets), init_lora_weights=False, lora_dropout=0.0)
             wrapped.append(get_peft_model(each, config))
         builtin, model = wrapped
-        logits, loss = alone(builtin, self.documents)
+        logits, loss = self.alone(builtin)
         packed = model(**packed_batch(self.documents))
         self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), self.logits_bar)
         loss.backward()
@@ -327,9 +391,9 @@ class PackedModelTesterMixin:
     @parameterized.expand(ATTENTION)
     def test_output_hidden_states(self, attention):
         builtin, model = self.models(attention)
-        input_ids = self.documents[-1][None]
-        expected = builtin(input_ids, output_hidden_states=True).hidden_states
-        actual = model(input_ids, output_hidden_states=True).hidden_states
+        document = self.single(self.documents[-1])
+        expected = builtin(**document, output_hidden_states=True).hidden_states
+        actual = model(**document, output_hidden_states=True).hidden_states
         self.assertEqual(len(actual), len(expected))
         packed = model(**packed_batch(self.documents), output_hidden_states=True).hidden_states
         self.assertEqual(len(packed), len(expected))
@@ -341,10 +405,9 @@ class PackedModelTesterMixin:
         builtin, model = self.models("eager")
         packed = model(**packed_batch(self.documents), output_attentions=True).attentions
         for i, document in enumerate(self.documents):
-            start = sum(self.lengths[:i])
-            block = slice(start, start + len(document))
-            expected = builtin(document[None], output_attentions=True).attentions
-            unpacked = model(document[None], output_attentions=True).attentions
+            block = slice(sum(self.lengths[:i]), sum(self.lengths[: i + 1]))
+            expected = builtin(**self.single(document), output_attentions=True).attentions
+            unpacked = model(**self.single(document), output_attentions=True).attentions
             self.assertEqual(len(packed), len(expected))
             for got, row, want in zip(unpacked, packed, expected, strict=True):
                 self.assertLess(relative_error(got, want), self.logits_bar)
@@ -384,9 +447,11 @@ class PackedModelTesterMixin:
         _, model = self.models()
         batch = {**packed_batch(self.documents), **changes}
         batch = {name: value for name, value in batch.items() if value is not None}
-        with self.assertRaisesRegex(ValueError, f"(?s){self.packed_class.__name__}|SequenceBoundaries") as caught:
-            model(**batch)
-        self.assertRegex(str(caught.exception), pattern)
+        for each in (model, model.model):
+            with self.assertRaisesRegex(ValueError, f"(?s){type(each).__name__}|SequenceBoundaries") as caught:
+                each(**batch)
+            self.assertRegex(str(caught.exception), pattern)
+            batch.pop("labels", None)
 
     def test_flex_attention_is_refused_without_a_gpu(self):
         _, model = self.models("sdpa")
@@ -395,7 +460,7 @@ class PackedModelTesterMixin:
             model(**packed_batch(self.documents))
 
     def test_bad_input(self):
-        total = sum(self.lengths)
+        total, longest = sum(self.lengths), max(self.lengths)
         batch = packed_batch(self.documents)
         bounds = batch["cu_seqlens"]
         none = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
@@ -415,14 +480,14 @@ class PackedModelTesterMixin:
         self.assert_rejected("cu_seqlens and cu_seq_lens_k", cu_seq_lens_k=moved)
         self.assert_rejected("seq_idx", **{**one, "seq_idx": batch["seq_idx"] * 0})
         self.assert_rejected("position_ids", position_ids=torch.arange(total)[None])
-        self.assert_rejected("max_length_q of at least 300", max_length_q=299)
+        self.assert_rejected(f"max_length_q of at least {longest}", max_length_q=longest - 1)
         self.assert_rejected(
-            "no document boundaries", **{**none, "cu_seqlens": None, "position_ids": None, "max_length_q": 300}
+            "no document boundaries", **{**none, "cu_seqlens": None, "position_ids": None, "max_length_q": longest}
         )
         self.assert_rejected("without attention_mask", attention_mask=torch.ones(1, total, dtype=torch.long))
         self.assert_rejected("without past_key_values", past_key_values=self.filled_cache())
         self.assert_rejected("use_cache", use_cache=True)
-        two = torch.stack([self.documents[-1][:65], self.documents[-3]])
+        two = self.two_rows()["input_ids"][:, :65]
         restarting = torch.arange(65).remainder(40).expand(2, -1)
         blank = dict.fromkeys((*none, "cu_seqlens", "labels"))
         self.assert_rejected("batch size 2", **{**blank, "input_ids": two, "position_ids": restarting})
@@ -435,4 +500,4 @@ class PackedModelTesterMixin:
 
     def filled_cache(self):
         builtin, _ = self.models()
-        return builtin(self.documents[2][None], use_cache=True).past_key_values
+        return builtin(**self.single(self.documents[2]), use_cache=True).past_key_values

@@ -1,13 +1,12 @@
 import unittest
 
 import torch
-from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, padded_batch, relative_error
+from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
 from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
 from parameterized import parameterized
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 
-from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as packed
 
 
@@ -19,22 +18,13 @@ EXPERTS = {
 }
 
 
-class Qwen3_5MoeModelTest(PackedModelTesterMixin, unittest.TestCase):
-    builtin_class = builtin.Qwen3_5MoeForCausalLM
-    packed_class = packed.Qwen3_5MoeForCausalLM
-    is_moe = True
-
-    def get_config(self):
-        text = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-        return Qwen3_5MoeTextConfig(**text, **EXPERTS, initializer_range=0.02)
-
+class RouterStatisticsTesterMixin:
     @parameterized.expand([("tail_padding", 64), ("no_padding", None)])
     def test_router_statistics_leave_padding_out(self, _, multiple):
         """Router logits of the real tokens only, and the auxiliary loss of the padded batch with its mask."""
         builtin_model, model = self.models()
-        expected = builtin_model(**padded_batch(self.documents, "right"), output_router_logits=True)
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=multiple, pad_token_id=0)
-        row = collator([{"input_ids": document} for document in self.documents])
+        expected = builtin_model(**self.padded(self.documents, "right"), output_router_logits=True)
+        row = packed_batch(self.documents, pad_to_multiple_of=multiple, pad_token_id=0)
         self.assertEqual("padding_tokens" in row, multiple is not None)
         actual = model(**row, output_router_logits=True)
         self.assertEqual({x.shape[0] for x in actual.router_logits}, {sum(self.lengths)})
@@ -47,6 +37,16 @@ class Qwen3_5MoeModelTest(PackedModelTesterMixin, unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "beside padding_tokens"):
                 model(input_ids=row["input_ids"], padding_tokens=4)
 
+
+class Qwen3_5MoeModelTest(RouterStatisticsTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+    builtin_class = builtin.Qwen3_5MoeForCausalLM
+    packed_class = packed.Qwen3_5MoeForCausalLM
+    is_moe = True
+
+    def get_config(self):
+        text = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+        return Qwen3_5MoeTextConfig(**text, **EXPERTS, initializer_range=0.02)
+
     def test_base_model_as_a_tuple(self):
         _, model = self.models()
         batch = packed_batch(self.documents)
@@ -57,10 +57,10 @@ class Qwen3_5MoeModelTest(PackedModelTesterMixin, unittest.TestCase):
         self.assertLess(int(batch["input_ids"].max()), VOCAB_SIZE)
 
 
-class Qwen3_5MoeVisionTest(PackedVisionTesterMixin, unittest.TestCase):
+class Qwen3_5MoeVisionTest(RouterStatisticsTesterMixin, PackedVisionTesterMixin, unittest.TestCase):
     builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
     packed_class = packed.Qwen3_5MoeForConditionalGeneration
-    gradient_bar = 1e-4
+    is_moe = True
 
     def get_config(self):
         return Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS}))
