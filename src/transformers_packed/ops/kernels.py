@@ -10,6 +10,7 @@ waits for the GPU: the index tensors that the kernels want are made once per row
 """
 
 import importlib.util
+import shutil
 from functools import lru_cache
 from inspect import unwrap
 
@@ -80,7 +81,8 @@ def verify_flash_qla_gated_delta_rule(
         return False, "is used without states only"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
         return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
-    return _importable("flash_qla", "flash-qla")
+    problem = _flash_qla_problem()
+    return not problem, problem
 
 
 def fla_causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
@@ -149,6 +151,16 @@ def _needs_backward(*tensors: torch.Tensor | None) -> bool:
 def _importable(module: str, package: str) -> tuple[bool, str]:
     found = importlib.util.find_spec(module) is not None
     return found, "" if found else f"is not installed (pip install {package})"
+
+
+@lru_cache
+def _flash_qla_problem() -> str:
+    """Why FlashQLA cannot run here, or nothing. It compiles its kernels when they are called first."""
+    try:
+        import flash_qla  # noqa: F401
+    except Exception as error:  # a missing dependency, or what the package thinks of the machine
+        return f"cannot be imported: {error} (pip install flash-qla)"
+    return "" if shutil.which("nvcc") else "needs nvcc, which is not on the PATH, to compile its kernels"
 
 
 @lru_cache
