@@ -5,13 +5,14 @@ The oracle is always the built-in class of Transformers on each document alone.
 
 import copy
 import tempfile
+from unittest import mock
 
 import torch
 from parameterized import parameterized
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
-from transformers_packed import DataCollatorWithFlattening
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
 
 
 VOCAB_SIZE = 97
@@ -458,6 +459,14 @@ class PackedModelTesterMixin:
         model.set_attn_implementation("flex_attention")
         with self.assertRaisesRegex(ValueError, "flex_attention: needs CUDA tensors"):
             model(**packed_batch(self.documents))
+
+    def test_boundaries_are_made_once_for_all_layers(self):
+        """On a GPU each time would be a wait for the device."""
+        _, model = self.models("sdpa")
+        made = mock.Mock(wraps=SequenceBoundaries._checked)
+        with mock.patch.object(SequenceBoundaries, "_checked", made):
+            model(**packed_batch(self.documents, "cu_seqlens"))
+        self.assertEqual(made.call_count, 1)
 
     def test_bad_input(self):
         total, longest = sum(self.lengths), max(self.lengths)
