@@ -168,6 +168,7 @@ class SequenceBoundariesTest(unittest.TestCase):
         boundaries = SequenceBoundaries.from_lengths([2, 3])
         self.assertIs(boundaries.to("cpu"), boundaries)
         moved = boundaries.to("meta")
+        self.assertIs(boundaries.to("meta"), moved)
         self.assertEqual(moved.cu_seqlens.device.type, "meta")
         self.assertEqual(boundaries.cu_seqlens.device.type, "cpu")
         self.assertIs(moved.cu_seqlens_cpu, boundaries.cu_seqlens_cpu)

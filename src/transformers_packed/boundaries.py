@@ -254,11 +254,13 @@ class SequenceBoundaries:
         return torch.equal(self.cu_seqlens_cpu, other.cu_seqlens_cpu)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBoundaries":
-        """The same boundaries with `cu_seqlens` on `device`; `self` when it is there already."""
+        """The same boundaries with `cu_seqlens` on `device`: `self` when it is there already, else always one object."""
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+        return self.derived(
+            f"to {device}", lambda: replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+        )
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share."""
