@@ -6,6 +6,9 @@ classes build its models, and `patch_model()` converts a model that exists alrea
 
 from .boundaries import SequenceBoundaries
 from .data.collator import DataCollatorWithFlattening
+from .data.cost import PackingCost
+from .data.packing_plan import PackingPlan
+from .data.plan import plan_packing
 from .models.auto import register, registered, unregister
 from .models.patch import patch_model, unpatch_model
 
@@ -14,8 +17,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DataCollatorWithFlattening",
+    "PackingCost",
+    "PackingPlan",
     "SequenceBoundaries",
     "patch_model",
+    "plan_packing",
     "register",
     "registered",
     "unpatch_model",

@@ -1,0 +1,51 @@
+"""Small array functions shared by planning and by the plan."""
+
+import numpy as np
+
+
+_BLOCK = 1 << 22
+
+
+def offsets_of(sizes: np.ndarray) -> np.ndarray:
+    """`[0, sizes[0], sizes[0] + sizes[1], ...]`, int64 `[len(sizes) + 1]`."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`starts[i], starts[i] + 1, ...` of `sizes[i]` numbers for each `i`, one after another, int64."""
+    offsets = offsets_of(sizes)
+    return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+
+
+def histogram(lengths: np.ndarray) -> np.ndarray:
+    """How many documents have each length, int64 `[longest + 1]`, without a copy of all lengths as int64."""
+    counts = np.zeros(int(lengths.max()) + 1, np.int64)
+    for first in range(0, len(lengths), _BLOCK):
+        counts += np.bincount(lengths[first : first + _BLOCK], minlength=len(counts))
+    return counts
+
+
+def order_rows(
+    rows: int, cost: np.ndarray | None, world_size: int, accumulation: int, rng: np.random.Generator
+) -> np.ndarray:
+    """A random order of rows, int64 `[rows]`, arranged as `[step, micro step, rank]`.
+
+    Which rows make a step is left to chance. With `cost` (float64 `[rows]`) they are shared between its ranks so that
+    these cost about the same: in each micro step the ranks that have cost most so far get the cheapest rows. The micro
+    steps take a step's rows from the costliest to the cheapest, so that the ranks also keep pace within a step.
+    """
+    order = rng.permutation(rows)
+    if cost is None or world_size == 1 or accumulation == 1:
+        return order
+    steps = order.reshape(-1, accumulation * world_size)
+    steps = np.take_along_axis(steps, np.argsort(-cost[steps], axis=1, kind="stable"), axis=1)
+    steps = steps.reshape(-1, accumulation, world_size)
+    arranged = np.empty_like(steps)
+    so_far = np.zeros((len(steps), world_size))
+    for micro_step in range(accumulation):
+        ranks = np.argsort(so_far, axis=1, kind="stable")
+        np.put_along_axis(arranged[:, micro_step], ranks, steps[:, micro_step], axis=1)
+        so_far += cost[arranged[:, micro_step]]
+    return arranged.reshape(-1)
