@@ -16,6 +16,7 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",
     "triton; platform_system == 'Linux'",
+    "hypothesis>=6.100",
     "libcst>=1.5",
     "parameterized>=0.9",
     "peft>=0.18",

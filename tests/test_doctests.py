@@ -26,6 +26,8 @@ class DoctestsTest(unittest.TestCase):
         for name in (
             "boundaries",
             "data.collator",
+            "data.cost",
+            "data.plan",
             "errors",
             "models.auto",
             "models.patch",
