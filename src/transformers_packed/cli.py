@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_demo, _add_train, _add_env):
+    for add in (_add_demo, _add_train, _add_plan, _add_env):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -89,7 +89,7 @@ def _add_train(subparsers) -> None:
         "--data",
         required=True,
         metavar="FILE|NAME",
-        help="JSON-lines file, or dataset: a name on the Hub or a directory",
+        help="JSON-lines or parquet file, or dataset: a name on the Hub or a directory",
     )
     add(
         "--output",
@@ -180,6 +180,73 @@ def _run_train(args: argparse.Namespace) -> int:
         logging.disable_progress_bar()
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     return finetune(FinetuneSettings(**settings))
+
+
+def _add_plan(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="plan packed rows over a dataset and show them",
+        description="Plan packed rows over a file or a dataset and print how many there are, how full they are, what "
+        "was too long, and how evenly ranks share them. Records hold input_ids, or what `train` takes.",
+    )
+    add = parser.add_argument
+    add(
+        "--data",
+        required=True,
+        metavar="FILE|NAME",
+        help="JSON-lines or parquet file, or dataset: a name on the Hub or a directory",
+    )
+    add("--max-length", type=positive_int, required=True, metavar="N", help="the most tokens of a row")
+    add("--tokenizer", metavar="PATH|NAME", help="for data without input_ids (default: that of --model)")
+    add(
+        "--model",
+        metavar="PATH|NAME",
+        help="checkpoint whose configuration says what documents cost (default: about Qwen3.5 9B)",
+    )
+    add("--split", metavar="NAME", help="split of the dataset (default: train)")
+    add("--subset", metavar="NAME", help="configuration of the dataset")
+    add(
+        "--format",
+        choices=("messages", "prompt-completion", "text"),
+        help="which columns to tokenize (default: those found)",
+    )
+    add(
+        "--world-size",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="ranks that share the rows (default: %(default)s)",
+    )
+    add(
+        "--gradient-accumulation-steps",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="rows of a rank per optimizer step (default: %(default)s)",
+    )
+    add(
+        "--overlong",
+        choices=("error", "truncate", "split", "drop"),
+        default="error",
+        help="what becomes of samples above --max-length (default: %(default)s)",
+    )
+    add(
+        "--truncation-side",
+        choices=("right", "left"),
+        default="right",
+        help="where --overlong truncate cuts (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)")
+    add("--preview", type=positive_int, default=0, metavar="K", help="print the first K rows as text")
+    add("--save", type=Path, metavar="FILE", help="write the plan, for PackingPlan.load")
+    parser.set_defaults(run=_run_plan)
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from .plan_report import PlanSettings, report_plan
+
+    return report_plan(PlanSettings(**{k: v for k, v in vars(args).items() if k not in ("command", "run")}))
 
 
 def _add_env(subparsers) -> None:

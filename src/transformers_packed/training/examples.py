@@ -23,7 +23,7 @@ from .chat import AssistantTurns, check_messages, describe
 
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 _IGNORED_LABEL = -100
-_FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
+_FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
 @dataclass
@@ -71,7 +71,7 @@ def count_targets(labels: np.ndarray) -> int:
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
-    """The records of a JSON-lines file, of a dataset on the Hub, or of a directory that `datasets` can load.
+    """The records of a JSON-lines or parquet file, of a dataset on the Hub, or of a directory `datasets` can load.
 
     Args:
         data (`str`):
@@ -85,9 +85,9 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
         `tuple[str, Any]`: where the record stands, for messages, and the record.
 
     Raises:
-        `ImportError`: the datasets library is missing.
+        `ImportError`: the datasets library, or pyarrow for a parquet file, is missing.
         `OSError`: the file or the dataset cannot be read.
-        `ValueError`: a line is not JSON, or `datasets` cannot load the dataset.
+        `ValueError`: a line is not JSON, the file is not parquet, or `datasets` cannot load the dataset.
     """
     path = Path(data)
     if path.is_file():
@@ -98,7 +98,7 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
                 got=f"the file {data}",
                 fix="Leave them out.",
             )
-        yield from _read_json_lines(path)
+        yield from (_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)
     elif path.suffix in _FILE_ENDINGS:
         raise FileNotFoundError(f"--data: there is no file {data}")
     else:
@@ -120,6 +120,23 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise input_error(
                     place, expected="one JSON object per line", got=f"no JSON ({error})", fix="Correct the line."
                 ) from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    if find_spec("pyarrow") is None:
+        raise ImportError(f"--data {path} needs pyarrow: pip install pyarrow")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", record
+    except ArrowException as error:
+        raise input_error(f"{path}", expected="a parquet file", got=str(error), fix="Check the file.") from error
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
