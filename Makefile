@@ -36,8 +36,9 @@ test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
 	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)
 
-bench: .venv/.installed  ## Measure packed against padded training on the CPU; writes benchmarks/results/cpu_step.json.
+bench: .venv/.installed  ## Measure packed against padded training and the planning of rows, on the CPU; writes benchmarks/results.
 	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python benchmarks/packing.py
 
 style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)

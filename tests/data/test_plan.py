@@ -253,6 +253,21 @@ class BalanceTest(unittest.TestCase):
         self.assertLess(abs(np.mean(correlations)), 0.05)
         self.assertAlmostEqual(np.mean(variances) / np.mean(expected), 1, delta=0.1)
 
+    @parameterized.expand([(8, False, 0.1), (64, False, 0.1), (8, True, 0.25), (64, True, 0.25)])
+    def test_steps_vary_as_those_of_samples_in_random_order(self, world_size, balance, tolerance):
+        """Rows of best-fit decreasing hold documents of about one length: mixing makes nine times the variance one."""
+        lengths = lognormal(300_000)
+        plan = plan_packing(lengths, 4096, world_size=world_size, balance=balance)
+        rng = np.random.default_rng(0)
+        expected = []
+        for _ in range(10):
+            shuffled = rng.permutation(lengths)
+            step = (np.cumsum(shuffled) - 1) // (world_size * 4096)
+            tokens, documents = np.bincount(step, weights=shuffled), np.bincount(step)
+            expected.append((tokens / documents)[:-1].var())
+        found = np.mean([step_means(plan.shuffled(epoch)).var() for epoch in range(10)])
+        self.assertAlmostEqual(found / np.mean(expected), 1, delta=tolerance)
+
     def test_accumulated_rows_even_out(self):
         """Rows of one document each: only which rank gets which rows can help."""
         lengths = np.random.default_rng(0).integers(2100, 4097, 64_000)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import input_error
 from .cost import PackingCost
-from .rows import histogram, offsets_of, order_rows, ranges
+from .rows import histogram, offsets_of, ranges, share_rows
 
 
 _FORMAT, _FORMAT_VERSION = "transformers_packed.PackingPlan", 1
@@ -211,17 +211,15 @@ class PackingPlan:
         self._check_whole("shuffled")
         if epoch == 0:
             return np.arange(len(self))
-        return order_rows(
-            len(self),
-            self.row_cost if self.balanced else None,
-            self.world_size,
-            self.gradient_accumulation_steps,
-            np.random.default_rng((self.seed, epoch)),
-        )
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
+        return self._share(order) if self.balanced else order
 
     def shuffled(self, epoch: int) -> "PackingPlan":
         """The plan with its rows in the order of an epoch; see [`PackingPlan.epoch_order`]."""
         return self._take(self.epoch_order(epoch))
+
+    def _share(self, order: np.ndarray) -> np.ndarray:
+        return share_rows(order, self.row_cost, self.world_size, self.gradient_accumulation_steps)
 
     def _check_whole(self, call: str) -> None:
         if self.rank is not None:

@@ -1,8 +1,9 @@
 """Plan which samples share a packed row, from their lengths alone.
 
 `plan_packing` looks at the whole dataset at once and returns indices; no token is read or copied. Rows are found over
-the histogram of lengths (`best_fit.py`), samples of one length are dealt to them in random order, and rows come in
-random order (`rows.py`). One sort of the samples by length is the only work that grows faster than their number.
+the histogram of lengths (`best_fit.py`), samples of one length are dealt to them in random order, rows come in random
+order, and what they hold is mixed (`mixing.py`). The search takes as long as there are distinct lengths; for each
+sample there remain a sort by length and array operations.
 """
 
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from numpy.typing import ArrayLike
 from ..errors import input_error
 from .best_fit import Patterns, as_arrays, best_fit, even_out, open_rows
 from .cost import PackingCost, default_cost
+from .mixing import mix_rows
 from .packing_plan import PackingPlan
-from .rows import histogram, offsets_of, order_rows, ranges
+from .rows import histogram, offsets_of, ranges
 
 
 _CALL = "plan_packing"
 # The most rows, as a share, that may be opened to make rows alike in cost.
 _EXTRA_ROWS = 0.005
+# How much more than the average a row may cost to have its documents mixed with those of others.
+_MIXED_COST = 1.0075
 _BLOCK = 1 << 18
 _LONGEST = np.iinfo(np.int32).max
 
@@ -113,8 +117,15 @@ def plan_packing(
     patterns = _find_rows(
         documents.lengths, max_length, cost, int(world_size) * int(gradient_accumulation_steps), balanced
     )
-    return PackingPlan(
-        **_deal(documents, patterns, cost if balanced else None, world_size, gradient_accumulation_steps, seed),
+    rng = np.random.default_rng(seed)
+    taken, offsets = _deal(documents.lengths, patterns, rng)
+    longest = _longest_to_mix(documents.lengths, cost) if balanced else max_length
+    offsets = mix_rows(taken, documents.lengths, offsets, max_length, longest, rng)
+    plan = PackingPlan(
+        row_offsets=offsets,
+        samples=taken if documents.samples is None else documents.samples[taken],
+        lengths=documents.lengths[taken],
+        starts=None if documents.starts is None else documents.starts[taken],
         max_length=max_length,
         cost=cost,
         balanced=balanced,
@@ -126,6 +137,7 @@ def plan_packing(
         input_tokens=int(lengths.sum(dtype=np.int64)),
         **counters,
     )
+    return plan._take(plan._share(np.arange(len(plan)))) if balanced and gradient_accumulation_steps > 1 else plan
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -233,13 +245,17 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
     return patterns
 
 
-def _deal(
-    documents: _Documents, patterns: Patterns, cost: PackingCost | None, world_size: int, accumulation: int, seed: int
-) -> dict[str, np.ndarray | None]:
-    """The plan's arrays: rows in random order, and documents of one length dealt to them in random order."""
-    rng = np.random.default_rng(seed)
-    by_length = _shuffle_and_sort(documents.lengths, rng)
+def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
+    """The longest document of which a row costs at most `_MIXED_COST` times what its tokens cost on average."""
+    counts = histogram(lengths)
+    each, tokens = cost.documents(np.arange(len(counts))), np.arange(len(counts))
+    average = (counts @ each) / (counts @ tokens)
+    return int(np.flatnonzero(each <= _MIXED_COST * average * tokens)[-1])
 
+
+def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in random order, and documents of one length dealt to them in random order: documents and row offsets."""
+    by_length = _shuffle_and_sort(lengths, rng)
     rows, sizes, lengths = as_arrays(patterns)
     first_row, first_document = offsets_of(rows), offsets_of(sizes)
     # Each document of a pattern takes as many documents of its length as the pattern has rows.
@@ -247,26 +263,18 @@ def _deal(
     first_choice = np.empty(len(lengths), np.int64)
     first_choice[position] = offsets_of(np.repeat(rows, sizes)[position])[:-1]
 
-    pattern = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
-    costs = None if cost is None else np.add.reduceat(cost.documents(lengths), first_document[:-1])[pattern]
-    order = order_rows(len(pattern), costs, world_size, accumulation, rng)
-    pattern, copy = pattern[order], order - first_row[pattern[order]]
-
+    order = rng.permutation(first_row[-1])
+    pattern = np.repeat(np.arange(len(rows), dtype=np.int32), rows)[order]
+    copy = order - first_row[pattern]
     offsets = offsets_of(sizes[pattern])
     taken = np.empty(offsets[-1], by_length.dtype)
     for first in range(0, len(pattern), _BLOCK):
         block = slice(first, first + _BLOCK)
         count = sizes[pattern[block]]
         index = ranges(first_document[pattern[block]], count)
-        taken[offsets[first] : offsets[first] + len(index)] = by_length[
-            first_choice[index] + np.repeat(copy[block], count)
-        ]
-    return {
-        "row_offsets": offsets,
-        "samples": taken if documents.samples is None else documents.samples[taken],
-        "lengths": documents.lengths[taken],
-        "starts": None if documents.starts is None else documents.starts[taken],
-    }
+        choice = first_choice[index] + np.repeat(copy[block], count)
+        taken[offsets[first] : offsets[first] + len(index)] = by_length[choice]
+    return taken, offsets
 
 
 def _shuffle_and_sort(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:

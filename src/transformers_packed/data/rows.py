@@ -27,17 +27,21 @@ def histogram(lengths: np.ndarray) -> np.ndarray:
     return counts
 
 
-def order_rows(
-    rows: int, cost: np.ndarray | None, world_size: int, accumulation: int, rng: np.random.Generator
-) -> np.ndarray:
-    """A random order of rows, int64 `[rows]`, arranged as `[step, micro step, rank]`.
+def share_rows(order: np.ndarray, cost: np.ndarray, world_size: int, accumulation: int) -> np.ndarray:
+    """Arrange the rows of each step as `[micro step, rank]`, so that the ranks cost about the same.
 
-    Which rows make a step is left to chance. With `cost` (float64 `[rows]`) they are shared between its ranks so that
-    these cost about the same: in each micro step the ranks that have cost most so far get the cheapest rows. The micro
-    steps take a step's rows from the costliest to the cheapest, so that the ranks also keep pace within a step.
+    In each micro step the ranks that have cost most so far get the cheapest rows. The micro steps take a step's rows
+    from the costliest to the cheapest, so that the ranks also keep pace within a step.
+
+    Args:
+        order (`np.ndarray`):
+            int64 `[rows]`: the rows, step after step. Which rows make a step stays as it is.
+        cost (`np.ndarray`):
+            float64 `[rows]`: what each row costs.
+        world_size, accumulation (`int`):
+            Ranks, and the rows of each in a step.
     """
-    order = rng.permutation(rows)
-    if cost is None or world_size == 1 or accumulation == 1:
+    if world_size == 1 or accumulation == 1:
         return order
     steps = order.reshape(-1, accumulation * world_size)
     steps = np.take_along_axis(steps, np.argsort(-cost[steps], axis=1, kind="stable"), axis=1)
