@@ -348,6 +348,8 @@ class ErrorsTest(unittest.TestCase):
         for call in (lambda: shard.shard(0, 1), lambda: shard.shuffled(1)):
             with self.assertRaisesRegex(ValueError, "the shard of rank 1"):
                 call()
+        with self.assertRaisesRegex(ValueError, "an epoch from 0 on, got -1"):
+            plan.shuffled(-1)
         for index in (len(plan), -1):
             with self.assertRaises(IndexError):
                 plan.row(index)

@@ -209,6 +209,8 @@ class PackingPlan:
         arranged in steps anew; the documents of a row stay together.
         """
         self._check_whole("shuffled")
+        if epoch < 0:
+            raise input_error("PackingPlan.shuffled", expected="an epoch from 0 on", got=epoch, fix="Correct it.")
         if epoch == 0:
             return np.arange(len(self))
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self))

@@ -55,7 +55,9 @@ def plan_packing(
     Every sample stands in exactly one row, whole unless it is too long. With several ranks each gets the same number of
     rows, and the rows of a step cost about the same: extra rows are opened until their number is a multiple of
     `world_size * gradient_accumulation_steps`, and up to 0.5 % more to keep rows with long documents from costing more
-    than others. Rows then come in random order, not sorted by anything.
+    than others. Rows are in random order and hold documents of mixed lengths: with thousands of rows the mean length of
+    a step's documents varies about as it does for samples in random order. Where a long document makes a row costlier
+    than others, its row is not mixed when ranks are balanced.
 
     Args:
         lengths (`ArrayLike`):
@@ -75,7 +77,7 @@ def plan_packing(
             Rows of each rank in an optimizer step.
         balance (`bool`, `PackingCost` or `PreTrainedConfig`, *optional*, defaults to `True`):
             The cost by which ranks are balanced: `True` is that of Transformers' default `Qwen3_5TextConfig`, a
-            configuration that of its model. `False` makes no row for balance's sake.
+            configuration that of its model. `False` balances nothing; every rank gets as many rows all the same.
         seed (`int`, *optional*, defaults to 0):
             Of all random choices: the same arguments and seed give the same plan.
 
