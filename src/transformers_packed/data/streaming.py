@@ -1,0 +1,467 @@
+"""Pack a stream: best fit over a bounded number of open rows, resumable at every row.
+
+A sample goes into the open row that it fills best; when it fits in none and `buffer_size` rows are open, the fullest
+is closed (Csirik and Johnson, "Bounded space on-line bin packing: best is better than first", Algorithmica 31, 2001).
+A sample costs two binary searches, whatever its length, and its tokens are never copied unless it is cut.
+
+The state of a stream is where it stands in its source and which samples lie in its open rows, as positions: tokens are
+not stored but read again.
+"""
+
+import copy
+import itertools
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..errors import input_error
+from .samples import check_settings, cut_sample, overlong_pieces
+
+
+logger = logging.get_logger(__name__)
+
+_CALL = "IterablePackingDataset"
+_STATE_VERSION = 1
+# An open row is one integer, free tokens above, serial number below: the order of integers is that of the search.
+_SERIAL_BITS = 40
+_SERIAL = (1 << _SERIAL_BITS) - 1
+# Samples between two states of the source that are kept: a resumed stream reads as many again at most, and what lies
+# between its oldest open sample and the state before it.
+_SNAPSHOT_EVERY = 256
+
+
+class IterablePackingDataset(torch.utils.data.IterableDataset):
+    """Packs a stream of samples into rows of at most `max_length` tokens.
+
+    An item is a row: the list of its samples, with all their columns, which `DataCollatorWithFlattening` lays end to
+    end. A batch counts rows.
+
+    *Workers* of a data loader share the samples: each reads its part and packs it. *Processes* are another matter.
+    `Trainer` and accelerate hand out the rows of this dataset to the processes themselves, provided that they do not
+    cut batches (`accelerator_config={"dispatch_batches": False}`); leave `rank` and `world_size` out there. To give all
+    processes equally many rows, accelerate repeats each worker's first rows to fill its last step; nothing else is
+    seen twice. In a loop without accelerate pass `rank` and `world_size`.
+
+    Args:
+        dataset (`Iterable`):
+            Samples: mappings with `input_ids` (list, array or tensor) and any other columns. A `datasets`
+            `IterableDataset` or `Dataset`, a list, or anything that can be iterated over, more than once.
+        max_length (`int`):
+            Tokens of a row, at most.
+        buffer_size (`int`, *optional*, defaults to 64):
+            Rows that are open at a time. More rows fill better and hold more samples in memory.
+        overlong (`str`, *optional*, defaults to `"error"`):
+            What becomes of a sample longer than `max_length`: `"error"`, `"truncate"`, `"split"` into documents of
+            `max_length` tokens, or `"drop"`. `counts` says how many, and a warning says it the first time.
+        truncation_side (`str`, *optional*, defaults to `"right"`):
+            The side that `"truncate"` cuts off, `"right"` or `"left"`.
+        rank (`int`, *optional*):
+            This process, in a loop without accelerate.
+        world_size (`int`, *optional*):
+            The number of processes, in a loop without accelerate.
+        shard_by_worker (`bool`, *optional*):
+            Whether a worker keeps only its share of what it reads. The default is yes, except for `datasets`'
+            `IterableDataset`, which gives each worker other shards by itself. Pass `False` for a dataset of your own
+            that does so too.
+
+    Raises:
+        `ValueError`: bad arguments; a sample that is empty or, by default, too long. What the source raises comes out
+        of the iteration as it is, with a note that names the sample.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed import DataCollatorWithFlattening, IterablePackingDataset
+    >>> samples = [{"input_ids": [n] * n} for n in (3, 4, 1, 2, 4)]
+    >>> rows = IterablePackingDataset(samples, max_length=5)
+    >>> [[len(sample["input_ids"]) for sample in row] for row in rows]
+    [[4, 1], [3, 2], [4]]
+    >>> DataCollatorWithFlattening()([next(iter(rows))])["input_ids"].tolist()
+    [[4, 4, 4, 4, 1]]
+
+    ```
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable,
+        max_length: int,
+        *,
+        buffer_size: int = 64,
+        overlong: str = "error",
+        truncation_side: str = "right",
+        rank: int | None = None,
+        world_size: int | None = None,
+        shard_by_worker: bool | None = None,
+    ):
+        check_settings(_CALL, max_length, overlong, truncation_side)
+        if buffer_size < 1:
+            raise input_error(_CALL, expected="buffer_size of at least 1 row", got=f"{buffer_size}", fix="Change it.")
+        if isinstance(dataset, Iterator) or not (hasattr(dataset, "__iter__") or _has_items(dataset)):
+            raise input_error(
+                _CALL,
+                expected="a dataset that can be read more than once, as every epoch, worker and resumed run does",
+                got=f"{type(dataset).__name__}",
+                fix="Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__.",
+            )
+        if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < world_size:
+            raise input_error(
+                _CALL,
+                expected="rank and world_size with 0 <= rank < world_size, or neither",
+                got=f"rank={rank}, world_size={world_size}",
+                fix="Pass both in a loop without accelerate, neither in Trainer.",
+            )
+        own_shards = _is_hf_iterable(dataset)
+        if own_shards and rank is not None:
+            from datasets.distributed import split_dataset_by_node
+
+            dataset = split_dataset_by_node(dataset, rank, world_size)
+        self.dataset = dataset
+        self.max_length = max_length
+        self.buffer_size = buffer_size
+        self.overlong = overlong
+        self.truncation_side = truncation_side
+        self.rank = rank
+        self.world_size = world_size
+        self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker
+        self._shard_by_rank = rank is not None and not own_shards
+        # In shared memory, for workers that outlive an epoch.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch_offset = 0
+        self._stream: _Stream | None = None
+        self._loaded: dict | None = None
+        self._resumed: tuple[int, dict[str, dict]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that `set_epoch` asked for."""
+        return int(self._epoch)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples read, truncated, split and dropped, and tokens cut off, by this process since the pass began."""
+        return dict(self._stream.counts) if self._stream is not None else _new_counts()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch on to the source, which may shuffle by it; the packing itself knows no chance."""
+        self._epoch.fill_(epoch + self._epoch_offset)
+
+    def __iter__(self) -> Iterator[list]:
+        shard, stride_shard = self._shards()
+        state = self._state_of(shard)
+        epoch = self.epoch if state is None else state["epoch"]
+        self._epoch.fill_(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._stream = _Stream(self, shard, stride_shard, epoch)
+        self._stream.start(state)
+        return self._stream.rows()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iteration stands in this process, for JSON. The samples of open rows are in it by position."""
+        if self._stream is None:
+            if self._loaded is not None:
+                return copy.deepcopy(self._loaded)
+            return _Stream(self, *self._shards(), self.epoch).state_dict()
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state` was taken; what follows is the same as without the interruption.
+
+        Samples of open rows are read again: by index where the dataset has indices; after loading the source's own
+        state where it has one that is exact; else by reading the source from its beginning.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise input_error(
+                f"{_CALL}.load_state_dict",
+                expected=f"a state of version {_STATE_VERSION}",
+                got=f"{state.get('version')!r}",
+                fix="Load what state_dict() returned.",
+            )
+        if state["settings"] != self._settings():
+            raise input_error(
+                f"{_CALL}.load_state_dict",
+                expected=f"a state taken with the arguments {self._settings()}",
+                got=f"{state['settings']}",
+                fix="Build the dataset with the same arguments as before.",
+            )
+        self._stream = None
+        self._loaded = copy.deepcopy(state)
+
+    def resume(self, epoch: int, states: dict[str, dict]) -> None:
+        """Let the readers of `epoch` go on at `states`, `{reader: state}`, when `set_epoch` counts on from 0.
+
+        For `PackingStateCallback`. A reader without a state begins at its beginning; other epochs do so as well.
+        """
+        for state in states.values():
+            self.load_state_dict(state)
+        self._loaded = None
+        self._resumed = (epoch, states)
+        self._epoch_offset = epoch
+        self._epoch.fill_(epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("max_length", "buffer_size", "overlong", "truncation_side")
+        return {name: getattr(self, name) for name in names}
+
+    def _shards(self) -> tuple[list[int], tuple[int, int]]:
+        """This reader and their number, and its share of what it reads: first sample and stride."""
+        worker = torch.utils.data.get_worker_info()
+        worker, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        rank, world_size = (self.rank, self.world_size) if self.rank is not None else (0, 1)
+        first, stride = (rank, world_size) if self._shard_by_rank else (0, 1)
+        if self.shard_by_worker:
+            first, stride = first * workers + worker, stride * workers
+        return [rank * workers + worker, world_size * workers], (first, stride)
+
+    def _state_of(self, shard: list[int]) -> dict | None:
+        state, self._loaded = self._loaded, None
+        if state is None and self._resumed is not None and self._resumed[0] == self.epoch:
+            state = self._resumed[1].get(str(shard[0]))
+        if state is not None and state["shard"] != shard:
+            raise input_error(
+                f"{_CALL}.load_state_dict",
+                expected=f"a state of reader {shard[0]} of {shard[1]} (processes x workers)",
+                got="one of reader {} of {}".format(*state["shard"]),
+                fix="Resume with as many workers and processes; with workers, through a StatefulDataLoader or "
+                "PackingStateCallback, which keep the state of each.",
+            )
+        return state
+
+
+class _Stream:
+    """One pass of one reader: what it has read, its open rows, and the closed ones that are not handed out yet.
+
+    An entry of a row is `(position, start, length, sample)`; positions count the reader's own samples.
+    """
+
+    def __init__(self, dataset: IterablePackingDataset, shard: list[int], share: tuple[int, int], epoch: int):
+        self.config = dataset
+        self.source = dataset.dataset
+        self.shard = shard
+        self.first, self.stride = share
+        self.epoch = epoch
+        self.position = 0
+        self.index = 0
+        self.exhausted = False
+        self.open: dict[int, list[tuple]] = {}
+        self.free: list[int] = []
+        self.ready: deque[list[tuple]] = deque()
+        self.serial = 0
+        self.counts = _new_counts()
+        # States of the source by position, oldest first. Without any, a resumed stream reads from the beginning.
+        self.snapshots: deque[tuple[int, Any]] = deque()
+        self.keeps_snapshots = not _has_items(self.source) and _has_exact_state(self.source)
+        self.samples: Iterator = iter(())
+
+    def start(self, state: dict | None) -> None:
+        """Open the source, and with a state get its samples back."""
+        entries = [] if state is None else [entry for row in state["open"] + state["ready"] for entry in row]
+        if state is not None:
+            self.position, self.exhausted = state["position"], state["exhausted"]
+            self.counts = dict(state["counts"])
+        samples = self._read_again({entry[0] for entry in entries}, None if state is None else state["source"])
+        if state is None:
+            return
+
+        def restore(row):
+            return [(at, start, length, self._cut(samples[at], at, start, length)) for at, start, length in row]
+
+        self.ready.extend(map(restore, state["ready"]))
+        for row in state["open"]:
+            self.open[self.serial] = restore(row)
+            free = self.config.max_length - sum(length for _, _, length in row)
+            insort(self.free, (free << _SERIAL_BITS) | self.serial)
+            self.serial += 1
+
+    def rows(self) -> Iterator[list]:
+        """The rows. At a `yield` the state is complete: no sample is neither in it nor still to be read."""
+        max_length, ready = self.config.max_length, self.ready
+        while ready:
+            yield [entry[3] for entry in ready.popleft()]
+        try:
+            for sample in self.samples:
+                length = len(sample["input_ids"])
+                if 0 < length <= max_length:
+                    self._place((self.position, 0, length, sample), length)
+                else:
+                    self._place_pieces(sample, length)
+                self.position += 1
+                if self.keeps_snapshots and self.position % _SNAPSHOT_EVERY == 0:
+                    self._take_snapshot()
+                while ready:
+                    yield [entry[3] for entry in ready.popleft()]
+        except Exception as error:
+            self._name_sample(error)
+            raise
+        self._check_end()
+        self.exhausted = True
+        # The fullest first, as while reading.
+        ready.extend(self.open.pop(row & _SERIAL) for row in self.free)
+        self.free.clear()
+        while ready:
+            yield [entry[3] for entry in ready.popleft()]
+
+    def _place(self, entry: tuple, length: int) -> None:
+        """Put an entry into the open row with the least room that suffices, or into a new one."""
+        free = self.free
+        at = bisect_left(free, length << _SERIAL_BITS)
+        if at < len(free):
+            row = free.pop(at)
+            self.open[row & _SERIAL].append(entry)
+        else:
+            if len(free) == self.config.buffer_size:
+                self.ready.append(self.open.pop(free.pop(0) & _SERIAL))
+            row = (self.config.max_length << _SERIAL_BITS) | self.serial
+            self.open[self.serial] = [entry]
+            self.serial += 1
+        row -= length << _SERIAL_BITS
+        if row > _SERIAL:
+            insort(free, row)
+        else:
+            self.ready.append(self.open.pop(row))
+
+    def _place_pieces(self, sample: Any, length: int) -> None:
+        config, counts = self.config, self.counts
+        if length == 0 or config.overlong == "error":
+            raise input_error(
+                _CALL,
+                expected=f"samples of 1 to {config.max_length} tokens",
+                got=f"{length}",
+                fix="Filter out empty samples." if length == 0 else 'Pass overlong="truncate", "split" or "drop".',
+            )
+        if not counts["truncated"] + counts["split"] + counts["dropped"]:
+            logger.warning_once(
+                f"{_CALL}: there are samples of more than {config.max_length} tokens, such as one of {length} "
+                f"(overlong={config.overlong!r}). `counts` says how many."
+            )
+        pieces = overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
+        counts[{"truncate": "truncated", "split": "split", "drop": "dropped"}[config.overlong]] += 1
+        counts["tokens_cut"] += length - sum(size for _, size in pieces)
+        for start, size in pieces:
+            self._place((self.position, start, size, cut_sample(sample, start, size)), size)
+
+    def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
+        if len(sample["input_ids"]) < start + length:
+            raise self._changed(f"sample {self.first + position * self.stride} with {len(sample['input_ids'])} tokens")
+        return cut_sample(sample, start, length)
+
+    def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
+        """Put the source at `self.position`, and return the earlier samples that are `needed`."""
+        source, first, stride, position = self.source, self.first, self.stride, self.position
+        if _has_items(source):
+            self.samples = map(source.__getitem__, range(first + position * stride, len(source), stride))
+            if needed and first + max(needed) * stride >= len(source):
+                raise self._changed(f"{len(source)} samples")
+            return {at: source[first + at * stride] for at in needed}
+        begin = position if self.exhausted and not needed else 0
+        if begin == position > 0:
+            return {}
+        if snapshot is not None:
+            begin, source_state = snapshot
+            # A copy: what is loaded here must not meet the next pass, which begins at the beginning.
+            source = copy.copy(source)
+            source.load_state_dict(source_state)
+            self.snapshots.append((begin, source_state))
+        self.source = source
+        self.samples = self._share(iter(source), first + (begin - 1) * stride + 1 if begin else 0)
+        samples = {}
+        for at in range(begin, position):
+            try:
+                sample = next(self.samples)
+            except StopIteration:
+                raise self._changed(f"only {at} samples for this reader") from None
+            if at in needed:
+                samples[at] = sample
+        return samples
+
+    def _share(self, samples: Iterator, index: int) -> Iterator:
+        """This reader's part of what it reads, beginning with sample `index`."""
+        self.index = index
+        for sample in samples:
+            if self.index % self.stride == self.first:
+                yield sample
+            self.index += 1
+
+    def _name_sample(self, error: Exception) -> None:
+        index = self.first + self.position * self.stride if _has_items(self.source) else self.index
+        part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
+        note = f"{_CALL}: this happened at sample {index} of {part}the dataset."
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            error.args = (f"{error}\n{note}",)
+
+    def _changed(self, got: str) -> ValueError:
+        return input_error(
+            f"{_CALL}.load_state_dict", expected="the dataset as it was", got=got, fix="Resume with the same data."
+        )
+
+    def _take_snapshot(self) -> None:
+        oldest = self._oldest()
+        snapshots = self.snapshots
+        snapshots.append((self.position, self.source.state_dict()))
+        while len(snapshots) > 1 and snapshots[1][0] <= oldest:
+            snapshots.popleft()
+
+    def _oldest(self) -> int:
+        rows = itertools.chain(self.open.values(), self.ready)
+        return min((row[0][0] for row in rows), default=self.position)
+
+    def _check_end(self) -> None:
+        # A source that raises StopIteration in `__getitem__` would end the stream early.
+        if _has_items(self.source) and self.first + self.position * self.stride < len(self.source):
+            raise RuntimeError(f"{_CALL}: the dataset stopped at sample {self.first + self.position * self.stride}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        def positions(rows):
+            return [[list(entry[:3]) for entry in row] for row in rows]
+
+        oldest = self._oldest()
+        snapshot = next(([at, state] for at, state in reversed(self.snapshots) if at <= oldest), None)
+        return {
+            "version": _STATE_VERSION,
+            "settings": self.config._settings(),
+            "epoch": self.epoch,
+            "shard": self.shard,
+            "position": self.position,
+            "exhausted": self.exhausted,
+            "open": positions(self.open.values()),
+            "ready": positions(self.ready),
+            "source": copy.deepcopy(snapshot),
+            "counts": dict(self.counts),
+        }
+
+
+def _new_counts() -> dict[str, int]:
+    return {"truncated": 0, "split": 0, "dropped": 0, "tokens_cut": 0}
+
+
+def _has_items(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _is_hf_iterable(dataset: Any) -> bool:
+    return any(
+        f"{base.__module__}.{base.__name__}" == "datasets.iterable_dataset.IterableDataset"
+        for base in type(dataset).__mro__
+    )
+
+
+def _has_exact_state(source: Any) -> bool:
+    """Whether the source's state brings back every sample: a shuffle buffer of `datasets` is not in its state."""
+    if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+        return False
+    stages = [getattr(source, "_ex_iterable", None)] if _is_hf_iterable(source) else []
+    while stages:
+        stage = stages.pop()
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return False
+        stages += [
+            inner for inner in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())) if inner
+        ]
+    return True
