@@ -7,19 +7,26 @@ classes build its models, and `patch_model()` converts a model that exists alrea
 from .boundaries import SequenceBoundaries
 from .data.collator import DataCollatorWithFlattening
 from .data.cost import PackingCost
+from .data.dataset import PackingDataset, pack_dataset
 from .data.packing_plan import PackingPlan
 from .data.plan import plan_packing
+from .data.streaming import IterablePackingDataset
 from .models.auto import register, registered, unregister
 from .models.patch import patch_model, unpatch_model
+from .training.packing_state import PackingStateCallback
 
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DataCollatorWithFlattening",
+    "IterablePackingDataset",
     "PackingCost",
+    "PackingDataset",
     "PackingPlan",
+    "PackingStateCallback",
     "SequenceBoundaries",
+    "pack_dataset",
     "patch_model",
     "plan_packing",
     "register",

@@ -1,6 +1,6 @@
-"""Flatten a batch of samples to one packed row."""
+"""Flatten a batch of samples, or of rows of samples, to one packed row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from .samples import cut_sample
 
 
 logger = logging.get_logger(__name__)
@@ -26,6 +27,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     Lays the samples of a batch end to end in one row of batch size 1. Each sample's first label becomes
     `separator_id`, as nothing in its own document predicts it. With the default arguments, and for samples without
     `attention_mask`, the output equals that of Transformers' collator.
+
+    An element of the batch is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or
+    a row of `pack_dataset` (samples already joined, with their `seq_lengths`). The batch becomes one row either way.
 
     A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and optionally
 
@@ -110,9 +114,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self.token_columns = (token_columns,) if isinstance(token_columns, str) else tuple(token_columns)
 
     def __call__(
-        self, features: list[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
+        self,
+        features: list[Mapping[str, Any] | list[Mapping[str, Any]]],
+        return_tensors: str | None = None,
+        separator_id: int | None = None,
     ) -> dict[str, Any]:
         """Flatten `features` to one row; see the class for what a feature holds and what comes out."""
+        features = [document for feature in features for document in _documents(feature)]
         if not features:
             raise input_error(_CALL, expected="at least one sample", got="an empty batch", fix="Check the sampler.")
         labelled = {"labels" in feature for feature in features}
@@ -257,6 +265,29 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
                 f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them alongside."
             )
+
+
+def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
+    """The samples of an element of the batch."""
+    if isinstance(feature, list | tuple):
+        for sample in feature:
+            yield from _documents(sample)
+    elif "seq_lengths" in feature:
+        columns = {name: column for name, column in feature.items() if name != "seq_lengths"}
+        lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])
+        if sum(lengths) != total:
+            raise input_error(
+                _CALL,
+                expected=f"seq_lengths that sum to the row's {total} tokens",
+                got=f"{sum(lengths)}",
+                fix="Pass the rows as pack_dataset made them.",
+            )
+        start = 0
+        for length in lengths:
+            yield cut_sample(columns, start, length)
+            start += length
+    else:
+        yield feature
 
 
 def _as_list(column: Any) -> Any:
