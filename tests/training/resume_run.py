@@ -163,7 +163,7 @@ def trajectory(spec: dict, rank: int = 0) -> dict[int, list]:
 
 def serve() -> None:
     """Fork a run for each spec on stdin; print its process id, and its exit status when it has ended."""
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, "stop\n"):
         process = os.fork()
         if not process:
             # What Trainer prints is no answer.

@@ -43,8 +43,8 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
     *Workers* of a data loader share the samples: each reads its part and packs it. *Processes* are another matter.
     `Trainer` and accelerate hand out the rows of this dataset to the processes themselves, provided that they do not
     cut batches (`accelerator_config={"dispatch_batches": False}`); leave `rank` and `world_size` out there. To give all
-    processes equally many rows, accelerate repeats each worker's first rows to fill its last step; nothing else is
-    seen twice. In a loop without accelerate pass `rank` and `world_size`.
+    processes equally many rows, accelerate repeats each worker's first rows of the run to fill its last step; nothing else
+    is seen twice. In a loop without accelerate pass `rank` and `world_size`.
 
     Args:
         dataset (`Iterable`):

@@ -77,9 +77,11 @@ class PackingStateCallback(TrainerCallback, ExportableState):
                 )
             dataset.resume(saved["epoch"], saved["readers"])
             self.saved = saved
+        else:
+            self.saved = None
         loader = train_dataloader.base_dataloader
         loader.collate_fn = _StatesPutIn(loader.collate_fn, dataset)
-        self._batches = train_dataloader.base_dataloader = _StatesTakenOut(loader)
+        self._batches = train_dataloader.base_dataloader = _StatesTakenOut(loader, self.saved)
         self._dataset, self._workers = dataset, args.dataloader_num_workers
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -150,15 +152,17 @@ class _StatesPutIn:
 class _StatesTakenOut:
     """A data loader without the states in its batches, which wait here until the batches have been trained on."""
 
-    def __init__(self, loader: Any):
+    def __init__(self, loader: Any, saved: dict | None):
         self.loader = loader
         self.waiting: deque[str] = deque()
+        # After a resume a worker stands where it stood until a batch of it has been trained on.
+        self.resumed = saved["readers"] if saved else {}
         self.readers: dict[str, dict] = {}
         self.finished = False
 
     def __iter__(self) -> Iterator[dict]:
         self.waiting.clear()
-        self.readers.clear()
+        self.readers, self.resumed = dict(self.resumed), {}
         self.finished = False
         for batch in self.loader:
             self.waiting.append(batch.pop(_KEY))
