@@ -1,0 +1,360 @@
+import collections
+import importlib.util
+import itertools
+import json
+import unittest
+
+import torch
+from datasets import Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parameterized import parameterized
+from torch.utils.data import DataLoader
+
+from transformers_packed import DataCollatorWithFlattening, IterablePackingDataset
+
+
+MAX_LENGTH = 16
+
+
+def samples_of(lengths):
+    """Sample `i` holds tokens `100 * i`, `100 * i + 1`, ..."""
+    return [{"input_ids": list(range(100 * i, 100 * i + n)), "name": f"sample {i}"} for i, n in enumerate(lengths)]
+
+
+def read_shards(shards):
+    for shard in shards:
+        yield from shard
+
+
+class Rereadable:
+    """What can be iterated over and nothing else."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class Stateful(Rereadable):
+    """Tells and takes its place, and begins at the beginning when asked again without one."""
+
+    loaded = 0
+
+    def __iter__(self):
+        self.place, self.loaded = self.loaded, 0
+        while self.place < len(self.rows):
+            self.place += 1
+            yield self.rows[self.place - 1]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.loaded = state["place"]
+
+
+def hf_stream(rows, shards=4):
+    parts = [rows[i::shards] for i in range(shards)]
+    return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": parts})
+
+
+SOURCES = {
+    "list": list,
+    "iterable": Rereadable,
+    "stateful": Stateful,
+    "hf_map": Dataset.from_list,
+    "hf_stream": hf_stream,
+    "hf_shuffled": lambda rows: hf_stream(rows).shuffle(seed=1, buffer_size=10),
+}
+LENGTHS = torch.randint(1, MAX_LENGTH + 1, (700,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def names(rows):
+    return [[(sample["name"], len(sample["input_ids"])) for sample in row] for row in rows]
+
+
+def first_of(batch):
+    return batch[0]
+
+
+class IterablePackingDatasetTest(unittest.TestCase):
+    def check_once(self, rows, samples, max_length=MAX_LENGTH):
+        tokens = collections.Counter(itertools.chain.from_iterable(s["input_ids"] for row in rows for s in row))
+        expected = collections.Counter(itertools.chain.from_iterable(s["input_ids"] for s in samples))
+        self.assertEqual(tokens, expected)
+        for row in rows:
+            self.assertLessEqual(sum(len(sample["input_ids"]) for sample in row), max_length)
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(st.integers(1, 40), max_size=60),
+        st.integers(1, 6),
+        st.sampled_from(["truncate", "split", "drop"]),
+        st.sampled_from(["right", "left"]),
+        st.integers(0, 40),
+    )
+    def test_packs_and_resumes_anywhere(self, lengths, buffer_size, overlong, side, stop):
+        """All that is kept comes once, in order within a sample; a state after any row brings the rest, row by row."""
+        samples = samples_of(lengths)
+
+        def dataset():
+            return IterablePackingDataset(
+                Rereadable(samples), MAX_LENGTH, buffer_size=buffer_size, overlong=overlong, truncation_side=side
+            )
+
+        whole = dataset()
+        rows = list(whole)
+        kept = []
+        for sample in samples:
+            ids = sample["input_ids"]
+            if len(ids) > MAX_LENGTH and overlong != "split":
+                cut = ids[:MAX_LENGTH] if side == "right" else ids[-MAX_LENGTH:]
+                ids = [] if overlong == "drop" else cut
+            kept.append({"input_ids": ids})
+        self.check_once(rows, kept)
+        for sample in itertools.chain.from_iterable(rows):
+            ids = sample["input_ids"]
+            self.assertEqual(ids, list(range(ids[0], ids[0] + len(ids))))
+        too_long = sum(n > MAX_LENGTH for n in lengths)
+        counted = whole.counts
+        self.assertEqual(counted["truncated"] + counted["split"] + counted["dropped"], too_long)
+        self.assertEqual(counted["tokens_cut"], sum(lengths) - sum(len(k["input_ids"]) for k in kept))
+
+        interrupted = dataset()
+        begun = list(itertools.islice(iter(interrupted), stop))
+        resumed = dataset()
+        resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+        self.assertEqual(begun + list(resumed), rows)
+        self.assertEqual(resumed.counts, counted)
+        # The pass after a resumed one begins at the beginning.
+        self.assertEqual(list(resumed), rows)
+
+    @parameterized.expand(SOURCES)
+    def test_every_source_resumes_twice(self, source):
+        """With states of the source behind it, too: more samples than lie between two of them."""
+        samples = samples_of(LENGTHS)
+
+        def dataset():
+            return IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=8)
+
+        rows = list(dataset())
+        self.check_once(rows, samples)
+        state, got = None, []
+        for count in (290, 60, 10**6):
+            resumed = dataset()
+            if state is not None:
+                resumed.load_state_dict(json.loads(json.dumps(state)))
+            got += itertools.islice(iter(resumed), count)
+            state = resumed.state_dict()
+            self.assertEqual(state["source"] is not None, source in ("stateful", "hf_stream"))
+        self.assertEqual(names(got), names(rows))
+
+    def test_a_state_of_the_source_spares_reading_again(self):
+        samples = samples_of(LENGTHS)
+        dataset = IterablePackingDataset(Stateful(samples), MAX_LENGTH, buffer_size=8)
+        list(itertools.islice(iter(dataset), 350))
+        state = dataset.state_dict()
+        self.assertGreaterEqual(state["source"][0], 256)
+        source = Stateful([None] * 256 + samples[256:])  # reading one of the first would fail
+        resumed = IterablePackingDataset(source, MAX_LENGTH, buffer_size=8)
+        resumed.load_state_dict(state)
+        list(resumed)
+
+    @parameterized.expand([(source, workers) for source in SOURCES for workers in (1, 2, 3)])
+    def test_workers_share_the_samples(self, source, workers):
+        samples = samples_of(LENGTHS[:90])
+        dataset = IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=4)
+        rows = list(DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=first_of))
+        self.check_once(rows, samples)
+
+    @parameterized.expand(SOURCES)
+    def test_ranks_share_the_samples(self, source):
+        samples = samples_of(LENGTHS[:90])
+        rows = []
+        for rank in range(3):
+            dataset = IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, rank=rank, world_size=3)
+            part = list(DataLoader(dataset, batch_size=1, num_workers=2, collate_fn=first_of))
+            self.assertGreater(len(part), 5)
+            rows += part
+        self.check_once(rows, samples)
+
+    def test_set_epoch_reaches_the_source_in_workers_that_live_on(self):
+        samples = samples_of(LENGTHS[:90])
+        dataset = IterablePackingDataset(SOURCES["hf_shuffled"](samples), MAX_LENGTH)
+        loader = DataLoader(dataset, batch_size=1, num_workers=2, collate_fn=first_of, persistent_workers=True)
+        passes = []
+        for epoch in (0, 1, 0):
+            dataset.set_epoch(epoch)
+            passes.append(list(loader))
+            self.check_once(passes[-1], samples)
+        self.assertEqual(passes[0], passes[2])
+        self.assertNotEqual(passes[0], passes[1])
+
+    def test_a_row_closes_the_fullest_open_one(self):
+        lengths = [10, 12, 9, 3, 16, 13]
+        rows = list(IterablePackingDataset(samples_of(lengths), MAX_LENGTH, buffer_size=2))
+        # 9 fits nowhere and closes 12; 3 joins 10, the better fit; 16 is a row at once, but needs a place: 10 + 3 goes.
+        self.assertEqual([[len(s["input_ids"]) for s in row] for row in rows], [[12], [10, 3], [16], [13], [9]])
+
+    @parameterized.expand([(0, "list"), (0, "iterable"), (2, "list"), (2, "iterable"), (2, "hf_stream")])
+    def test_an_error_of_the_source_comes_out_with_the_sample(self, workers, source):
+        class Broken(list if source == "list" else Rereadable):
+            def __getitem__(self, index):
+                if index == 41:
+                    raise KeyError("no such file")
+                return super().__getitem__(index)
+
+            def __iter__(self):
+                for index, row in enumerate(self.rows):
+                    if index == 41:
+                        raise KeyError("no such file")
+                    yield row
+
+        samples = samples_of(LENGTHS[:90])
+        if source == "list":
+            broken = Broken(samples)
+            del Broken.__iter__
+        elif source == "iterable":
+            broken = Broken(samples)
+        else:
+            broken = IterableDataset.from_generator(read_shards, gen_kwargs={"shards": [samples[:41], [None]]})
+            broken = broken.map(lambda row: row["name"] and row)
+        dataset = IterablePackingDataset(broken, MAX_LENGTH, buffer_size=4)
+        loader = DataLoader(
+            dataset, batch_size=1, num_workers=workers, collate_fn=first_of, timeout=60 * bool(workers)
+        )
+        with self.assertRaises(Exception) as caught:
+            list(loader)
+        if source == "hf_stream":
+            return
+        self.assertIsInstance(caught.exception, KeyError)
+        text = str(caught.exception) + "".join(getattr(caught.exception, "__notes__", ()))
+        self.assertIn("sample 41", text)
+        self.assertIn("no such file", text)
+
+    def test_a_state_after_an_error_retries_the_sample(self):
+        class Flaky(Rereadable):
+            fails = True
+
+            def __iter__(self):
+                for index, row in enumerate(self.rows):
+                    if index == 20 and self.fails:
+                        self.fails = False
+                        raise OSError("connection lost")
+                    yield row
+
+        samples = samples_of(LENGTHS[:40])
+        dataset = IterablePackingDataset(Flaky(samples), MAX_LENGTH, buffer_size=4)
+        rows = []
+        with self.assertRaisesRegex(OSError, "connection lost"):
+            for row in dataset:
+                rows.append(row)
+        dataset.load_state_dict(dataset.state_dict())
+        self.check_once(rows + list(dataset), samples)
+
+    def test_a_source_that_stops_silently_is_an_error(self):
+        class Stops(list):
+            def __getitem__(self, index):
+                if index == 5:
+                    raise StopIteration
+                return super().__getitem__(index)
+
+        with self.assertRaisesRegex(RuntimeError, "stopped at sample 5"):
+            list(IterablePackingDataset(Stops(samples_of([3] * 9)), MAX_LENGTH))
+
+    def test_refusals(self):
+        samples = samples_of([3, 20, 4])
+        for arguments, message in (
+            ({"max_length": 0}, "max_length of at least 1"),
+            ({"overlong": "cut"}, "overlong"),
+            ({"truncation_side": "middle"}, "truncation_side"),
+            ({"buffer_size": 0}, "buffer_size"),
+            ({"rank": 1}, "rank and world_size"),
+            ({"rank": 2, "world_size": 2}, "rank and world_size"),
+            ({"dataset": iter(samples)}, "more than once"),
+            ({"dataset": (s for s in samples)}, "more than once"),
+        ):
+            with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+                IterablePackingDataset(**{"dataset": samples, "max_length": MAX_LENGTH, **arguments})
+        with self.assertRaisesRegex(ValueError, "got 20"):
+            list(IterablePackingDataset(samples, MAX_LENGTH))
+        with self.assertRaisesRegex(ValueError, "got 0"):
+            list(IterablePackingDataset(samples_of([3, 0]), MAX_LENGTH))
+
+    def test_states_that_do_not_fit_are_refused(self):
+        samples = samples_of([3, 5, 9, 12])
+        dataset = IterablePackingDataset(samples, MAX_LENGTH)
+        next(iter(dataset))
+        state = dataset.state_dict()
+        for other, message in (
+            ({**state, "version": 0}, "version 1"),
+            ({**state, "settings": {**state["settings"], "max_length": 32}}, "same arguments"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                dataset.load_state_dict(other)
+        resumed = IterablePackingDataset(samples, MAX_LENGTH, rank=0, world_size=2)
+        resumed.load_state_dict(state)
+        with self.assertRaisesRegex(ValueError, "reader 0 of 2"):
+            next(iter(resumed))
+        shorter = IterablePackingDataset(samples[:1], MAX_LENGTH)
+        shorter.load_state_dict(state)
+        with self.assertRaisesRegex(ValueError, "same data"):
+            next(iter(shorter))
+
+    def test_tokens_are_not_copied_and_columns_are_kept(self):
+        samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n), "image": object()} for n in (5, 30)]
+        rows = list(IterablePackingDataset(samples, MAX_LENGTH, overlong="truncate", truncation_side="left"))
+        by_length = {len(s["input_ids"]): s for row in rows for s in row}
+        self.assertIs(by_length[5], samples[0])
+        self.assertEqual(by_length[16]["labels"].tolist(), list(range(14, 30)))
+        self.assertIs(by_length[16]["image"], samples[1]["image"])
+
+
+@unittest.skipUnless(importlib.util.find_spec("torchdata"), "needs torchdata")
+class StatefulDataLoaderTest(unittest.TestCase):
+    @parameterized.expand([(source, workers) for source in ("list", "hf_stream", "iterable") for workers in (0, 2)])
+    def test_resumes_twice_within_a_pass_and_after_it(self, source, workers):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        samples = samples_of(LENGTHS[:90])
+
+        def loader():
+            dataset = IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=4)
+            return StatefulDataLoader(dataset, batch_size=2, num_workers=workers, collate_fn=names)
+
+        whole, state, got = list(loader()), None, []
+        for count in (5, 4, 10**6):
+            resumed = loader()
+            if state is not None:
+                resumed.load_state_dict(state)
+            for batch in itertools.islice(resumed, count):
+                got.append(batch)
+                state = resumed.state_dict()
+        self.assertEqual(got, whole)
+        self.assertEqual(list(resumed), whole)
+
+    @parameterized.expand([(0,), (2,)])
+    def test_through_accelerate(self, workers):
+        from accelerate.data_loader import prepare_data_loader
+
+        samples = samples_of(LENGTHS[:90])
+
+        def loader():
+            dataset = IterablePackingDataset(samples, MAX_LENGTH, buffer_size=4)
+            plain = DataLoader(dataset, batch_size=1, num_workers=workers, collate_fn=DataCollatorWithFlattening())
+            return prepare_data_loader(plain, dispatch_batches=False, use_stateful_dataloader=True)
+
+        def tokens(batches):
+            return [batch["input_ids"].tolist() for batch in batches]
+
+        whole = tokens(loader())
+        interrupted, begun = loader(), []
+        for batch in interrupted:
+            begun.append(batch["input_ids"].tolist())
+            if len(begun) == 7:
+                break
+        resumed = loader()
+        resumed.load_state_dict(interrupted.state_dict())
+        self.assertEqual(begun + tokens(resumed), whole)
