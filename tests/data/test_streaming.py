@@ -250,7 +250,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
         rows = []
         with self.assertRaisesRegex(OSError, "connection lost"):
             for row in dataset:
-                rows.append(row)
+                rows += [row]
         dataset.load_state_dict(dataset.state_dict())
         self.check_once(rows + list(dataset), samples)
 

@@ -77,6 +77,10 @@ class ResumeTest(RunTestCase):
         self.server.stdin.write(json.dumps(spec) + "\n")
         return int(self.server.stdout.readline())
 
+    def run_in_server(self, spec: dict) -> None:
+        self.ask_server(spec)
+        self.assertEqual(int(self.server.stdout.readline()), 0)
+
     def passes(self, spec: dict) -> int:
         """Give `spec` its number of steps, and say how often these pass over the data."""
         if spec["dataset"] == "map":
@@ -140,8 +144,8 @@ class ResumeTest(RunTestCase):
     def test_killed_runs_lose_and_repeat_nothing(self, *case):
         self.crash_test(case, kills=2, seed=len(str(case)))
 
-    @pytest.mark.slow
     @parameterized.expand(CASES)
+    @pytest.mark.slow
     def test_killed_thirty_times(self, *case):
         self.crash_test(case, kills=30, seed=1)
 
@@ -150,11 +154,11 @@ class ResumeTest(RunTestCase):
         """Also when the checkpoint is the last step of a pass, and when resuming twice."""
         spec = self.spec("stream", "hf_stream", resume, workers)
         passes = self.passes(spec)
-        run({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
+        self.run_in_server({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
         whole = trajectory({"log": f"{self.directory}/whole"})
         for stop in sorted({6, spec["passes"][0]} - {spec["steps"]}):
-            run({**spec, "stop": stop})
-        run(spec)
+            self.run_in_server({**spec, "stop": stop})
+        self.run_in_server(spec)
         self.check_trajectory(spec, passes)
         if not workers:  # with workers, batches come from the first worker again
             self.assertEqual(trajectory(spec), whole)
