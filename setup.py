@@ -23,6 +23,8 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     "pytest>=8",
     "pytest-xdist>=3.6.1",
     "ruff==0.17.5",
+    "torchdata>=0.11",
+    "trl>=1.16",
 ]
 
 setup(

@@ -151,23 +151,27 @@ class PackingDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> list[Mapping[str, Any]]:
         """The samples of row `index` of the epoch."""
-        rows = len(self.plan)
+        plan = self.plan
+        rows = len(plan)
         if not -rows <= index < rows:
             raise IndexError(f"{_CALL}: row {index} of {rows}")
         epoch = int(self._epoch)
         if epoch:
             if self._order is None or self._order[0] != epoch:
-                self._order = (epoch, self.plan.epoch_order(epoch))
-            index = int(self._order[1][index])
-        numbers, starts, lengths = (part.tolist() for part in self.plan.row(index % rows))
-        return [
-            sample if len(sample["input_ids"]) == length else self._cut(sample, number, start, length)
-            for sample, number, start, length in zip(self._read(numbers), numbers, starts, lengths, strict=True)
-        ]
+                self._order = (epoch, plan.epoch_order(epoch))
+            index = self._order[1][index]
+        begin, end = plan.row_offsets[index % rows], plan.row_offsets[index % rows + 1]
+        numbers, lengths = plan.samples[begin:end].tolist(), plan.lengths[begin:end].tolist()
+        samples = self._read(numbers)
+        for place, length in enumerate(lengths):
+            if len(samples[place]["input_ids"]) != length:
+                start = 0 if plan.starts is None else int(plan.starts[begin + place])
+                samples[place] = self._cut(samples[place], numbers[place], start, length)
+        return samples
 
     def _read(self, numbers: list[int]) -> list[Mapping[str, Any]]:
         if hasattr(self.dataset, "__getitems__"):
-            return self.dataset.__getitems__(numbers)
+            return list(self.dataset.__getitems__(numbers))
         return [self.dataset[number] for number in numbers]
 
     def _cut(self, sample: Mapping[str, Any], number: int, start: int, length: int) -> Mapping[str, Any]:
