@@ -3,6 +3,7 @@ import importlib.util
 import itertools
 import json
 import unittest
+from unittest import mock
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -38,12 +39,12 @@ class Rereadable:
 
 
 class Stateful(Rereadable):
-    """Tells and takes its place, and begins at the beginning when asked again without one."""
+    """Tells and takes its place, and keeps to the one it took, as the datasets of `datasets` do."""
 
     loaded = 0
 
     def __iter__(self):
-        self.place, self.loaded = self.loaded, 0
+        self.place = self.loaded
         while self.place < len(self.rows):
             self.place += 1
             yield self.rows[self.place - 1]
@@ -150,6 +151,20 @@ class IterablePackingDatasetTest(unittest.TestCase):
             state = resumed.state_dict()
             self.assertEqual(state["source"] is not None, source in ("stateful", "hf_stream"))
         self.assertEqual(names(got), names(rows))
+        # The next pass begins at the beginning.
+        self.assertEqual(names(resumed), names(rows))
+
+    @parameterized.expand(["stateful", "hf_stream"])
+    def test_states_of_the_source_reach_back_to_the_oldest_open_sample(self, source):
+        samples = samples_of(LENGTHS[:60])
+        with mock.patch("transformers_packed.data.streaming._SNAPSHOT_EVERY", 3):
+            rows = list(IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=4))
+            for stop in range(1, len(rows)):
+                interrupted = IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=4)
+                begun = list(itertools.islice(iter(interrupted), stop))
+                resumed = IterablePackingDataset(SOURCES[source](samples), MAX_LENGTH, buffer_size=4)
+                resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+                self.assertEqual(names(begun + list(resumed)), names(rows))
 
     def test_a_state_of_the_source_spares_reading_again(self):
         samples = samples_of(LENGTHS)

@@ -151,12 +151,12 @@ class ResumeTest(RunTestCase):
 
     @parameterized.expand([("state", 0), ("state", 2), ("replay", 0), ("replay", 2)])
     def test_a_resumed_run_takes_the_same_steps(self, resume, workers):
-        """Also when the checkpoint is the last step of a pass, and when resuming twice."""
+        """Also when resuming twice, after one batch of one worker, and from the last step of a pass."""
         spec = self.spec("stream", "hf_stream", resume, workers)
         passes = self.passes(spec)
         self.run_in_server({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
         whole = trajectory({"log": f"{self.directory}/whole"})
-        for stop in sorted({6, spec["passes"][0]} - {spec["steps"]}):
+        for stop in sorted({6, 7, spec["passes"][0]} - {spec["steps"]}):
             self.run_in_server({**spec, "stop": stop})
         self.run_in_server(spec)
         self.check_trajectory(spec, passes)

@@ -364,7 +364,7 @@ class _Stream:
         if snapshot is not None:
             begin, source_state = snapshot
             # A copy: what is loaded here must not meet the next pass, which begins at the beginning.
-            source = copy.copy(source)
+            source = _clone(source)
             source.load_state_dict(source_state)
             self.snapshots.append((begin, source_state))
         self.source = source
@@ -450,6 +450,14 @@ def _is_hf_iterable(dataset: Any) -> bool:
         f"{base.__module__}.{base.__name__}" == "datasets.iterable_dataset.IterableDataset"
         for base in type(dataset).__mro__
     )
+
+
+def _clone(source: Any) -> Any:
+    """A shallow copy with attributes of its own, which a copy of datasets' `IterableDataset` shares with it."""
+    clone = copy.copy(source)
+    if hasattr(source, "__dict__"):
+        clone.__dict__ = dict(vars(source))
+    return clone
 
 
 def _has_exact_state(source: Any) -> bool:
