@@ -143,7 +143,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples read, truncated, split and dropped, and tokens cut off, by this process since the pass began."""
+        """Samples truncated, split and dropped, and tokens cut off, by this process since the pass began."""
         return dict(self._stream.counts) if self._stream is not None else _new_counts()
 
     def set_epoch(self, epoch: int) -> None:
