@@ -155,9 +155,10 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         state = self._state_of(shard)
         epoch = self.epoch if state is None else state["epoch"]
         self._epoch.fill_(epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
         self._stream = _Stream(self, shard, stride_shard, epoch)
+        source = self._stream.source
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch)
         self._stream.start(state)
         return self._stream.rows()
 
@@ -241,7 +242,7 @@ class _Stream:
 
     def __init__(self, dataset: IterablePackingDataset, shard: list[int], share: tuple[int, int], epoch: int):
         self.config = dataset
-        self.source = dataset.dataset
+        self.source = _clone(dataset.dataset) if _is_hf_iterable(dataset.dataset) else dataset.dataset
         self.shard = shard
         self.first, self.stride = share
         self.epoch = epoch
@@ -453,10 +454,14 @@ def _is_hf_iterable(dataset: Any) -> bool:
 
 
 def _clone(source: Any) -> Any:
-    """A shallow copy with attributes of its own, which a copy of datasets' `IterableDataset` shares with it."""
+    """A shallow copy that can take a state and an epoch of its own."""
     clone = copy.copy(source)
     if hasattr(source, "__dict__"):
+        # A copy of datasets' `IterableDataset` shares its attributes with it,
         clone.__dict__ = dict(vars(source))
+    if _is_hf_iterable(source):
+        # and its epoch lies in shared memory, where workers that set it at the same time would add up their changes.
+        clone._epoch = copy.deepcopy(source._epoch)
     return clone
 
 
