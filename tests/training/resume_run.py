@@ -110,6 +110,11 @@ def newest_checkpoint(output: str) -> str | None:
     return None
 
 
+def finished(checkpoint: str) -> bool:
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+    return state["global_step"] >= state["max_steps"]
+
+
 def build_trainer(spec: dict, rank: int = 0) -> Trainer:
     stateful = spec["resume"] == "state"
     if spec["dataset"] == "map":
@@ -144,7 +149,10 @@ def run(spec: dict) -> None:
     trainer = build_trainer(spec, int(os.environ.get("RANK", 0)))
     if "stop" in spec:
         trainer.add_callback(StopAt(spec["stop"]))
-    trainer.train(resume_from_checkpoint=newest_checkpoint(spec["output"]))
+    checkpoint = newest_checkpoint(spec["output"])
+    # From the checkpoint of its last step Trainer would take one step more.
+    if checkpoint is None or not finished(checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
     if "stop" not in spec:
         Path(f"{spec['log']}.done").touch()
 
