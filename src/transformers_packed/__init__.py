@@ -4,6 +4,7 @@ Importing the package changes nothing in Transformers and imports no kernel pack
 classes build its models, and `patch_model()` converts a model that exists already.
 """
 
+from .audit import AuditReport, audit_model
 from .boundaries import SequenceBoundaries
 from .data.collator import DataCollatorWithFlattening
 from .data.cost import PackingCost
@@ -19,6 +20,7 @@ from .training.packing_state import PackingStateCallback
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditReport",
     "DataCollatorWithFlattening",
     "IterablePackingDataset",
     "PackingCost",
@@ -27,6 +29,7 @@ __all__ = [
     "PackingStateCallback",
     "SequenceBoundaries",
     "pack_dataset",
+    "audit_model",
     "patch_model",
     "plan_packing",
     "register",

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_demo, _add_train, _add_plan, _add_env):
+    for add in (_add_demo, _add_train, _add_plan, _add_audit, _add_env):
         add(subparsers)
     args = parser.parse_args(argv)
     try:
@@ -264,3 +264,43 @@ def _run_env(args: argparse.Namespace) -> int:
 
     print(describe_environment())
     return 0
+
+
+def _add_audit(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "audit",
+        help="measure whether a model keeps the documents of a packed row apart",
+        description="Change one document of a packed row and see which others notice, in logits and in gradients. Exit "
+        "status: 0 when documents are isolated with all boundaries that the collator can give (without 'all' among the "
+        "inputs, or if the model refuses it, with every kind that the model accepts), 1 when they leak, 2 when nothing "
+        "could be measured.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL_OR_TYPE", help="a checkpoint (directory or name on the Hub), or a type, built tiny")
+    add("--stock", action="store_true", help="Transformers' class also where this package has one")
+    add("--attn", metavar="NAME", help="attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: the checkpoint's; float32 for a type",
+    )
+    add("--device", metavar="NAME", help="default: cuda if there is a GPU, else cpu")
+    add(
+        "--inputs",
+        nargs="+",
+        choices=("position_ids", "seq_idx", "cu_seq_lens", "all"),
+        default=["position_ids", "all"],
+        help="boundaries to give the model (default: position_ids all)",
+    )
+    add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
+    add("--plot", type=Path, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--seed", type=int, default=0, metavar="N", help="of the tokens and a tiny model's weights")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
+    parser.set_defaults(run=_run_audit)
+
+
+def _run_audit(args: argparse.Namespace) -> int:
+    from .audit.command import run_audit
+
+    return run_audit(args)

@@ -1,0 +1,60 @@
+"""The `audit` command."""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import torch
+
+
+# The built-in classes hand tensors to these whenever they can be imported, also tensors on a CPU, where they crash.
+_GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
+
+
+def run_audit(args: argparse.Namespace) -> int:
+    """Print the report: 0 if it is `ok`, 1 if documents leak, 2 if nothing could be measured."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    hidden = []
+    if not device.startswith("cuda"):
+        hidden = [name for name in _GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
+        sys.modules.update(dict.fromkeys(hidden))
+    # Model classes choose their kernels when they are imported, so only now.
+    from transformers.utils import logging
+
+    from ..models.auto import registered
+    from .probe import audit_model
+    from .tiny import load_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with nullcontext() if args.stock else registered():
+            model = load_model(
+                args.model,
+                attn=args.attn,
+                dtype=args.dtype,
+                device=device,
+                trust_remote_code=args.trust_remote_code,
+                seed=args.seed,
+            )
+    except Exception as error:  # A configuration or code of the model's own may raise anything.
+        print(f"transformers-packed audit: {args.model} cannot be built: {error}", file=sys.stderr)
+        return 2
+    try:
+        report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
+        if hidden:
+            report.notes.append(f"without a GPU {', '.join(hidden)} cannot run, so the torch forms were audited")
+        print(report.table())
+        if args.json:
+            args.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        if args.plot:
+            report.plot(args.plot)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"transformers-packed audit: {error}", file=sys.stderr)
+        return 2
+    if report.refused:
+        reasons = "; ".join(dict.fromkeys(str(result.reason) for result in report.sources.values()))
+        print(f"transformers-packed audit: {args.model} could not be audited: {reasons}", file=sys.stderr)
+        return 2
+    return 0 if report.ok else 1

@@ -1,0 +1,310 @@
+"""Which module leaks: the first one to finish whose inputs at a document's tokens are what they should be, and whose
+outputs there are not.
+
+Modules inside finish before those around them, so the one found is the innermost. What kind of mixing it is shows when
+the module alone runs again on its own input with changes to the tokens before the document: a convolution sees the last
+few, a state all of them.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+
+# Stands for a change that is not finite: NaN that spreads from one document into another.
+NOT_FINITE = 1e9
+
+Found = tuple[str, str, str]
+
+
+def relative_change(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """`[T]`: how far `[T, ...]` is from what is expected, token by token; `NOT_FINITE` where that has no answer."""
+    actual, expected = (x.reshape(len(x), -1).float() for x in (actual, expected))
+    size = expected.norm(dim=-1)
+    # A token that is nearly zero has no rounding of its own.
+    size = size.clamp_min(0.05 * size.median().item()).clamp_min(torch.finfo(torch.float32).tiny)
+    change = (actual - expected).norm(dim=-1) / size
+    return change.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE)
+
+
+def locate_forward(
+    model: torch.nn.Module,
+    run: Callable,
+    changed_ids: torch.Tensor,
+    total: int,
+    tokens: slice,
+    width: int,
+    tolerance: float,
+) -> Found | None:
+    """Name, class and kind of the module through which the change in `changed_ids` gets to `tokens`."""
+    with torch.no_grad(), eager(model) as plain:
+        expected = _records(plain, lambda: run(plain), total, tokens)
+        actual = _records(plain, lambda: run(plain, changed_ids), total, tokens)
+        key = _first(actual, expected, tolerance)
+        if key is None:
+            return None
+        calls = _Capture(plain, key)
+        with calls:
+            run(plain)
+        module = plain.get_submodule(key[0])
+        kind = "attention" if _is_attention(module) else "other"
+        if kind == "other" and calls.arguments is not None:
+            kind = _kind_of_mixing(module, *calls.arguments, total, tokens, width, tolerance)
+    return _named(key[0], module, kind)
+
+
+def locate_alone(
+    model: torch.nn.Module, run: Callable, run_alone: Callable, total: int, tokens: slice, tolerance: float
+) -> Found | None:
+    """The module that first treats the row's `tokens` otherwise than the same document by itself."""
+    length = tokens.stop - tokens.start
+    with torch.no_grad(), eager(model) as plain:
+        expected = _records(plain, lambda: run_alone(plain), length, slice(0, length))
+        actual = _records(plain, lambda: run(plain), total, tokens)
+        key = _first(actual, expected, tolerance)
+        return None if key is None else _named(key[0], plain.get_submodule(key[0]), "positions")
+
+
+def locate_backward(
+    model: torch.nn.Module, run: Callable, total: int, origin: slice, tokens: slice, tolerance: float
+) -> Found | None:
+    """The module whose own gradient gets from `tokens` of its output to the tokens `origin` of its input."""
+    found = []
+
+    def visit(name, module, args, kwargs, output):
+        if found:
+            return
+        gradient = _own_gradient(module, args, kwargs, total, tokens)
+        if gradient is not None and gradient[origin].max() > tolerance * gradient[tokens].max():
+            found.append(_named(name, module, "backward only"))
+
+    with torch.no_grad(), eager(model) as plain:
+        with _visits(plain, visit):
+            run(plain)
+    return found[0] if found else None
+
+
+@contextmanager
+def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model without `torch.compile`, whose graphs run no hooks."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield model
+    finally:
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+
+
+@contextmanager
+def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
+    """Call `visit(name, module, args, kwargs, output)` whenever a module finishes, with the inputs it began with."""
+    handles, stack, busy = [], [], []
+
+    def before(_module, args, kwargs):
+        if not busy:
+            # A module may write into what it was given.
+            stack.append(_map(lambda x: x.clone(), (args, kwargs)))
+
+    def after(name):
+        def hook(module, _args, _kwargs, output):
+            if not busy:
+                args, kwargs = stack.pop()
+                busy.append(True)
+                try:
+                    visit(name, module, args, kwargs, output)
+                finally:
+                    busy.clear()
+
+        return hook
+
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after(name), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _map(function: Callable, values: Any) -> Any:
+    leaves, spec = tree_flatten(values)
+    return tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -> dict[tuple[str, int], tuple]:
+    """Inputs and outputs of every call of a module at `tokens`, by name and number of the call, as they finish."""
+    records, count = {}, {}
+
+    def visit(name, _module, args, kwargs, output):
+        count[name] = count.get(name, -1) + 1
+        inputs, outputs = (
+            [x[tokens].clone() for x in _by_token(values, total)] for values in ((args, kwargs), _plain(output))
+        )
+        records[name, count[name]] = inputs, outputs
+
+    with _visits(model, visit):
+        run()
+    return records
+
+
+def _plain(output: Any) -> Any:
+    """A model's output object as a tuple, which every version of pytree can walk."""
+    return output.to_tuple() if hasattr(output, "to_tuple") else output
+
+
+def by_token(x: Any, total: int) -> torch.Tensor | None:
+    """`x` with the row's tokens as the first dimension, or `None` if it has no such dimension."""
+    if not isinstance(x, torch.Tensor) or not x.ndim or not x.numel():
+        return None
+    if x.ndim >= 2 and x.shape[1] == total:
+        return x.movedim(1, 0)
+    for dim, size in enumerate(x.shape):
+        if size == total:
+            return x.movedim(dim, 0)
+    if x.shape[0] % total == 0:
+        # Tokens and heads, or tokens and experts, in one dimension.
+        return x.unflatten(0, (total, -1))
+    if x.ndim == 3 and total < x.shape[-1] < total + 16:
+        # Channels first, with what a padded convolution puts out past the end.
+        return x[..., :total].movedim(-1, 0)
+    return None
+
+
+def _by_token(values: Any, total: int) -> list[torch.Tensor]:
+    """Every tensor inside `values` that has a dimension for the row's tokens, with it first."""
+    return [x for x in (by_token(leaf, total) for leaf in tree_leaves(values)) if x is not None]
+
+
+def _first(actual: dict, expected: dict, tolerance: float) -> tuple[str, int] | None:
+    for key, (inputs, outputs) in actual.items():
+        if key in expected and inputs:
+            wanted_inputs, wanted_outputs = expected[key]
+            if not _differ(inputs, wanted_inputs, tolerance) and _differ(outputs, wanted_outputs, tolerance):
+                return key
+    return None
+
+
+def _differ(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> bool:
+    if len(actual) != len(expected):
+        return True
+    for x, y in zip(actual, expected, strict=True):
+        if x.shape[0] != y.shape[0] or x.numel() != y.numel():
+            # Masks and the like are as long as the row.
+            continue
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return True
+        elif (relative_change(x, y) > tolerance).any():
+            return True
+    return False
+
+
+def _named(name: str, module: torch.nn.Module, kind: str) -> Found:
+    return name or "(the model itself)", type(module).__name__, kind
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return bool(re.search("attention|attn", name)) and not re.search("linear|delta|lightning|mamba|recurrent", name)
+
+
+class _Capture:
+    """The arguments of one call of a module, while the model runs inside the `with` block."""
+
+    def __init__(self, model: torch.nn.Module, key: tuple[str, int]):
+        self.model, (self.name, self.number) = model, key
+        self.arguments = None
+
+    def __enter__(self):
+        calls = iter(range(1_000_000))
+
+        def hook(_module, args, kwargs):
+            if next(calls) == self.number:
+                self.arguments = _map(lambda x: x.clone(), (args, kwargs))
+
+        module = self.model.get_submodule(self.name)
+        self.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+
+def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int, tolerance: float) -> str:
+    """By which of the tokens before a document move its output, and how many tokens of it move."""
+    leaves, spec = tree_flatten((args, kwargs))
+    # The hidden states: the first tensor of numbers with a row for each token.
+    hidden = next((n for n, x in enumerate(leaves) if by_token(x, total) is not None and x.is_floating_point()), None)
+    if hidden is None:
+        return "other"
+
+    def output(changed: slice) -> torch.Tensor | None:
+        x = leaves[hidden].clone()
+        by_token(x, total)[changed] *= -2.0
+        inputs = [x if n == hidden else leaf for n, leaf in enumerate(_copies(leaves))]
+        args, kwargs = tree_unflatten(inputs, spec)
+        outputs = _by_token(_plain(module(*args, **kwargs)), total)
+        return next((y[tokens] for y in outputs if y.is_floating_point()), None)
+
+    start = tokens.start
+    expected = output(slice(0, 0))
+    if expected is None:
+        return "other"
+
+    def moved(first: int, last: int) -> int:
+        """How many tokens of the document move with those from `first` to `last` tokens before it."""
+        changed = slice(max(start - last, 0), max(start - first + 1, 0))
+        if changed.start >= changed.stop:
+            return 0
+        return int((relative_change(output(changed), expected) > tolerance).sum())
+
+    far, near, last = moved(width, start), moved(2, width - 1), moved(1, 1)
+    if far:
+        # A boundary one token late leaves the document's first token to the document before it.
+        return "boundary" if far == 1 and len(expected) > 1 else "state"
+    if near:
+        return "convolution"
+    if last:
+        # All that crosses is one token: a boundary one token early, or a window of two.
+        return "convolution" if width <= 2 else "boundary"
+    return "other"
+
+
+def _copies(leaves: list) -> list:
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _own_gradient(module, args, kwargs, total: int, tokens: slice) -> torch.Tensor | None:
+    """`[T]`: the gradient of the module's output at `tokens` with respect to its own input, by size at each token."""
+    leaves, spec = tree_flatten((args, kwargs))
+    starts = {}
+    for n, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and by_token(x, total) is not None:
+            starts[n] = x.detach().clone().requires_grad_()
+    if not starts:
+        return None
+    with torch.enable_grad():
+        # Some modules write into their input, which a leaf does not allow.
+        inputs = [starts[n] * 1 if n in starts else leaf for n, leaf in enumerate(_copies(leaves))]
+        args, kwargs = tree_unflatten(inputs, spec)
+        loss = 0.0
+        for y in _by_token(_plain(module(*args, **kwargs)), total):
+            if y.is_floating_point() and y.requires_grad:
+                loss = loss + (y[tokens].float() * torch.randn_like(y[tokens].float())).sum()
+        if not isinstance(loss, torch.Tensor):
+            return None
+        # Not autograd.grad, which reentrant checkpointing refuses.
+        loss.backward()
+    gradient = torch.zeros(total, device=loss.device)
+    for x in starts.values():
+        if x.grad is not None:
+            gradient += by_token(x.grad, total).reshape(total, -1).float().norm(dim=-1).to(gradient.device)
+    return gradient

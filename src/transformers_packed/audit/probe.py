@@ -1,0 +1,424 @@
+"""`audit_model`: change one document of a packed row, and see which other documents notice.
+
+Four measurements, each the largest relative change of a *token*, so that a leak into the first three tokens of a long
+document counts in full:
+
+* causality, on a row of one document: a change at a token alters nothing before it. Otherwise nothing else has meaning.
+* forward: all tokens of document `i` become other ones; the logits of document `j` must not move.
+* alone: the logits of document `j` in the row against those of the document by itself.
+* backward: the gradient of document `j`'s logits with respect to the embeddings of document `i` must be zero.
+
+What is no leak is measured too. Causality forbids that a later document moves an earlier one, so the median of those
+pairs is rounding: the median, because one planted leak from a later to an earlier document must still be seen, and at
+most what other shapes of the same computation amount to, because a model that packs without causality must be seen
+too. For `alone` it is the difference between a document by itself and at the start of longer rows that are not packed.
+Cost: for `N` documents `N + 2` forwards of the row per source, `N` forwards with backward, and `4 N` of single documents.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from ..data.collator import DataCollatorWithFlattening
+from ..errors import input_error
+from .locate import NOT_FINITE, locate_alone, locate_backward, locate_forward, relative_change
+from .report import SOURCES, AuditReport, Leak, SourceResult
+from .state import audit_state, transformers_model
+
+
+# How many times its measured noise a figure may be.
+SAFETY = 8.0
+
+_KEYS = {
+    "position_ids": {"position_ids"},
+    "seq_idx": {"seq_idx"},
+    "cu_seq_lens": {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"},
+}
+_KEYS["all"] = set().union(*_KEYS.values())
+
+
+class Refused(Exception):
+    """The model cannot be run or measured; the message says why."""
+
+
+def audit_model(
+    model: torch.nn.Module,
+    *,
+    lengths: Sequence[int] | None = None,
+    inputs: Sequence[str] = ("position_ids", "all"),
+    tolerance: float | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+) -> AuditReport:
+    """Measure whether a causal language model keeps the documents of a packed row apart, in forward and backward.
+
+    The model may be any that Transformers can run: built-in, of this package or with code of its own; in any dtype, on
+    any device, with any attention implementation, with gradient checkpointing, inside PEFT or `torch.compile`. Of a
+    vision-language model it is the text that is audited. It runs in training mode with every dropout 0 and without a
+    cache, and is afterwards exactly as it was before: mode, hooks, gradients, configuration, buffers, random state.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+        lengths (`Sequence[int]`, *optional*):
+            The documents of the row, in tokens: two at least. By default short and long ones in turn, about 400 tokens
+            in all: 1, 2, the width of the model's convolution less 1, 63, 64, 65 and 200.
+        inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
+            Which boundaries to give the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q` and
+            `max_length_k`), or `"all"` of them, as the collator does with every flag set.
+        tolerance (`float`, *optional*):
+            The relative change that is no leak, in place of one from measured noise.
+        gradients (`bool`, *optional*, defaults to `True`):
+            Whether to look at gradients too.
+        seed (`int`, *optional*, defaults to 0):
+            Of the tokens.
+
+    Returns:
+        [`AuditReport`]: with a verdict per source. A source that the model raises on is `"refused"`, with its message;
+        a model that is not causal, or that cannot be run at all, is refused for every source.
+
+    Raises:
+        `ValueError`: an argument is malformed, or there is no model of Transformers in `model`.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import audit_model, patch_model
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> report = audit_model(patch_model(Qwen3_5ForCausalLM(config)), lengths=[20, 1, 30])
+    >>> report.ok, report.leaks
+    (True, [])
+
+    ```
+    """
+    inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
+    if inner is None:
+        raise input_error(
+            "audit_model",
+            expected="a model of Transformers, or a module with one inside",
+            got=type(model).__name__,
+            fix="Pass the model itself.",
+        )
+    unknown = [name for name in inputs if name not in SOURCES]
+    if unknown or not inputs or isinstance(inputs, str):
+        raise input_error(
+            "audit_model",
+            expected=f"inputs among {', '.join(SOURCES)}",
+            got=repr(inputs),
+            fix='For example inputs=("position_ids", "all").',
+        )
+    width = conv_width(inner)
+    lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
+    if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
+        raise input_error(
+            "audit_model",
+            expected="lengths of two documents or more, each of at least 1 token",
+            got=repr(lengths),
+            fix="Leave lengths out for a choice that meets every kernel's edges.",
+        )
+    notes: list[str] = []
+    sources: dict[str, SourceResult] = {}
+    leaks: list[Leak] = []
+    settings = _settings(inner, seed)
+    with audit_state(model, notes):
+        probe = Probe(model, lengths, width, tolerance, gradients, seed)
+        try:
+            probe.prepare()
+        except Refused as refusal:
+            sources = {name: SourceResult("refused", str(refusal)) for name in inputs}
+        else:
+            for name in dict.fromkeys(inputs):
+                try:
+                    sources[name], found = probe.source(name)
+                    leaks += found
+                except Refused as refusal:
+                    sources[name] = SourceResult("refused", str(refusal))
+    leaks.sort(key=lambda leak: -leak.size)
+    cls = type(inner)
+    package = cls.__module__.partition(".")[0]
+    return AuditReport(f"{package}.{cls.__name__}", settings, lengths, sources, leaks, notes)
+
+
+def conv_width(model: torch.nn.Module) -> int:
+    """The width of the model's short convolution by its configuration, 4 if that does not say."""
+    values = vars(model.config.get_text_config())
+    widths = [
+        value
+        for name, value in values.items()
+        if re.search(r"conv.*(kernel|width|l_cache)|d_conv", name.lower()) and isinstance(value, int) and value < 32
+    ]
+    return max(widths, default=4)
+
+
+def _settings(model: torch.nn.Module, seed: int) -> dict[str, str | int]:
+    parameter = next(model.parameters())
+    device = str(parameter.device.type)
+    if device == "cuda":
+        device = torch.cuda.get_device_name(parameter.device)
+    return {
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": device,
+        "attention": str(getattr(model.config.get_text_config(), "_attn_implementation", None)),
+        "torch": f"torch {torch.__version__}",
+        "transformers": f"transformers {transformers.__version__}",
+        "seed": seed,
+    }
+
+
+class Probe:
+    """The runs on one model; `prepare` first."""
+
+    def __init__(self, model, lengths: list[int], width: int, tolerance: float | None, gradients: bool, seed: int):
+        self.model, self.lengths, self.width = model, lengths, width
+        self.tolerance, self.gradients = tolerance, gradients
+        self.inner = transformers_model(model)
+        self.embeddings = self.inner.get_input_embeddings()
+        self.device = self.embeddings.weight.device
+        self.compiled = any(
+            isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+            for module in model.modules()
+        )
+        self.total = sum(lengths)
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        self.documents = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.vocabulary = self._ordinary_tokens()
+        self.ids = self._random_ids(self.total)
+        # Every token becomes another one.
+        size = len(self.vocabulary)
+        rank = torch.searchsorted(self.vocabulary, self.ids.cpu())
+        shift = torch.randint(1, size, (self.total,), generator=self.generator)
+        self.other_ids = self.vocabulary[(rank + shift) % size].to(self.device)
+
+    # What the model is given
+
+    def _ordinary_tokens(self) -> torch.Tensor:
+        """The vocabulary without the tokens that mean something to the model: padding, images, ends."""
+        config = self.inner.config
+        size = self.embeddings.weight.shape[0]
+        size = min(size, getattr(config.get_text_config(), "vocab_size", None) or size)
+        special = set()
+        for part in (config, *vars(config).values()):
+            for name, value in (vars(part) if hasattr(part, "__dict__") else {}).items():
+                if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                    special.update(value if isinstance(value, (list, tuple)) else [value])
+        tokens = [token for token in range(size) if token not in special]
+        if len(tokens) < 2:
+            raise input_error(
+                "audit_model",
+                expected="a vocabulary of two ordinary tokens or more",
+                got=f"{len(tokens)} of {size}",
+                fix="Build the model with a larger vocab_size.",
+            )
+        return torch.tensor(tokens)
+
+    def _random_ids(self, length: int) -> torch.Tensor:
+        choice = torch.randint(0, len(self.vocabulary), (length,), generator=self.generator)
+        return self.vocabulary[choice].to(self.device)
+
+    def _packed(self, source: str) -> dict[str, Any]:
+        """The boundaries that the documented collator gives for the row, of the given kind."""
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+        batch = collator([{"input_ids": [0] * n} for n in self.lengths])
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+            if name in _KEYS[source]
+        }
+
+    def changed(self, document: int) -> torch.Tensor:
+        """The row's ids `[T]` with other tokens in one document."""
+        ids = self.ids.clone()
+        ids[self.documents[document]] = self.other_ids[self.documents[document]]
+        return ids
+
+    # Runs
+
+    def _call(self, model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        """Logits `[T, vocab]` of the row; whatever the model raises is a refusal."""
+        inputs = {"input_ids": ids[None]} if ids.ndim == 1 else {"inputs_embeds": ids[None]}
+        try:
+            output = model(**inputs, **kwargs)
+        except Exception as error:
+            raise Refused(_message(error)) from error
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            logits = getattr(output, "last_hidden_state", None)
+        if logits is None or logits.shape[:2] != (1, len(ids)):
+            got = "no logits" if logits is None else f"an output of shape {list(logits.shape)}"
+            raise Refused(f"for a row of {len(ids)} tokens the model gives {got}")
+        return logits[0]
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        return self._call(self.model, ids, **kwargs).detach()
+
+    def embedding_gradient(self, document: int, projection: torch.Tensor, **kwargs) -> torch.Tensor:
+        """`[T]`: the size of the gradient of a document's projected logits at each token's embedding."""
+        leaves = []
+
+        def to_leaf(embeddings: torch.Tensor) -> torch.Tensor:
+            leaves.append(embeddings.detach().requires_grad_())
+            return leaves[-1]
+
+        def hook(_module, _args, output):
+            return to_leaf(output) if not leaves and output.shape[:2] == (1, self.total) else output
+
+        with torch.enable_grad():
+            if self.compiled:
+                # A compiled graph does not run hooks that were added later.
+                logits = self._call(self.model, to_leaf(self.embeddings(self.ids)), **kwargs)
+            else:
+                handle = self.embeddings.register_forward_hook(hook)
+                try:
+                    logits = self._call(self.model, self.ids, **kwargs)
+                finally:
+                    handle.remove()
+            if not leaves:
+                raise Refused("the model does not use its input embeddings, so no gradient can be measured there")
+            try:
+                (logits[self.documents[document]].float() * projection).sum().backward()
+            except Exception as error:
+                raise Refused(f"backward: {_message(error)}") from error
+        gradient = leaves[0].grad
+        if gradient is None:
+            raise Refused("backward: no gradient reaches the embeddings")
+        return gradient.reshape(self.total, -1).float().norm(dim=-1)
+
+    # Measurements
+
+    def prepare(self) -> None:
+        """Refuse what cannot be measured, and take the figures that packing has no part in."""
+        row = self.logits(self.ids)
+        if not row.isfinite().all():
+            raise Refused("the logits of a row that is not packed are not finite")
+        self.floor = max(torch.finfo(row.dtype).eps, torch.finfo(self.embeddings.weight.dtype).eps)
+        repeated = relative_change(self.logits(self.ids), row).max().item()
+        if repeated > 0.05:
+            raise Refused(f"two runs on the same row differ by {repeated:.1e}, so leaks could not be told from chance")
+        self.repeat_noise = repeated
+        for place in (self.total // 3, 2 * self.total // 3, self.total - 1):
+            ids = torch.cat([self.ids[:place], self.other_ids[place:]])
+            change = relative_change(self.logits(ids), row)[:place].max().item()
+            if change > max(self.floor, SAFETY * repeated):
+                raise Refused(
+                    f"not causal: in a row of one document, tokens from {place} on change earlier ones by {change:.1e}"
+                )
+        self.alone = [self.logits(self.ids[document]) for document in self.documents]
+        noise = [repeated]
+        for document, alone in zip(self.documents, self.alone, strict=True):
+            for extra in (17, self.total // 2, self.total):
+                tail = self._random_ids(extra)
+                longer = self.logits(torch.cat([self.ids[document], tail]))[: len(alone)]
+                noise.append(relative_change(longer, alone).max().item())
+        self.shape_noise = max(noise)
+
+    def threshold(self, values: list[list[float]], repeat_noise: float) -> float:
+        """For a matrix of influences: what later documents seem to do to earlier ones is rounding."""
+        if self.tolerance is not None:
+            return self.tolerance
+        later = [values[i][j] for i in range(len(values)) for j in range(i)]
+        return max(self.floor, SAFETY * max(repeat_noise, min(median(later), self.shape_noise)))
+
+    def source(self, name: str) -> tuple[SourceResult, list[Leak]]:
+        """Everything about one source of boundaries."""
+        kwargs = self._packed(name)
+        row = self.logits(self.ids, **kwargs)
+        repeated = max(self.repeat_noise, relative_change(self.logits(self.ids, **kwargs), row).max().item())
+        influence = []
+        for i in range(len(self.lengths)):
+            change = relative_change(self.logits(self.changed(i), **kwargs), row)
+            influence.append([change[document].max().item() for document in self.documents])
+        alone = [
+            relative_change(row[document], expected).max().item()
+            for document, expected in zip(self.documents, self.alone, strict=True)
+        ]
+        result = SourceResult("isolated", influence=influence, alone=alone)
+        result.thresholds["forward"] = self.threshold(influence, repeated)
+        noise = SAFETY * self.shape_noise
+        result.thresholds["alone"] = self.tolerance or max(self.floor, noise, result.thresholds["forward"])
+        if self.gradients:
+            result.backward = self._backward(row, kwargs)
+            result.thresholds["backward"] = self.threshold(result.backward, 0.0)
+
+        def run(model, ids=self.ids):
+            return self._call(model, ids, **kwargs)
+
+        leaks = self._leaks(name, result)
+        exact = repeated == 0.0
+        for direction in dict.fromkeys(leak.direction for leak in leaks):
+            self._locate(leaks, direction, run, 0.0 if exact else result.thresholds[direction])
+        result.verdict = "leaks" if leaks else "isolated"
+        return result, leaks
+
+    def _backward(self, row: torch.Tensor, kwargs: dict[str, Any]) -> list[list[float]]:
+        """At `[i][j]` document `j`'s gradient in document `i`, relative to that in itself."""
+        columns = []
+        for j, document in enumerate(self.documents):
+            projection = torch.randn(row[document].shape, generator=self.generator).to(row.device)
+            sizes = self.embedding_gradient(j, projection, **kwargs)
+            own = sizes[document].max().item()
+            if not 0 < own < float("inf"):
+                raise Refused(f"backward: the gradient of document {j} at its own embeddings is {own}")
+            columns.append([_finite((sizes[other] / own).max()) for other in self.documents])
+        return [list(line) for line in zip(*columns, strict=True)]
+
+    def _leaks(self, source: str, result: SourceResult) -> list[Leak]:
+        leaks = []
+        for direction, matrix in (("forward", result.influence), ("backward", result.backward)):
+            for i, line in enumerate(matrix or ()):
+                for j, size in enumerate(line):
+                    if i != j and size > result.thresholds[direction]:
+                        leaks.append(Leak(source, direction, i, j, size, result.thresholds[direction]))
+        # A document that another one changes cannot be what it is alone.
+        touched = {leak.to_document for leak in leaks}
+        limit = result.thresholds["alone"]
+        leaks += [
+            Leak(source, "alone", None, j, size, limit)
+            for j, size in enumerate(result.alone)
+            if size > limit and j not in touched
+        ]
+        return leaks
+
+    def _locate(self, leaks: list[Leak], direction: str, run: Callable, tolerance: float) -> None:
+        """Name the module of one leak of the direction: the largest into a document long enough to show its kind."""
+        forward = {(leak.from_document, leak.to_document) for leak in leaks if leak.direction == "forward"}
+        candidates = [leak for leak in leaks if leak.direction == direction]
+        if direction == "backward":
+            # The rest is the forward's leak again.
+            candidates = [leak for leak in candidates if (leak.from_document, leak.to_document) not in forward]
+        candidates = [leak for leak in candidates if self.lengths[leak.to_document] >= 16] or candidates
+        if not candidates:
+            return
+        leak = max(candidates, key=lambda leak: leak.size)
+        tokens = self.documents[leak.to_document]
+        if direction == "forward":
+            found = locate_forward(
+                self.model, run, self.changed(leak.from_document), self.total, tokens, self.width, tolerance
+            )
+        elif direction == "backward":
+            origin = self.documents[leak.from_document]
+            found = locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
+        else:
+            ids = self.ids[tokens]
+            found = locate_alone(
+                self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold
+            )
+        if found is not None:
+            module, module_class, kind = found
+            fields = {**vars(leak), "module": module, "module_class": module_class, "kind": kind}
+            leaks[leaks.index(leak)] = Leak(**fields)
+
+
+def _finite(value: torch.Tensor) -> float:
+    return value.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE).item()
+
+
+def _message(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

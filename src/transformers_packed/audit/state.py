@@ -1,0 +1,108 @@
+"""The model as it is during an audit: training mode without randomness; afterwards it is what it was before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def transformers_model(model: torch.nn.Module) -> PreTrainedModel | None:
+    """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+@contextmanager
+def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
+    """Set up `model` for an audit, and put everything back afterwards.
+
+    Training is what packing is for, and some models take other kernels and checkpoint layers only there: so the model
+    is in training mode, has no cache (as under `Trainer`), and every dropout is 0. Gradients are taken at embeddings
+    only. A mixture of experts runs `batched_mm` where it can: in grouped matrices of experts the shapes, hence the last
+    bits and at times the routes, depend on what the other documents are.
+    """
+    modules = list(model.modules())
+    configs = _configs(modules)
+    # Whatever a forward leaves behind in a module or a configuration (mode, cached lengths, ...) is an attribute.
+    attributes = [(vars(item), dict(vars(item))) for item in (*modules, *configs)]
+    buffers = [
+        (module._buffers, dict(module._buffers), {k: _copy(v) for k, v in module._buffers.items()})
+        for module in modules
+    ]
+    parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    was_training = model.training
+    with torch.random.fork_rng(devices=cuda):
+        try:
+            # Some models switch kernels in `train`, so it is called where it has something to do.
+            if not was_training:
+                model.train()
+            for module in modules:
+                module.training = True
+                _silence(vars(module))
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+                    module.p = 0.0
+                elif isinstance(module, torch.nn.modules.batchnorm._NormBase):
+                    module.training = False
+            for config in configs:
+                _silence(vars(config))
+            inner = transformers_model(model)
+            if hasattr(inner.config, "use_cache"):
+                inner.config.use_cache = False
+            _batch_experts(inner, notes)
+            for parameter, _ in parameters:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            if not was_training:
+                model.eval()
+            for parameter, requires_grad in parameters:
+                parameter.requires_grad_(requires_grad)
+            for current, before in attributes:
+                if current.keys() != before.keys() or any(current[name] is not before[name] for name in before):
+                    current.clear()
+                    current.update(before)
+            for current, before, contents in buffers:
+                current.clear()
+                current.update(before)
+                for name, content in contents.items():
+                    if content is not None and not torch.equal(content, before[name]):
+                        before[name].data.copy_(content)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None or tensor.is_meta else tensor.detach().clone()
+
+
+def _configs(modules: list[torch.nn.Module]) -> list[PreTrainedConfig]:
+    """Every configuration that a module holds, with those inside it, each once."""
+    found = {}
+    waiting = [vars(module).get("config") for module in modules]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return list(found.values())
+
+
+def _silence(values: dict[str, Any]) -> None:
+    """Dropout, layer drop and router jitter, as modules and configurations keep them, become 0."""
+    for name, value in values.items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            values[name] = 0.0
+
+
+def _batch_experts(model: PreTrainedModel, notes: list[str]) -> None:
+    before = getattr(model.config, "_experts_implementation", None)
+    if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
+        return
+    try:
+        model.set_experts_implementation("batched_mm")
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
+        notes.append(f"experts run as they are, so their rounding counts as noise: {error}")
+        return
+    after = {config._experts_implementation for config in _configs(list(model.modules()))}
+    if "batched_mm" in after:
+        notes.append(f"experts ran as batched_mm (the model's own: {before})")
