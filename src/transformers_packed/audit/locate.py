@@ -60,13 +60,16 @@ def locate_forward(
 def locate_alone(
     model: torch.nn.Module, run: Callable, run_alone: Callable, total: int, tokens: slice, tolerance: float
 ) -> Found | None:
-    """The module that first treats the row's `tokens` otherwise than the same document by itself."""
+    """The module that first treats the row's `tokens` otherwise than the same document by itself.
+
+    The kind is `"boundary"`, a document cut in the wrong place; without any leak between documents it is positions.
+    """
     length = tokens.stop - tokens.start
     with torch.no_grad(), eager(model) as plain:
         expected = _records(plain, lambda: run_alone(plain), length, slice(0, length))
         actual = _records(plain, lambda: run(plain), total, tokens)
         key = _first(actual, expected, tolerance)
-        return None if key is None else _named(key[0], plain.get_submodule(key[0]), "positions")
+        return None if key is None else _named(key[0], plain.get_submodule(key[0]), "boundary")
 
 
 def locate_backward(

@@ -316,7 +316,8 @@ class Probe:
                 tail = self._random_ids(extra)
                 longer = self.logits(torch.cat([self.ids[document], tail]))[: len(alone)]
                 noise.append(relative_change(longer, alone).max().item())
-        self.shape_noise = max(noise)
+        # More than this is no rounding: the results depend on the length of the row (some rotary embeddings do that).
+        self.shape_noise = min(max(noise), self.floor**0.5)
 
     def threshold(self, values: list[list[float]], repeat_noise: float) -> float:
         """For a matrix of influences: what later documents seem to do to earlier ones is rounding."""
@@ -411,6 +412,8 @@ class Probe:
             )
         if found is not None:
             module, module_class, kind = found
+            if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
+                kind = "positions"
             fields = {**vars(leak), "module": module, "module_class": module_class, "kind": kind}
             leaks[leaks.index(leak)] = Leak(**fields)
 

@@ -28,9 +28,10 @@ class Leak:
         threshold (`float`): what the size may be.
         module (`str`, *optional*): the first module that leaks. Looked for in one leak of each source and direction.
         module_class (`str`, *optional*): its class.
-        kind (`str`, *optional*): `"attention"`, `"convolution"`, `"state"`, `"boundary"` (off by one token),
-            `"positions"`, `"backward only"` or `"other"`. A state that leaks hides whether a convolution before it in
-            the same module does.
+        kind (`str`, *optional*): `"attention"`, `"convolution"`, `"state"`, `"boundary"` (a document cut in
+            the wrong place), `"positions"` (documents do not touch one another and yet differ from themselves alone),
+            `"backward only"` or `"other"`. A state that leaks hides whether a convolution before it in the same module
+            does.
     """
 
     source: str

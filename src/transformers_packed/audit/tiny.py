@@ -44,6 +44,8 @@ _TINY = {
 }
 # By model type, what it needs besides.
 _OVERRIDES: dict[str, dict] = {
+    # By default every layer would be attention.
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "opt": {"word_embed_proj_dim": 64},
 }
