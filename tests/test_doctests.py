@@ -24,6 +24,7 @@ class DoctestsTest(unittest.TestCase):
             attempted[module.__name__.removeprefix("transformers_packed.")] = result.attempted
         # A fence or a prompt written wrongly would leave examples out silently.
         for name in (
+            "audit.probe",
             "boundaries",
             "data.collator",
             "data.cost",

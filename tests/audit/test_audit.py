@@ -144,8 +144,8 @@ class EarlierTokensGetGradients(torch.autograd.Function):
 
 
 class PlantedFaultsTest(unittest.TestCase):
-    def assertFinds(self, model, module, kind, direction="forward", source="all", pairs=None, **kwargs):
-        report = audit_model(model, inputs=(source,), **kwargs)
+    def assertFinds(self, model, module, kind, direction="forward", source="all", pairs=None):
+        report = audit_model(model, inputs=(source,), gradients=direction == "backward")
         self.assertFalse(report.ok)
         self.assertEqual(report.sources[source].verdict, "leaks")
         found = [leak for leak in report.leaks if leak.module is not None and leak.direction == direction]
@@ -253,11 +253,11 @@ class PlantedFaultsTest(unittest.TestCase):
         # Slow decay, so that 64 tokens later something is left.
         with torch.no_grad():
             layer.A_log.fill_(-6.0)
-        report = audit_model(model, inputs=("all",))
+        report = audit_model(model, inputs=("all",), gradients=False)
         self.assertEqual({leak.to_document for leak in report.leaks}, {2}, report.table())
         found = [(leak.module, leak.kind) for leak in report.leaks if leak.module and leak.direction == "forward"]
         self.assertEqual(found, [("model.layers.2.linear_attn", "state")])
-        self.assertTrue(audit_model(model, inputs=("all",), lengths=[65, 1, 64, 63]).ok)
+        self.assertTrue(audit_model(model, inputs=("all",), lengths=[65, 1, 64, 63], gradients=False).ok)
 
     @parameterized.expand([("self_attn", "attention"), ("mlp", "other")])
     def test_only_from_document_3_to_2(self, name, kind):
@@ -364,9 +364,9 @@ class NoFalseAlarmTest(unittest.TestCase):
             model.compile(backend="eager", dynamic=True)
         else:
             compiled = torch.compile(model, backend="eager", dynamic=True)
-        self.assertIsolated(compiled, inputs=("all",), lengths=[20, 1, 70])
+        self.assertIsolated(compiled, inputs=("all",), lengths=[9, 1, 20])
         # Boundaries that it does not look at: the module is found without the compiler.
-        report = audit_model(compiled, inputs=("cu_seq_lens",), lengths=[20, 1, 70], gradients=False)
+        report = audit_model(compiled, inputs=("cu_seq_lens",), lengths=[9, 1, 20], gradients=False)
         self.assertEqual([leak.module for leak in report.leaks if leak.module], ["model.layers.0.self_attn"])
 
     def test_vision_language(self):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 
 # Stands for a change that is not finite: NaN that spreads from one document into another.
@@ -150,7 +150,8 @@ def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -
     def visit(name, _module, args, kwargs, output):
         count[name] = count.get(name, -1) + 1
         inputs, outputs = (
-            [x[tokens].clone() for x in _by_token(values, total)] for values in ((args, kwargs), _plain(output))
+            {path: x[tokens].clone() for path, x in _by_token(values, total).items()}
+            for values in ((args, kwargs), _plain(output))
         )
         records[name, count[name]] = inputs, outputs
 
@@ -182,9 +183,11 @@ def by_token(x: Any, total: int) -> torch.Tensor | None:
     return None
 
 
-def _by_token(values: Any, total: int) -> list[torch.Tensor]:
-    """Every tensor inside `values` that has a dimension for the row's tokens, with it first."""
-    return [x for x in (by_token(leaf, total) for leaf in tree_leaves(values)) if x is not None]
+def _by_token(values: Any, total: int) -> dict[str, torch.Tensor]:
+    """Every tensor inside `values` that has a dimension for the row's tokens, with it first, by its place there."""
+    found = {keystr(path): by_token(leaf, total) for path, leaf in tree_flatten_with_path(values)[0]}
+    # Document numbers only count documents; a document alone has none.
+    return {path: x for path, x in found.items() if x is not None and "seq_idx" not in path}
 
 
 def _first(actual: dict, expected: dict, tolerance: float) -> tuple[str, int] | None:
@@ -196,12 +199,11 @@ def _first(actual: dict, expected: dict, tolerance: float) -> tuple[str, int] | 
     return None
 
 
-def _differ(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> bool:
-    if len(actual) != len(expected):
-        return True
-    for x, y in zip(actual, expected, strict=True):
-        if x.shape[0] != y.shape[0] or x.numel() != y.numel():
-            # Masks and the like are as long as the row.
+def _differ(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> bool:
+    for path in actual.keys() & expected.keys():
+        x, y = actual[path], expected[path]
+        if x.numel() != y.numel():
+            # Masks and the like are as wide as the row.
             continue
         if not x.is_floating_point():
             if not torch.equal(x, y):
@@ -255,7 +257,7 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
         inputs = [x if n == hidden else leaf for n, leaf in enumerate(_copies(leaves))]
         args, kwargs = tree_unflatten(inputs, spec)
         outputs = _by_token(_plain(module(*args, **kwargs)), total)
-        return next((y[tokens] for y in outputs if y.is_floating_point()), None)
+        return next((y[tokens] for y in outputs.values() if y.is_floating_point()), None)
 
     start = tokens.start
     expected = output(slice(0, 0))
@@ -299,7 +301,7 @@ def _own_gradient(module, args, kwargs, total: int, tokens: slice) -> torch.Tens
         inputs = [starts[n] * 1 if n in starts else leaf for n, leaf in enumerate(_copies(leaves))]
         args, kwargs = tree_unflatten(inputs, spec)
         loss = 0.0
-        for y in _by_token(_plain(module(*args, **kwargs)), total):
+        for y in _by_token(_plain(module(*args, **kwargs)), total).values():
             if y.is_floating_point() and y.requires_grad:
                 loss = loss + (y[tokens].float() * torch.randn_like(y[tokens].float())).sum()
         if not isinstance(loss, torch.Tensor):
