@@ -111,7 +111,7 @@ def when_packed(model: torch.nn.Module, change):
 
 def audit_ids(model: torch.nn.Module) -> torch.Tensor:
     """The tokens of the row that an audit of `model` starts from."""
-    return Probe(model, LENGTHS, 4, None, False, 0).ids
+    return Probe(model, LENGTHS, 4, None, False, 0, []).ids
 
 
 def no_boundaries(boundaries):
@@ -282,6 +282,25 @@ class PlantedFaultsTest(unittest.TestCase):
         report = audit_model(model, inputs=("all",), gradients=False)
         self.assertEqual(len(report.leaks), 42, report.table())
 
+    def test_a_module_that_cannot_run_by_itself(self):
+        """The leak and its module are reported all the same."""
+        model = qwen3_5()
+        layer = model.model.layers[0].linear_attn
+        plant_in_op(layer, "gated_delta_rule", replace=no_boundaries)
+        forward, inside = layer.forward, []
+
+        def only_inside(*args, **kwargs):
+            assert inside[-1], "runs in the model only"
+            return forward(*args, **kwargs)
+
+        layer.forward = only_inside
+        model.register_forward_pre_hook(lambda *_: inside.append(True))
+        model.register_forward_hook(lambda *_: inside.append(False))
+        report = audit_model(model, inputs=("all",), gradients=False)
+        # It is looked for a second time, by itself, when the model is done.
+        found = [(leak.module, leak.kind) for leak in report.leaks if leak.module]
+        self.assertEqual(found, [("model.layers.0.linear_attn", "other")])
+
     def test_not_a_number_spreads(self):
         model = qwen3_5()
         first_token = audit_ids(model)[0]
@@ -399,6 +418,11 @@ class RefusalsTest(unittest.TestCase):
         model = llama()
         plant_in_output(model.model.layers[1].mlp, lambda x: x * torch.rand_like(x))
         self.assertIn("two runs on the same row differ", audit_model(model).sources["all"].reason)
+        model = llama()
+        plant_in_output(model.model.layers[1].mlp, when_packed(model, lambda x: x * torch.rand_like(x)))
+        report = audit_model(model)
+        self.assertIn("two runs on the same row differ", report.sources["all"].reason)
+        self.assertEqual(report.sources["position_ids"].verdict, "isolated")
 
     def test_not_finite(self):
         model = llama()
@@ -420,6 +444,13 @@ class RefusalsTest(unittest.TestCase):
         self.assertEqual(report.sources["all"].reason, "TypeError: unexpected seq_idx")
         self.assertEqual(report.sources["position_ids"].verdict, "isolated")
         self.assertTrue(report.ok)
+
+    def test_tolerance(self):
+        model = llama()
+        self.assertFalse(audit_model(model, inputs=("all",), gradients=False, tolerance=0.0).ok)
+        report = audit_model(model, inputs=("seq_idx",), tolerance=10.0)
+        self.assertTrue(report.ok)
+        self.assertEqual(set(report.sources["seq_idx"].thresholds.values()), {10.0})
 
     @parameterized.expand(
         [

@@ -8,7 +8,7 @@ few, a state all of them.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -53,7 +53,9 @@ def locate_forward(
         module = plain.get_submodule(key[0])
         kind = "attention" if _is_attention(module) else "other"
         if kind == "other" and calls.arguments is not None:
-            kind = _kind_of_mixing(module, *calls.arguments, total, tokens, width, tolerance)
+            # Not every module can run by itself, and then its kind stays open.
+            with suppress(Exception):
+                kind = _kind_of_mixing(module, *calls.arguments, total, tokens, width, tolerance)
     return _named(key[0], module, kind)
 
 
@@ -81,7 +83,10 @@ def locate_backward(
     def visit(name, module, args, kwargs, output):
         if found:
             return
-        gradient = _own_gradient(module, args, kwargs, total, tokens)
+        gradient = None
+        # Nor has every module that can run by itself a gradient.
+        with suppress(Exception):
+            gradient = _own_gradient(module, args, kwargs, total, tokens)
         if gradient is not None and gradient[origin].max() > tolerance * gradient[tokens].max():
             found.append(_named(name, module, "backward only"))
 

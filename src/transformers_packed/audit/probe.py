@@ -126,7 +126,7 @@ def audit_model(
     leaks: list[Leak] = []
     settings = _settings(inner, seed)
     with audit_state(model, notes):
-        probe = Probe(model, lengths, width, tolerance, gradients, seed)
+        probe = Probe(model, lengths, width, tolerance, gradients, seed, notes)
         try:
             probe.prepare()
         except Refused as refusal:
@@ -173,8 +173,17 @@ def _settings(model: torch.nn.Module, seed: int) -> dict[str, str | int]:
 class Probe:
     """The runs on one model; `prepare` first."""
 
-    def __init__(self, model, lengths: list[int], width: int, tolerance: float | None, gradients: bool, seed: int):
-        self.model, self.lengths, self.width = model, lengths, width
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lengths: list[int],
+        width: int,
+        tolerance: float | None,
+        gradients: bool,
+        seed: int,
+        notes: list[str],
+    ):
+        self.model, self.lengths, self.width, self.notes = model, lengths, width, notes
         self.tolerance, self.gradients = tolerance, gradients
         self.inner = transformers_model(model)
         self.embeddings = self.inner.get_input_embeddings()
@@ -292,16 +301,20 @@ class Probe:
 
     # Measurements
 
+    def _repeat(self, row: torch.Tensor, **kwargs) -> float:
+        """How far another run is from `row`."""
+        if not row.isfinite().all():
+            raise Refused("the logits are not finite")
+        repeated = relative_change(self.logits(self.ids, **kwargs), row).max().item()
+        if repeated > 0.05:
+            raise Refused(f"two runs on the same row differ by {repeated:.1e}, so leaks could not be told from chance")
+        return repeated
+
     def prepare(self) -> None:
         """Refuse what cannot be measured, and take the figures that packing has no part in."""
         row = self.logits(self.ids)
-        if not row.isfinite().all():
-            raise Refused("the logits of a row that is not packed are not finite")
         self.floor = max(torch.finfo(row.dtype).eps, torch.finfo(self.embeddings.weight.dtype).eps)
-        repeated = relative_change(self.logits(self.ids), row).max().item()
-        if repeated > 0.05:
-            raise Refused(f"two runs on the same row differ by {repeated:.1e}, so leaks could not be told from chance")
-        self.repeat_noise = repeated
+        self.repeat_noise = repeated = self._repeat(row)
         for place in (self.total // 3, 2 * self.total // 3, self.total - 1):
             ids = torch.cat([self.ids[:place], self.other_ids[place:]])
             change = relative_change(self.logits(ids), row)[:place].max().item()
@@ -330,7 +343,7 @@ class Probe:
         """Everything about one source of boundaries."""
         kwargs = self._packed(name)
         row = self.logits(self.ids, **kwargs)
-        repeated = max(self.repeat_noise, relative_change(self.logits(self.ids, **kwargs), row).max().item())
+        repeated = max(self.repeat_noise, self._repeat(row, **kwargs))
         influence = []
         for i in range(len(self.lengths)):
             change = relative_change(self.logits(self.changed(i), **kwargs), row)
@@ -341,8 +354,8 @@ class Probe:
         ]
         result = SourceResult("isolated", influence=influence, alone=alone)
         result.thresholds["forward"] = self.threshold(influence, repeated)
-        noise = SAFETY * self.shape_noise
-        result.thresholds["alone"] = self.tolerance or max(self.floor, noise, result.thresholds["forward"])
+        noise = max(SAFETY * self.shape_noise, result.thresholds["forward"])
+        result.thresholds["alone"] = noise if self.tolerance is None else self.tolerance
         if self.gradients:
             result.backward = self._backward(row, kwargs)
             result.thresholds["backward"] = self.threshold(result.backward, 0.0)
@@ -397,25 +410,31 @@ class Probe:
         if not candidates:
             return
         leak = max(candidates, key=lambda leak: leak.size)
-        tokens = self.documents[leak.to_document]
-        if direction == "forward":
-            found = locate_forward(
-                self.model, run, self.changed(leak.from_document), self.total, tokens, self.width, tolerance
-            )
-        elif direction == "backward":
-            origin = self.documents[leak.from_document]
-            found = locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
-        else:
-            ids = self.ids[tokens]
-            found = locate_alone(
-                self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold
-            )
+        try:
+            found = self._find(leak, run, tolerance)
+        except Exception as error:
+            # Hooks and single modules meet code that nobody wrote for them. The leak stands all the same.
+            found = None
+            self.notes.append(f"{leak.source} {direction}: the module could not be looked for: {_message(error)}")
         if found is not None:
             module, module_class, kind = found
             if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
                 kind = "positions"
+            # A module that leaks in forward may leave other pairs of documents to its backward alone.
+            kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
             fields = {**vars(leak), "module": module, "module_class": module_class, "kind": kind}
             leaks[leaks.index(leak)] = Leak(**fields)
+
+    def _find(self, leak: Leak, run: Callable, tolerance: float):
+        tokens = self.documents[leak.to_document]
+        if leak.direction == "forward":
+            changed = self.changed(leak.from_document)
+            return locate_forward(self.model, run, changed, self.total, tokens, self.width, tolerance)
+        if leak.direction == "backward":
+            origin = self.documents[leak.from_document]
+            return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
+        ids = self.ids[tokens]
+        return locate_alone(self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold)
 
 
 def _finite(value: torch.Tensor) -> float:
