@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 after a failure, 130 after Ctrl-C.
+    """Run the command line and return its exit status: 0, 1 after a failure (`audit`: 0, 1 or 2), 130 after Ctrl-C.
 
     Args:
         argv (`list[str]`, *optional*):

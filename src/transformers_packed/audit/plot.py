@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 
 from ..errors import input_error
 from .report import AuditReport, SourceResult
@@ -63,9 +64,12 @@ def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *
     values = getattr(result, row)
     labels = [str(length) for length in report.lengths]
     if values is None:
-        reason = result.reason or "not measured"
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, _wrapped(reason), ha="center", va="center", fontsize=8, transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[], facecolor="#f4f4f4", box_aspect=1, xlabel=f"{direction}: not measured")
+        axes.xaxis.label.set_size(8)
+        axes.spines[:].set_color("#cccccc")
+        if result.reason and row == "influence":
+            text = fill(result.reason, 38, max_lines=12)
+            axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=8, transform=axes.transAxes)
         return None
     matrix = np.array(values)
     other = np.where(np.eye(len(matrix), dtype=bool) | (matrix == 0), np.nan, matrix)
@@ -91,9 +95,3 @@ def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *
     if first:
         axes.set_ylabel(f"tokens of the {changed}", fontsize=8)
     return image
-
-
-def _wrapped(text: str) -> str:
-    from textwrap import fill
-
-    return fill(text, 38, max_lines=12)

@@ -420,8 +420,9 @@ class Probe:
             module, module_class, kind = found
             if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
                 kind = "positions"
-            # A module that leaks in forward may leave other pairs of documents to its backward alone.
-            kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
+            if direction == "backward":
+                # A pair that is below the noise in forward, in a module that leaks there too.
+                kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
             fields = {**vars(leak), "module": module, "module_class": module_class, "kind": kind}
             leaks[leaks.index(leak)] = Leak(**fields)
 
