@@ -357,8 +357,14 @@ class Probe:
         noise = max(SAFETY * self.shape_noise, result.thresholds["forward"])
         result.thresholds["alone"] = noise if self.tolerance is None else self.tolerance
         if self.gradients:
-            result.backward = self._backward(row, kwargs)
-            result.thresholds["backward"] = self.threshold(result.backward, 0.0)
+            try:
+                result.backward = self._backward(row, kwargs)
+                result.thresholds["backward"] = self.threshold(result.backward, 0.0)
+            except Refused as refusal:
+                # What is wrong already in forward is no less wrong; what is right there may not be in backward.
+                if not self._leaks(name, result):
+                    raise
+                self.notes.append(f"{name}: {refusal}")
 
         def run(model, ids=self.ids):
             return self._call(model, ids, **kwargs)
