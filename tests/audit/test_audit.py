@@ -338,6 +338,15 @@ class NoFalseAlarmTest(unittest.TestCase):
     def test_correct_models(self, _, make, dtype, seed):
         self.assertIsolated(make(getattr(torch, dtype)), seed=seed)
 
+    def test_experts_in_batches(self):
+        model = qwen3_5_moe()
+        seen = set()
+        model.register_forward_pre_hook(lambda module, _: seen.add(module.config._experts_implementation))
+        report = self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
+        self.assertEqual(seen, {"batched_mm"})
+        self.assertNotEqual(model.config._experts_implementation, "batched_mm")
+        self.assertIn("experts ran as batched_mm", report.notes[0])
+
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
     def test_llama_eager(self, dtype):
         self.assertIsolated(llama(dtype, "eager"))
@@ -494,7 +503,13 @@ class StateTest(unittest.TestCase):
         model.model.layers[1].train()
         model.model.layers[2].mlp.requires_grad_(False)
         model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
-        model.lm_head.register_forward_hook(lambda *_: None)
+        # A forward that draws numbers and counts in a buffer.
+        model.register_buffer("calls", torch.zeros(1))
+
+        def count(*_):
+            model.calls.add_(torch.rand(1))
+
+        model.lm_head.register_forward_hook(count)
         torch.manual_seed(7)
         random.seed(7)
 

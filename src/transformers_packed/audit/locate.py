@@ -191,8 +191,7 @@ def by_token(x: Any, total: int) -> torch.Tensor | None:
 def _by_token(values: Any, total: int) -> dict[str, torch.Tensor]:
     """Every tensor inside `values` that has a dimension for the row's tokens, with it first, by its place there."""
     found = {keystr(path): by_token(leaf, total) for path, leaf in tree_flatten_with_path(values)[0]}
-    # Document numbers only count documents; a document alone has none.
-    return {path: x for path, x in found.items() if x is not None and "seq_idx" not in path}
+    return {path: x for path, x in found.items() if x is not None}
 
 
 def _first(actual: dict, expected: dict, tolerance: float) -> tuple[str, int] | None:
