@@ -83,6 +83,7 @@ class PackedModelTesterMixin:
     builtin_class: type
     packed_class: type
     is_moe = False
+    has_vision = False
     lengths = (1, 2, 3, 63, 64, 65, 130, 300)
     logits_bar = 1e-5
     decay_bar = 1e-5
@@ -456,7 +457,7 @@ class PackedModelTesterMixin:
 
     def test_flex_attention_is_refused_without_a_gpu(self):
         _, model = self.models("sdpa")
-        model.set_attn_implementation("flex_attention")
+        model.set_attn_implementation({"text_config": "flex_attention"} if self.has_vision else "flex_attention")
         with self.assertRaisesRegex(ValueError, "flex_attention: needs CUDA tensors"):
             model(**packed_batch(self.documents))
 

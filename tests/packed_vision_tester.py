@@ -93,6 +93,7 @@ def alone_batch(feature: dict) -> dict:
 class PackedVisionTesterMixin(PackedModelTesterMixin):
     """All that text families satisfy, with images and videos in the documents; set the same attributes."""
 
+    has_vision = True
     # The terms of the decay's gradients nearly cancel here: norms of 1e-4, where other parameters have 1e-1. What is
     # left shows the rounding of the delta rule, which is in float32 in float64 models too.
     decay_bar = 1e-4

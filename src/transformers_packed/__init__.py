@@ -4,7 +4,9 @@ Importing the package changes nothing in Transformers and imports no kernel pack
 classes build its models, and `patch_model()` converts a model that exists already.
 """
 
-from .audit import AuditReport, audit_model
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .boundaries import SequenceBoundaries
 from .data.collator import DataCollatorWithFlattening
 from .data.cost import PackingCost
@@ -14,7 +16,21 @@ from .data.plan import plan_packing
 from .data.streaming import IterablePackingDataset
 from .models.auto import register, registered, unregister
 from .models.patch import patch_model, unpatch_model
-from .training.packing_state import PackingStateCallback
+
+
+if TYPE_CHECKING:
+    from .audit import AuditReport, audit_model
+    from .training.packing_state import PackingStateCallback
+
+
+# Imported when they are asked for: they bring Trainer along, and with it PEFT and triton.
+_LATE = {"AuditReport": ".audit", "PackingStateCallback": ".training.packing_state", "audit_model": ".audit"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(import_module(_LATE[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+import transformers
 
 
-def transformers_model(model: torch.nn.Module) -> PreTrainedModel | None:
+def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
     """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
 
 
 @contextmanager
@@ -75,13 +75,13 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None or tensor.is_meta else tensor.detach().clone()
 
 
-def _configs(modules: list[torch.nn.Module]) -> list[PreTrainedConfig]:
+def _configs(modules: list[torch.nn.Module]) -> list[Any]:
     """Every configuration that a module holds, with those inside it, each once."""
     found = {}
     waiting = [vars(module).get("config") for module in modules]
     while waiting:
         config = waiting.pop()
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+        if isinstance(config, transformers.PreTrainedConfig) and id(config) not in found:
             found[id(config)] = config
             waiting += vars(config).values()
     return list(found.values())
@@ -94,7 +94,7 @@ def _silence(values: dict[str, Any]) -> None:
             values[name] = 0.0
 
 
-def _batch_experts(model: PreTrainedModel, notes: list[str]) -> None:
+def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     before = getattr(model.config, "_experts_implementation", None)
     if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
         return
