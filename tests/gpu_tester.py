@@ -58,16 +58,12 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
         write_line(f"  {figure['test']:<52} {rest}")
     target = os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY")
     if target:
-        # One entry per set of packages: a run replaces the last one of its own environment.
+        # By set of packages and command: a run replaces the last one of its own environment and command.
         path = Path(target)
         label = "+".join(package for package in PACKAGES if package in machine)
         entries = json.loads(path.read_text()) if path.exists() else {}
-        entries[label] = {
-            "command": f"python -m pytest {' '.join(sys.argv[1:])}",
-            "machine": machine,
-            "outcome": outcome,
-            "figures": FIGURES,
-        }
+        command = f"python -m pytest {' '.join(sys.argv[1:])}"
+        entries.setdefault(label, {})[command] = {"machine": machine, "outcome": outcome, "figures": FIGURES}
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
 
