@@ -9,6 +9,11 @@ if not os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY"):
 import torch
 
 
+# Before triton is imported: without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 # The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
 # They are the oracle of these tests, so it is hidden from them; what runs with it visible runs in a subprocess. On a
 # GPU the variable lets one machine stand for several environments.

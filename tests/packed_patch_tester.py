@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin_qwen
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_next
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from transformers_packed.models.base import REPLACEMENTS
+from transformers_packed.models.base import ONLY_FASTER, REPLACEMENTS
 
 
 EXPERTS = {
@@ -61,8 +61,9 @@ def documents() -> list[torch.Tensor]:
 
 
 def ours(model: torch.nn.Module) -> set[str]:
-    """The names of the modules that are of our classes."""
-    return {name for name, module in model.named_modules() if type(module) in set(REPLACEMENTS.values())}
+    """The names of the modules that are of our classes, without those of classes that are only faster."""
+    classes = set(REPLACEMENTS.values()) - ONLY_FASTER
+    return {name for name, module in model.named_modules() if type(module) in classes}
 
 
 def snapshot(model: torch.nn.Module) -> dict:

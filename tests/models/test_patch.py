@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
 from transformers_packed.models.auto import modeling_module
-from transformers_packed.models.base import REPLACEMENTS
+from transformers_packed.models.base import ONLY_FASTER, REPLACEMENTS
 
 
 class PatchTest(PatchTestCase):
@@ -49,6 +49,10 @@ class PatchTest(PatchTestCase):
         self.assertIs(patch_model(model), model)
         self.assertIn("", ours(model))
         self.assertEqual(len(ours(model)), 2 + 2)  # the model, its base model, an attention and a linear layer
+        faster = [type(module).__name__ for module in model.modules() if type(module) in ONLY_FASTER]
+        self.assertEqual(sum(name.endswith("DecoderLayer") for name in faster), 2)
+        self.assertEqual(sum(name.endswith("RMSNorm") for name in faster), 2 * 2 + 2 + 1)
+        self.assertEqual(sum(name.endswith("RMSNormGated") for name in faster), 1)
         patched = snapshot(model)
         for same in ("tensors", "modules", "attributes"):
             self.assertEqual(patched[same], untouched[same])

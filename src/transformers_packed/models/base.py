@@ -11,6 +11,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 REPLACEMENTS: dict[type, type] = {}
+# Those of them that are only faster: documents are kept apart without them.
+ONLY_FASTER: set[type] = set()
 
 
 def replaces_builtin(cls: type) -> type:
@@ -22,12 +24,23 @@ def replaces_builtin(cls: type) -> type:
     return cls
 
 
+def only_faster(cls: type) -> type:
+    """Class decorator: as [`replaces_builtin`], but a module that cannot become `cls` may stay what it is."""
+    ONLY_FASTER.add(replaces_builtin(cls))
+    return cls
+
+
 def become(module: torch.nn.Module, cls: type) -> None:
     """Set the module's class, one of a pair in `REPLACEMENTS`, and what Transformers keeps per class of a model."""
     module.__class__ = cls
     # What a model can record is looked up by its class; an entry that is there already stays.
     if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(module):
         _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+def is_plain(module: torch.nn.Module, cls: type) -> bool:
+    """Whether the module runs the forward of `cls` and nothing else: no adapter, and no forward of its own."""
+    return type(module) is cls and "forward" not in vars(module)
 
 
 def convert(model: torch.nn.Module) -> None:

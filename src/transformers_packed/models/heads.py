@@ -1,12 +1,21 @@
-"""What heads on top of a model do with the documents of a packed row."""
+"""What heads on top of a model do: one result per document of a packed row, and a language model's loss without logits."""
 
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+import torch.nn.functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops import linear_cross_entropy
+from .base import is_plain
 
 
 def classify_documents(
@@ -45,3 +54,111 @@ def classify_documents(
     return SequenceClassifierOutputWithPast(
         loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
     )
+
+
+def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, kwargs: dict) -> bool:
+    """Whether this forward of a language model gives its loss alone. Takes `skip_logits` out of `kwargs`.
+
+    By default that is so in training, where labels are given. It needs Transformers' own loss and a plain linear head:
+    not one of PEFT, one that accelerate moves, or one that is sharded by itself.
+    """
+    skip = kwargs.pop("skip_logits", None)
+    if skip is None:
+        skip = model.training
+    if (
+        not skip
+        or labels is None
+        or torch.compiler.is_compiling()
+        or not isinstance(logits_to_keep, int)
+        or logits_to_keep
+    ):
+        return False
+    head = model.lm_head
+    plain = is_plain(head, torch.nn.Linear) and type(head.weight.data) is torch.Tensor
+    hooked = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    return plain and not hooked and model.loss_function is ForCausalLMLoss
+
+
+class _LogitsOnDemand:
+    """Mixed into an output: `logits` are made when they are asked for by name. No tuple, and no copy, holds them."""
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        make = vars(self).pop("_make_logits", None)
+        if make is not None:
+            self["logits"] = make()
+        return vars(self).get("_logits")
+
+    @logits.setter
+    def logits(self, value: torch.Tensor | None) -> None:
+        vars(self)["_logits"] = value
+
+    def __getitem__(self, key):
+        return self.logits if key == "logits" else super().__getitem__(key)
+
+
+class LanguageModelLoss(_LogitsOnDemand, CausalLMOutputWithPast):
+    """The output of a language model that made no logits."""
+
+
+class MoeLanguageModelLoss(_LogitsOnDemand, MoeCausalLMOutputWithPast):
+    """The output of a mixture of experts that made no logits."""
+
+
+def loss_without_logits(
+    model: Any,
+    labels: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None,
+    output_router_logits: bool | None = None,
+    **inputs: Any,
+) -> LanguageModelLoss | MoeLanguageModelLoss:
+    """The output of a language model, with the loss of the built-in forward; logits are made if somebody looks at them.
+
+    Args:
+        model (`PreTrainedModel`):
+            A model with a base model `model` and a head `lm_head`.
+        labels (`torch.LongTensor` of shape `[B, T]`):
+            As in the forward of every causal language model.
+        attention_mask (`torch.Tensor`, *optional*):
+            As in forward.
+        output_router_logits (`bool`, *optional*):
+            As in the forward of a mixture of experts.
+        inputs:
+            The other arguments of forward, also those of the loss: `num_items_in_batch`, `shift_labels`,
+            `ignore_index`, `label_smoothing`.
+    """
+    config = model.config.get_text_config()
+    sparse = hasattr(config, "output_router_logits")
+    if sparse:
+        if output_router_logits is None:
+            output_router_logits = config.output_router_logits
+        inputs["output_router_logits"] = output_router_logits
+    outputs = model.model(attention_mask=attention_mask, **inputs)
+    ignore_index = inputs.get("ignore_index", -100)
+    targets = inputs.get("shift_labels")
+    if targets is None:
+        targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    loss = linear_cross_entropy(
+        outputs.last_hidden_state,
+        model.lm_head.weight,
+        targets,
+        model.lm_head.bias,
+        num_items_in_batch=inputs.get("num_items_in_batch"),
+        label_smoothing=inputs.get("label_smoothing", 0.0),
+        ignore_index=ignore_index,
+    )
+    fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    if sparse:
+        aux_loss = None
+        if output_router_logits:
+            aux_loss = load_balancing_loss_func(
+                outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+            )
+            loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+        router_logits = outputs.get("router_logits")
+        result = MoeLanguageModelLoss(loss=loss, aux_loss=aux_loss, router_logits=router_logits, **fields)
+    else:
+        result = LanguageModelLoss(loss=loss, **fields)
+    vars(result)["_make_logits"] = lambda: model.lm_head(outputs.last_hidden_state)
+    return result

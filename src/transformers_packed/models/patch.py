@@ -15,7 +15,7 @@ import torch
 
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
-from .base import REPLACEMENTS, become
+from .base import ONLY_FASTER, REPLACEMENTS, become
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -62,7 +62,7 @@ def patch_model(model: Model) -> Model:
     for family in FAMILIES:
         modeling_module(family)
     ours = tuple(REPLACEMENTS.values())
-    names = {cls.__name__ for cls in ours}
+    names = {cls.__name__ for cls in ours if cls not in ONLY_FASTER}
     _switch(
         "patch_model",
         model,
@@ -143,7 +143,13 @@ def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, rel
                 fix="Load the model without what put that class there, or derive the class from ours, "
                 f"in {__package__}.<family>.modeling_<family>.",
             )
-        changes.append((module, classes[old], _attributes(call, name, module, classes[old])))
+        try:
+            attributes = _attributes(call, name, module, classes[old])
+        except ValueError:
+            if classes[old] not in ONLY_FASTER:
+                raise
+        else:
+            changes.append((module, classes[old], attributes))
     for module, cls, attributes in changes:
         become(module, cls)
         vars(module).update(attributes)

@@ -1,18 +1,30 @@
-"""Ops that keep the documents of a packed row apart, each with a torch reference that runs anywhere."""
+"""Ops that keep the documents of a packed row apart, and the layers' fused parts, each with a torch reference."""
 
 from .attention import attention
-from .causal_conv1d import causal_conv1d, torch_causal_conv1d
+from .causal_conv1d import causal_conv1d, convolved_query_key_value, torch_causal_conv1d
+from .cross_entropy import linear_cross_entropy
 from .dispatch import implementations_used
 from .gated_delta_rule import gated_delta_rule, torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
+from .gates import decay_and_rate, sigmoid_gate, swiglu
+from .norm import gated_rms_norm, rms_norm
 from .per_document import per_document
+from .rotary import normed_rotary
 
 
 __all__ = [
     "attention",
     "causal_conv1d",
+    "convolved_query_key_value",
+    "decay_and_rate",
     "gated_delta_rule",
+    "gated_rms_norm",
     "implementations_used",
+    "linear_cross_entropy",
+    "normed_rotary",
     "per_document",
+    "rms_norm",
+    "sigmoid_gate",
+    "swiglu",
     "torch_causal_conv1d",
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",

@@ -21,6 +21,7 @@ from .kernels import (
     fla_causal_conv1d,
     verify_compiled_causal_conv1d,
     verify_fla_causal_conv1d,
+    verify_triton,
 )
 
 
@@ -78,6 +79,68 @@ def causal_conv1d(
     return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
 
+def convolved_query_key_value(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    boundaries: SequenceBoundaries | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`causal_conv1d`], then the split into queries, keys and values by heads, and queries and keys of unit length.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[B, T, D]`):
+            The projections of queries, keys and values side by side, any floating dtype.
+        weight, bias, activation:
+            As in [`causal_conv1d`].
+        key_heads (`int`):
+            The number of heads of the queries, and of the keys.
+        key_dim, value_dim (`int`):
+            Channels of a head. What queries and keys leave of the `D` channels are the values.
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The documents of a packed row (`B` = 1).
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"`, or `"reference"`: [`causal_conv1d`], with the kernel that it chooses, and torch.
+
+    Returns:
+        `tuple`: queries and keys `[B, T, key_heads, key_dim]` and values `[B, T, value_heads, value_dim]`, contiguous, in
+        the dtype of `hidden_states`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import convolved_query_key_value
+    >>> x, weight = torch.randn(1, 5, 12), torch.randn(12, 4)
+    >>> q, k, v = convolved_query_key_value(x, weight, key_heads=1, key_dim=2, value_dim=4)
+    >>> q.shape, k.shape, v.shape, round(float(k[0, 3].norm()), 3)
+    (torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 2, 4]), 1.0)
+
+    ```
+    """
+    channels = hidden_states.shape[-1]
+    values = channels - 2 * key_heads * key_dim
+    if weight.shape[:1] != (channels,) or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
+        raise input_error(
+            "convolved_query_key_value",
+            expected="hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values",
+            got=f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {key_heads} heads of {key_dim} channels "
+            f"and values of {value_dim}",
+            fix="Put channels last, and check the number of heads.",
+        )
+    options = {"key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "boundaries": boundaries}
+    call = (hidden_states, weight, bias, activation)
+    return run("convolved_query_key_value", impl, QUERY_KEY_VALUE, *call, **options)
+
+
 def torch_causal_conv1d(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -111,4 +174,46 @@ IMPLEMENTATIONS = {
     "fla": Implementation(fla_causal_conv1d, verify_fla_causal_conv1d),
     "causal_conv1d": Implementation(compiled_causal_conv1d, verify_compiled_causal_conv1d),
     "reference": Implementation(_reference, always),
+}
+
+
+def _reference_query_key_value(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
+    convolved = causal_conv1d(hidden_states, weight, bias, activation, boundaries=boundaries)
+    size = key_heads * key_dim
+    query, key, value = convolved.split([size, size, convolved.shape[-1] - 2 * size], dim=-1)
+    query, key = (_unit_length(x.unflatten(-1, (key_heads, key_dim))) for x in (query, key))
+    return query, key, value.unflatten(-1, (-1, value_dim))
+
+
+def _unit_length(x: torch.Tensor) -> torch.Tensor:
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _triton_query_key_value(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
+    from .triton_kernels.conv import ConvolvedQueryKeyValue
+
+    rows, length, channels = hidden_states.shape
+    if boundaries is None:
+        position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
+    else:
+        position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
+    value_heads = channels // value_dim - 2 * key_heads
+    results = ConvolvedQueryKeyValue.apply(
+        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6
+    )
+    return tuple(x.unflatten(0, (rows, length)) for x in results)
+
+
+def _verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
+    if bias is not None or activation not in ("silu", "swish"):
+        return False, "serves SiLU without a bias only"
+    if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
+        return False, f"wants heads of one power of two of channels, from 16 to 256, not {key_dim} and {value_dim}"
+    return verify_triton(hidden_states)
+
+
+QUERY_KEY_VALUE = {
+    "triton": Implementation(_triton_query_key_value, _verify_triton_query_key_value),
+    "reference": Implementation(_reference_query_key_value, always),
 }

@@ -63,14 +63,14 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     )
 
 
-def run(op: str, impl: str, table: dict[str, Implementation], *args, boundaries, **kwargs) -> Any:
+def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
     """[`choose`] and call.
 
-    With boundaries that happens outside of a graph that is being compiled: what a kernel is given depends on the
+    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given depends on the
     lengths of the documents, which are different in each row.
     """
-    call = _run if boundaries is None else _run_outside_of_graphs
-    return call(op, impl, table, *args, boundaries=boundaries, **kwargs)
+    call = _run if kwargs.get("boundaries") is None else _run_outside_of_graphs
+    return call(op, impl, table, *args, **kwargs)
 
 
 def _run(op, impl, table, *args, **kwargs):

@@ -143,6 +143,27 @@ def _chunk_indices(boundaries: SequenceBoundaries) -> torch.Tensor:
     return torch.stack([document, chunk.to(torch.int32)], dim=1)
 
 
+@lru_cache
+def _triton_problem() -> str:
+    """Why this package's own Triton kernels cannot run here, or nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed (pip install triton)"
+    return "has not been tried on AMD GPUs" if torch.version.hip else ""
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def verify_triton(tensor: torch.Tensor) -> tuple[bool, str]:
+    """Whether this package's own Triton kernels serve a tensor."""
+    if not _on_gpu(tensor):
+        return False, "needs CUDA tensors"
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False, f"serves float32, float16 and bfloat16, not {tensor.dtype}"
+    return not _triton_problem(), _triton_problem()
+
+
 def _needs_backward(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

@@ -8,15 +8,19 @@ from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
 from ..base import PackedModelMixin, replaces_builtin
-from ..heads import classify_documents
+from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
+    Qwen3NextDecoderLayer,
     Qwen3NextForSequenceClassification,
     Qwen3NextForTokenClassification,
     Qwen3NextGatedDeltaNet,
+    Qwen3NextMLP,
     Qwen3NextModel,
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
 )
 
 
@@ -31,12 +35,29 @@ class Qwen3_5Attention(Qwen3NextAttention):
     pass
 
 
+class Qwen3_5RMSNorm(Qwen3NextRMSNorm):
+    pass
+
+
+class Qwen3_5RMSNormGated(Qwen3NextRMSNormGated):
+    pass
+
+
+class Qwen3_5MLP(Qwen3NextMLP):
+    pass
+
+
+class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
+    pass
+
+
 class Qwen3_5TextModel(Qwen3NextModel):
     pass
 
 
 @replaces_builtin
 class Qwen3_5ForCausalLM(PackedModelMixin, builtin.Qwen3_5ForCausalLM):
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -62,17 +83,19 @@ class Qwen3_5ForCausalLM(PackedModelMixin, builtin.Qwen3_5ForCausalLM):
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 @replaces_builtin
@@ -157,6 +180,7 @@ class Qwen3_5ForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5ForCondit
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -187,22 +211,24 @@ class Qwen3_5ForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5ForCondit
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            logits_to_keep=logits_to_keep,
-            mm_encoder_outputs=mm_encoder_outputs,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            "mm_encoder_outputs": mm_encoder_outputs,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 class Qwen3_5TextForSequenceClassification(Qwen3NextForSequenceClassification):

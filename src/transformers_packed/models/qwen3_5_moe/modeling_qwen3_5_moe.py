@@ -3,7 +3,6 @@
 """Qwen3.5-MoE that keeps the documents of a packed row apart. Only what differs from Qwen3.5 and Qwen3-Next is here."""
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
@@ -11,8 +10,19 @@ from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
 from ...errors import input_error
-from ...ops import attention, causal_conv1d, gated_delta_rule
-from ..base import PackedModelMixin, replaces_builtin
+from ...ops import (
+    attention,
+    convolved_query_key_value,
+    decay_and_rate,
+    gated_delta_rule,
+    gated_rms_norm,
+    normed_rotary,
+    rms_norm,
+    sigmoid_gate,
+    swiglu,
+)
+from ..base import PackedModelMixin, is_plain, only_faster, replaces_builtin
+from ..heads import loss_without_logits, skips_logits
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
@@ -71,23 +81,29 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        mixed_qkv = causal_conv1d(
-            mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, boundaries=boundaries
-        )[:, -length:]
-
-        query, key, value = mixed_qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        # exp(A_log) in float32: in float16 it overflows.
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        query, key, value = (
+            x[:, -length:]
+            for x in convolved_query_key_value(
+                mixed_qkv,
+                self.conv1d.weight.squeeze(1),
+                self.conv1d.bias,
+                self.activation,
+                key_heads=self.num_k_heads,
+                key_dim=self.head_k_dim,
+                value_dim=self.head_v_dim,
+                boundaries=boundaries,
+            )
+        )
+        g, beta = decay_and_rate(a, b, self.A_log, self.dt_bias)
         output, recurrent_state = gated_delta_rule(
-            query.unflatten(-1, (-1, self.head_k_dim)),
-            key.unflatten(-1, (-1, self.head_k_dim)),
-            value.unflatten(-1, (-1, self.head_v_dim)),
+            query,
+            key,
+            value,
             g,
-            b.sigmoid(),
+            beta,
             boundaries=boundaries,
             initial_state=recurrent_state,
             output_final_state=cache_params is not None,
-            use_qk_l2norm_in_kernel=True,
         )
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
@@ -98,6 +114,8 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
+    # Their weights are used without calling them.
+    @force_accelerate_hooks(["q_norm", "k_norm"])
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -108,11 +126,14 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         boundaries = boundaries_from_metadata(f"{type(self).__name__}.forward", hidden_states.shape[1], kwargs)
         shape = hidden_states.shape[:-1]
-        query, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        query_gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim)
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
-        query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
-        query, key = builtin.apply_rotary_pos_emb(query, key, *position_embeddings)
+        cos, sin = position_embeddings
+        query, key, gate = normed_rotary(
+            query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.q_norm.eps
+        )
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = attention(
@@ -126,7 +147,72 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
+        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
+
+
+@only_faster
+class Qwen3_5MoeRMSNorm(builtin.Qwen3_5MoeRMSNorm):
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x`; with a `residual` the norm of their sum, and the sum."""
+        return rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+@only_faster
+class Qwen3_5MoeRMSNormGated(builtin.Qwen3_5MoeRMSNormGated):
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+
+
+@only_faster
+class Qwen3_5MoeMLP(builtin.Qwen3_5MoeMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.hidden_act not in ("silu", "swish"):
+            return super().forward(x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+@only_faster
+class Qwen3_5MoeDecoderLayer(builtin.Qwen3_5MoeDecoderLayer):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        if self.block_type == "linear_attention":
+            hidden_states = self.linear_attn(
+                hidden_states=hidden_states,
+                cache_params=past_key_values,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        else:
+            hidden_states, _ = self.self_attn(
+                hidden_states=hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        norm = self.post_attention_layernorm
+        if is_plain(norm, Qwen3_5MoeRMSNorm):
+            hidden_states, residual = norm(hidden_states, residual)
+        else:
+            residual = residual + hidden_states
+            hidden_states = norm(residual)
+        hidden_states = self.mlp(hidden_states)
+        # Some blocks of experts return their routing too.
+        if isinstance(hidden_states, tuple):
+            hidden_states, _ = hidden_states
+        return residual + hidden_states
 
 
 @replaces_builtin
@@ -184,6 +270,7 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
 
 @replaces_builtin
 class Qwen3_5MoeForCausalLM(PackedModelMixin, builtin.Qwen3_5MoeForCausalLM):
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -210,18 +297,20 @@ class Qwen3_5MoeForCausalLM(PackedModelMixin, builtin.Qwen3_5MoeForCausalLM):
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "output_router_logits": output_router_logits,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 @replaces_builtin
@@ -306,6 +395,7 @@ class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeFor
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -337,23 +427,25 @@ class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeFor
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
-            mm_encoder_outputs=mm_encoder_outputs,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            "output_router_logits": output_router_logits,
+            "mm_encoder_outputs": mm_encoder_outputs,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 __all__ = [

@@ -4,10 +4,21 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 from transformers.processing_utils import Unpack
+from transformers.utils import can_return_tuple
 
 from ..base import PackedModelMixin, replaces_builtin
+from ..heads import loss_without_logits, skips_logits
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries
-from ..qwen3_5.modular_qwen3_5 import Qwen3_5Attention, Qwen3_5GatedDeltaNet, Qwen3_5Model, Qwen3_5TextModel
+from ..qwen3_5.modular_qwen3_5 import (
+    Qwen3_5Attention,
+    Qwen3_5DecoderLayer,
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5MLP,
+    Qwen3_5Model,
+    Qwen3_5RMSNorm,
+    Qwen3_5RMSNormGated,
+    Qwen3_5TextModel,
+)
 from ..qwen3_next.modular_qwen3_next import Qwen3NextForCausalLM
 
 
@@ -16,6 +27,22 @@ class Qwen3_5MoeGatedDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 class Qwen3_5MoeAttention(Qwen3_5Attention):
+    pass
+
+
+class Qwen3_5MoeRMSNorm(Qwen3_5RMSNorm):
+    pass
+
+
+class Qwen3_5MoeRMSNormGated(Qwen3_5RMSNormGated):
+    pass
+
+
+class Qwen3_5MoeMLP(Qwen3_5MLP):
+    pass
+
+
+class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
     pass
 
 
@@ -36,6 +63,7 @@ class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeFor
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -67,23 +95,25 @@ class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeFor
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
-            mm_encoder_outputs=mm_encoder_outputs,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            "output_router_logits": output_router_logits,
+            "mm_encoder_outputs": mm_encoder_outputs,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 __all__ = [

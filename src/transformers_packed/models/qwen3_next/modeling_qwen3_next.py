@@ -3,7 +3,6 @@
 """Qwen3-Next that keeps the documents of a packed row apart. Only what differs from Transformers is here."""
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
@@ -12,9 +11,19 @@ from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
 from ...errors import input_error
-from ...ops import attention, causal_conv1d, gated_delta_rule
-from ..base import PackedModelMixin, replaces_builtin
-from ..heads import classify_documents
+from ...ops import (
+    attention,
+    convolved_query_key_value,
+    decay_and_rate,
+    gated_delta_rule,
+    gated_rms_norm,
+    normed_rotary,
+    rms_norm,
+    sigmoid_gate,
+    swiglu,
+)
+from ..base import PackedModelMixin, is_plain, only_faster, replaces_builtin
+from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
 
 
@@ -68,23 +77,29 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        mixed_qkv = causal_conv1d(
-            mixed_qkv, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation, boundaries=boundaries
-        )[:, -length:]
-
-        query, key, value = mixed_qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        # exp(A_log) in float32: in float16 it overflows.
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        query, key, value = (
+            x[:, -length:]
+            for x in convolved_query_key_value(
+                mixed_qkv,
+                self.conv1d.weight.squeeze(1),
+                self.conv1d.bias,
+                self.activation,
+                key_heads=self.num_k_heads,
+                key_dim=self.head_k_dim,
+                value_dim=self.head_v_dim,
+                boundaries=boundaries,
+            )
+        )
+        g, beta = decay_and_rate(a, b, self.A_log, self.dt_bias)
         output, recurrent_state = gated_delta_rule(
-            query.unflatten(-1, (-1, self.head_k_dim)),
-            key.unflatten(-1, (-1, self.head_k_dim)),
-            value.unflatten(-1, (-1, self.head_v_dim)),
+            query,
+            key,
+            value,
             g,
-            b.sigmoid(),
+            beta,
             boundaries=boundaries,
             initial_state=recurrent_state,
             output_final_state=cache_params is not None,
-            use_qk_l2norm_in_kernel=True,
         )
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
@@ -95,6 +110,8 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3NextAttention(builtin.Qwen3NextAttention):
+    # Their weights are used without calling them.
+    @force_accelerate_hooks(["q_norm", "k_norm"])
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -105,11 +122,14 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         boundaries = boundaries_from_metadata(f"{type(self).__name__}.forward", hidden_states.shape[1], kwargs)
         shape = hidden_states.shape[:-1]
-        query, gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        query_gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim)
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
-        query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
-        query, key = builtin.apply_rotary_pos_emb(query, key, *position_embeddings)
+        cos, sin = position_embeddings
+        query, key, gate = normed_rotary(
+            query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.q_norm.eps
+        )
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = attention(
@@ -123,7 +143,72 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        return self.o_proj(output.flatten(2) * gate.flatten(2).sigmoid()), weights
+        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
+
+
+@only_faster
+class Qwen3NextRMSNorm(builtin.Qwen3NextRMSNorm):
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x`; with a `residual` the norm of their sum, and the sum."""
+        return rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+@only_faster
+class Qwen3NextRMSNormGated(builtin.Qwen3NextRMSNormGated):
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+
+
+@only_faster
+class Qwen3NextMLP(builtin.Qwen3NextMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.hidden_act not in ("silu", "swish"):
+            return super().forward(x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+@only_faster
+class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[PackingKwargs],
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        if self.block_type == "linear_attention":
+            hidden_states = self.linear_attn(
+                hidden_states=hidden_states,
+                cache_params=past_key_values,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        else:
+            hidden_states, _ = self.self_attn(
+                hidden_states=hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        norm = self.post_attention_layernorm
+        if is_plain(norm, Qwen3NextRMSNorm):
+            hidden_states, residual = norm(hidden_states, residual)
+        else:
+            residual = residual + hidden_states
+            hidden_states = norm(residual)
+        hidden_states = self.mlp(hidden_states)
+        # Some blocks of experts return their routing too.
+        if isinstance(hidden_states, tuple):
+            hidden_states, _ = hidden_states
+        return residual + hidden_states
 
 
 @replaces_builtin
@@ -181,6 +266,7 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
 
 @replaces_builtin
 class Qwen3NextForCausalLM(PackedModelMixin, builtin.Qwen3NextForCausalLM):
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -207,18 +293,20 @@ class Qwen3NextForCausalLM(PackedModelMixin, builtin.Qwen3NextForCausalLM):
         if boundaries is not None:
             kwargs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            logits_to_keep=logits_to_keep,
+        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "output_router_logits": output_router_logits,
             **kwargs,
-        )
+        }
+        if skip_logits:
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
 
 @replaces_builtin

@@ -1,0 +1,153 @@
+"""Elementwise gates: of an MLP (SwiGLU), of attention's output, and of the gated delta rule."""
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import input_error
+from .dispatch import Implementation, always, run
+from .kernels import verify_triton
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate, up (`torch.Tensor` of one shape):
+            What the two projections of an MLP give, any floating dtype.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (computed in float32, rounded once) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of the same shape and dtype.
+
+    Raises:
+        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import swiglu
+    >>> swiglu(torch.tensor([0.0, 20.0]), torch.tensor([5.0, 2.0])).tolist()
+    [0.0, 40.0]
+
+    ```
+    """
+    _check("swiglu", "gate and up", gate, up)
+    return run("swiglu", impl, SWIGLU, gate, up)
+
+
+def sigmoid_gate(gate: torch.Tensor, hidden_states: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """`hidden_states * sigmoid(gate)`.
+
+    Args:
+        gate, hidden_states (`torch.Tensor` of one shape):
+            Any floating dtype.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (computed in float32, rounded once) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of the same shape and dtype.
+
+    Raises:
+        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import sigmoid_gate
+    >>> sigmoid_gate(torch.zeros(2), torch.tensor([5.0, 2.0])).tolist()
+    [2.5, 1.0]
+
+    ```
+    """
+    _check("sigmoid_gate", "gate and hidden_states", gate, hidden_states)
+    return run("sigmoid_gate", impl, SIGMOID_GATE, gate, hidden_states)
+
+
+def decay_and_rate(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, *, impl: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decay `g = -exp(a_log) * softplus(a + dt_bias)` and the rate `beta = sigmoid(b)` of the gated delta rule.
+
+    Args:
+        a, b (`torch.Tensor` of shape `[..., HV]`):
+            The projections, any floating dtype.
+        a_log, dt_bias (`torch.Tensor` of shape `[HV]`):
+            The layer's parameters.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` or `"reference"`.
+
+    Returns:
+        `tuple`: `g` in float32 and `beta` in the dtype of `b`, both `[..., HV]`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import decay_and_rate
+    >>> g, beta = decay_and_rate(*(torch.zeros(1, 2),) * 2, *(torch.zeros(2),) * 2)
+    >>> g.exp().tolist(), beta.tolist()  # softplus(0) is log 2
+    ([[0.5, 0.5]], [[0.5, 0.5]])
+
+    ```
+    """
+    if a.shape != b.shape or a_log.shape != a.shape[-1:] or dt_bias.shape != a.shape[-1:]:
+        raise input_error(
+            "decay_and_rate",
+            expected="a and b [..., HV], a_log and dt_bias [HV]",
+            got=", ".join(str(tuple(x.shape)) for x in (a, b, a_log, dt_bias)),
+            fix="Check the number of value heads.",
+        )
+    return run("decay_and_rate", impl, DECAY_AND_RATE, a, b, a_log, dt_bias)
+
+
+def _check(call: str, names: str, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        raise input_error(
+            call,
+            expected=f"{names} of one shape and dtype",
+            got=f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}",
+            fix="Reshape or cast one of them.",
+        )
+
+
+def _triton(silu: bool):
+    def gated_product(gate, x):
+        from .triton_kernels.gates import GatedProduct
+
+        return GatedProduct.apply(gate, x, silu)
+
+    return Implementation(gated_product, lambda gate, x: verify_triton(gate))
+
+
+SWIGLU = {
+    "triton": _triton(silu=True),
+    "reference": Implementation(lambda gate, up: F.silu(gate) * up, always),
+}
+SIGMOID_GATE = {
+    "triton": _triton(silu=False),
+    "reference": Implementation(lambda gate, x: x * gate.sigmoid(), always),
+}
+
+
+def _decay_reference(a, b, a_log, dt_bias):
+    # exp(a_log) in float32: in float16 it overflows.
+    return -a_log.float().exp() * F.softplus(a.float() + dt_bias), b.sigmoid()
+
+
+def _decay_triton(a, b, a_log, dt_bias):
+    from .triton_kernels.decay import DecayAndRate
+
+    g, beta = DecayAndRate.apply(a.flatten(0, -2), b.flatten(0, -2), a_log, dt_bias)
+    return g.view(a.shape), beta.view(b.shape)
+
+
+DECAY_AND_RATE = {
+    "triton": Implementation(_decay_triton, lambda a, *others: verify_triton(a)),
+    "reference": Implementation(_decay_reference, always),
+}

@@ -1,0 +1,108 @@
+"""Queries, keys and gates of an attention layer from their projections: norm of each head, then rotary positions."""
+
+import torch
+
+from ..errors import input_error
+from .dispatch import Implementation, always, run
+from .kernels import verify_triton
+from .norm import rms_norm
+
+
+def normed_rotary(
+    query_gate: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zero-centred RMS norm of each head of queries and keys, then rotary positions on the first channels.
+
+    Args:
+        query_gate (`torch.Tensor` of shape `[B, T, Q, 2 * dim]`):
+            The projection of the queries, with the gate of each head behind it.
+        key (`torch.Tensor` of shape `[B, T, K, dim]`):
+            The projection of the keys.
+        query_weight, key_weight (`torch.Tensor` of shape `[dim]`):
+            The norms' scales less 1.
+        cos, sin (`torch.Tensor` of shape `[B, T, rotary]` or `[1, T, rotary]`):
+            Of the angles of the first `rotary` channels, whose second half turns with the first.
+        eps (`float`, *optional*, defaults to 1e-6):
+            Added to the mean of the squares.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (one rounding) or `"reference"`.
+
+    Returns:
+        `tuple`: queries `[B, T, Q, dim]`, keys `[B, T, K, dim]` and gates `[B, T, Q, dim]`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import normed_rotary
+    >>> query_gate, key = torch.ones(1, 1, 2, 8), torch.full((1, 1, 1, 4), 3.0)
+    >>> cos, sin = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)  # a quarter turn
+    >>> query, key, gate = normed_rotary(query_gate, key, torch.zeros(4), torch.zeros(4), cos, sin)
+    >>> key.round(decimals=4).flatten().tolist()
+    [-1.0, 1.0, 1.0, 1.0]
+
+    ```
+    """
+    dim, rotary = key.shape[-1], cos.shape[-1]
+    rows, length = key.shape[:2]
+    fits = query_gate.shape[-1] == 2 * dim and query_gate.shape[:2] == key.shape[:2]
+    fits = fits and cos.shape[0] in (1, rows) and cos.shape[1] == length
+    if not fits or cos.shape != sin.shape or rotary > dim or rotary % 2:
+        raise input_error(
+            "normed_rotary",
+            expected="query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], cos and sin [B, T, rotary]",
+            got=", ".join(str(tuple(x.shape)) for x in (query_gate, key, cos, sin)),
+            fix="Keep heads before channels.",
+        )
+    return run("normed_rotary", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
+
+
+def _reference(query_gate, key, query_weight, key_weight, cos, sin, eps):
+    query, gate = query_gate.chunk(2, dim=-1)
+    query, key = (
+        _turn(rms_norm(x, weight, eps, impl="reference"), cos[:, :, None], sin[:, :, None])
+        for x, weight in ((query, query_weight), (key, key_weight))
+    )
+    return query, key, gate
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turning, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+
+
+def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
+    from .triton_kernels.rotary import NormedRotary
+
+    rows, length, heads, double = query_gate.shape
+    query_gate = query_gate.reshape(rows * length, heads, 2, double // 2)
+    cos, sin = (x.expand(rows, -1, -1).reshape(rows * length, -1) for x in (cos, sin))
+    results = NormedRotary.apply(query_gate, key.flatten(0, 1), query_weight, key_weight, cos, sin, eps)
+    return tuple(x.unflatten(0, (rows, length)) for x in results)
+
+
+def _verify(query_gate, key, *others):
+    dim = key.shape[-1]
+    if dim & (dim - 1) or dim > 512:
+        return False, f"wants heads of a power of two of channels up to 512, not {dim}"
+    if query_gate.dtype != key.dtype:
+        return False, f"wants one dtype, not {query_gate.dtype} beside {key.dtype}"
+    return verify_triton(query_gate)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _verify),
+    "reference": Implementation(_reference, always),
+}

@@ -1,0 +1,122 @@
+"""RMS norm of rows, with the addition of a residual before it or a gate after it, and its gradient.
+
+    s = x + residual        r = 1 / sqrt(mean(s^2) + eps)        y = s * r * (offset + weight) * silu(gate)
+
+A program takes a tile of whole rows. Forward reads each input and writes each output once and keeps `r`, one number a
+row; backward makes the rest again. The gradient of the weight is added up in the registers of a fixed number of programs
+and then over these, so its order never changes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+# Elements of a tile, and programs of the backward for each multiprocessor.
+_TILE = 2048
+_PROGRAMS = 4
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, eps,
+    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        # Rounded as the stream is stored, so that backward sees the same numbers.
+        stored = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, stored, mask=inside)
+        x = stored.to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(r_ptr + row, r, mask=row < rows)
+    weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    y = x * r[:, None] * weight[None, :]
+    if GATE:
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y = y * gate * tl.sigmoid(gate)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, rows, width, tiles,
+    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    dweight = tl.zeros((WIDTH,), tl.float32)
+    for tile in range(program, tiles, tl.num_programs(0)):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
+        normed = x * r[:, None]
+        if GATE:
+            gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            # d silu = sigmoid * (1 + gate * (1 - sigmoid))
+            dgate = dy * normed * weight[None, :] * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+            tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            dy = dy * gate * sigmoid
+        dweight += tl.sum(dy * normed, 0)
+        dnormed = dy * weight[None, :]
+        dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
+        if RESIDUAL:
+            dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
+
+
+def _tile(width: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(width)
+    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
+
+
+class RMSNorm(torch.autograd.Function):
+    """Of `x`, `residual`, `gate` `[rows, width]` and `weight` `[width]`; with a residual the sum is returned too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, residual, gate, eps: float, offset: float):
+        x = x.contiguous()
+        residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
+        rows, width = x.shape
+        y = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        r = torch.empty(rows, dtype=torch.float32, device=x.device)
+        tile = _tile(width)
+        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
+        if rows:
+            _forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
+        ctx.save_for_backward(total, weight, gate, r)
+        ctx.options = options
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    def backward(ctx, dy, dsum=None):
+        x, weight, gate, r = ctx.saved_tensors
+        rows, width = x.shape
+        dy = dy.contiguous()
+        dsum = None if dsum is None else dsum.contiguous()
+        dx = torch.empty_like(x)
+        dgate = None if gate is None else torch.empty_like(gate)
+        tiles = triton.cdiv(rows, ctx.options["ROWS"])
+        programs = programs_for(tiles, x.device)
+        dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        _backward[(programs,)](dy, dsum, x, gate, weight, r, dx, dgate, dweight, rows, width, tiles, **ctx.options)
+        dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweight, dx if ctx.options["RESIDUAL"] else None, dgate, None, None
+
+
+def programs_for(tiles: int, device: torch.device) -> int:
+    """How many programs share the tiles when each adds something up over those that it takes."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(tiles, _PROGRAMS * multiprocessors))

@@ -1,0 +1,168 @@
+import unittest
+
+import torch
+from parameterized import parameterized
+from triton_tester import InterpretedKernelsTest
+
+from transformers_packed.ops import linear_cross_entropy
+
+
+VOCAB, HIDDEN, TOKENS = 211, 16, 23
+
+
+def make(dtype=torch.float32, ignored=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+    bias = torch.randn(VOCAB, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    if ignored:
+        labels[[0, 4, 5, TOKENS - 1]] = -100
+    return hidden, weight, bias, labels
+
+
+def run(impl, inputs, factor=1.0, **options):
+    hidden, weight, bias, labels = inputs
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    loss = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], impl=impl, **options)
+    (loss * factor).backward()
+    return loss.detach(), *(x.grad for x in leaves)
+
+
+def oracle(inputs, **options):
+    """In float64: the sum over the vocabulary in torch's smoothed loss is good to five digits only in float32."""
+    return run("reference", [x.double() if x.is_floating_point() else x for x in inputs], **options)
+
+
+def errors(actual, expected):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
+
+
+class ChunksMixin:
+    """Every way in chunks against all logits at once."""
+
+    impl: str
+
+    @parameterized.expand(
+        [
+            ("mean", {}),
+            ("number", {"num_items_in_batch": 7}),
+            ("tensor", {"num_items_in_batch": torch.tensor(13)}),
+            ("smoothed", {"label_smoothing": 0.1}),
+            ("smoothed_number", {"label_smoothing": 0.3, "num_items_in_batch": 5}),
+            ("one_chunk", {"chunk_size": 64}),
+            ("chunks_of_one", {"chunk_size": 1}),
+        ]
+    )
+    def test_float32(self, _, options):
+        options = {"chunk_size": 5} | options
+        expected = oracle(make(), factor=1.7, **options)
+        self.assertLess(max(errors(run(self.impl, make(), factor=1.7, **options), expected)), 1e-6)
+
+    def test_bfloat16(self):
+        expected = oracle(make(torch.bfloat16))
+        actual = run(self.impl, make(torch.bfloat16), chunk_size=5)
+        self.assertEqual([x.dtype for x in actual], [torch.float32] + 3 * [torch.bfloat16])
+        self.assertLess(max(errors(actual, expected)), 1e-2)
+
+    def test_float16_gradients_do_not_vanish(self):
+        # A gradient of 1e-8 is 0 in float16; a scaled loss, as under a gradient scaler, must bring it back.
+        inputs = make(torch.float16)
+        actual = run(self.impl, inputs, factor=2.0**15, num_items_in_batch=2**24, chunk_size=5)
+        expected = [x * 2.0**-9 for x in oracle(inputs, num_items_in_batch=1)]
+        self.assertLess(max(errors(actual[1:], expected[1:])), 1e-2)
+
+    def test_a_token_without_target_gets_no_gradient_and_gives_none(self):
+        hidden, weight, bias, labels = make()
+        ignored = labels == -100
+        poisoned = hidden.clone()
+        poisoned[ignored] = float("nan")
+        before = run(self.impl, (hidden, weight, bias, labels), chunk_size=5)
+        after = run(self.impl, (poisoned, weight, bias, labels), chunk_size=5)
+        for a, b in zip(after, before, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        self.assertEqual(int(after[1][ignored].count_nonzero()), 0)
+
+    def test_repeats_bit_for_bit(self):
+        for a, b in zip(*(run(self.impl, make(), chunk_size=5) for _ in range(2)), strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_without_targets(self):
+        hidden, weight, bias, labels = make()
+        labels = torch.full_like(labels, -100)
+        self.assertTrue(linear_cross_entropy(hidden, weight, labels, impl=self.impl).isnan())
+        loss, *gradients = run(self.impl, (hidden, weight, bias, labels), num_items_in_batch=3)
+        self.assertEqual(float(loss), 0.0)
+        self.assertEqual([int(x.count_nonzero()) for x in gradients], [0, 0, 0])
+
+    def test_extreme_logits(self):
+        hidden, weight, bias, labels = make()
+        inputs = (hidden * 1e3, weight, bias, labels)
+        self.assertLess(max(errors(run(self.impl, inputs), oracle(inputs))), 1e-5)
+
+
+class TorchChunksTest(ChunksMixin, unittest.TestCase):
+    impl = "torch"
+
+    def test_only_what_needs_a_gradient_gets_one(self):
+        hidden, weight, _, labels = make()
+        hidden.requires_grad_()
+        loss = linear_cross_entropy(hidden, weight, labels)
+        loss.backward()
+        self.assertIsNone(weight.grad)
+        with torch.no_grad():
+            self.assertEqual(float(linear_cross_entropy(hidden, weight, labels)), float(loss.detach()))
+
+    def test_under_autocast(self):
+        hidden, weight, bias, labels = make()
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = run("torch", (hidden, weight, bias, labels), chunk_size=5)
+        self.assertEqual([x.dtype for x in actual], 4 * [torch.float32])
+        difference = errors(actual, oracle(make()))
+        self.assertLess(max(difference), 2e-2)
+        self.assertGreater(max(difference), 1e-5)
+
+    def test_shapes_of_a_batch(self):
+        hidden, weight, _, labels = make()
+        flat = linear_cross_entropy(hidden[:20], weight, labels[:20])
+        self.assertEqual(linear_cross_entropy(hidden[:20].view(4, 5, -1), weight, labels[:20].view(4, 5)), flat)
+
+    def test_a_second_backward_says_what_to_do(self):
+        hidden, weight, _, labels = make()
+        loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
+        loss.backward(retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "impl="):
+            loss.backward()
+
+    @parameterized.expand(
+        [
+            ("labels", lambda h, w, y: linear_cross_entropy(h, w, y[1:]), "one label per token"),
+            ("weight", lambda h, w, y: linear_cross_entropy(h, w.t(), y), "weight of a torch.nn.Linear"),
+            ("chunk", lambda h, w, y: linear_cross_entropy(h, w, y, chunk_size=0), "chunk_size of 1 or more"),
+            ("smoothing", lambda h, w, y: linear_cross_entropy(h, w, y, label_smoothing=2), "label_smoothing"),
+            ("impl", lambda h, w, y: linear_cross_entropy(h, w, y, impl="triton"), "needs CUDA tensors"),
+        ]
+    )
+    @unittest.skipIf(torch.cuda.is_available(), "says what is missing without a GPU")
+    def test_bad_input(self, _, call, message):
+        hidden, weight, _, labels = make()
+        with self.assertRaisesRegex(ValueError, message):
+            call(hidden, weight, labels)
+
+
+class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
+    impl = "triton"
+
+    def test_a_vocabulary_of_several_blocks(self):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(3, 8, generator=generator)
+        weight = torch.randn(8192 + 77, 8, generator=generator)
+        labels = torch.tensor([0, 8191, 8192 + 76])
+        for smoothing in (0.0, 0.1):
+            inputs = (hidden, weight, torch.zeros(len(weight)), labels)
+            actual = run("triton", inputs, label_smoothing=smoothing)
+            self.assertLess(max(errors(actual, oracle(inputs, label_smoothing=smoothing))), 1e-6)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,14 @@
+"""Runs this package's Triton kernels on a CPU, in Triton's interpreter, which conftest.py turns on."""
+
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+
+
+@unittest.skipIf(torch.cuda.is_available(), "the kernels run on the GPU here, in tests/gpu")
+@unittest.skipUnless(find_spec("triton"), "needs triton")
+class InterpretedKernelsTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(mock.patch("transformers_packed.ops.kernels._on_gpu", lambda tensor: True))
