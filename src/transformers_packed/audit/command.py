@@ -12,13 +12,17 @@ import torch
 _GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
 
+def hide_gpu_packages() -> list[str]:
+    """Let nothing import the packages that cannot run without a GPU; the names of those that are installed."""
+    hidden = [name for name in _GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
+    sys.modules.update(dict.fromkeys(hidden))
+    return hidden
+
+
 def run_audit(args: argparse.Namespace) -> int:
     """Print the report: 0 if it is `ok`, 1 if documents leak, 2 if nothing could be measured."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    hidden = []
-    if not device.startswith("cuda"):
-        hidden = [name for name in _GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
-        sys.modules.update(dict.fromkeys(hidden))
+    hidden = [] if device.startswith("cuda") else hide_gpu_packages()
     # Model classes choose their kernels when they are imported, so only now.
     from transformers.utils import logging
 
