@@ -96,7 +96,10 @@ _OVERRIDES: dict[str, dict] = {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96},
     },
-    "deepseek_v4": {"o_lora_rank": 16, "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_v4": {
+        "o_lora_rank": 16,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "doge": {"keep_window_size": 24},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "ctrl": {"n_positions": 1024, "dff": 96},
