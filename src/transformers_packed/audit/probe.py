@@ -238,7 +238,7 @@ class Probe:
 
     def _packed(self, source: str) -> dict[str, Any]:
         """The boundaries that the documented collator gives for the row, of the given kind."""
-        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
         return {

@@ -23,6 +23,7 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
     """The entry of the support matrix for a model type: verdicts by source, of the built-in model and of ours."""
     from ..models.patch import patch_model
     from .probe import audit_model, conv_width
+    from .state import text_config
     from .tiny import load_model
 
     try:
@@ -31,7 +32,7 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
         return {"not_built": _message(error)}
     entry: dict[str, Any] = {
         "class": type(model).__name__,
-        "attention": getattr(_text_config(model), "_attn_implementation", None),
+        "attention": text_config(model)._attn_implementation,
     }
     # The edges of the chunks of 64, a single token, and less than the convolution; about 200 tokens keep it fast.
     lengths = [65, 1, 63, max(conv_width(model) - 1, 1), 64]
@@ -41,7 +42,8 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
         return {name: _verdict(report, name) for name in inputs}
 
     entry["builtin"] = verdicts(SOURCES)
-    if any(found["verdict"] == "leaks" for found in entry["builtin"].values()):
+    # What is between two ends of one verdict has it too.
+    if {found["verdict"] for found in entry["builtin"].values()} not in ({"isolated"}, {"refused"}):
         entry["builtin"] |= verdicts(PARTIAL)
     try:
         model = patch_model(model)
@@ -84,14 +86,6 @@ def _verdict(report: Any, source: str) -> dict[str, str]:
         found["module"] = leak.module_class or "not found"
         found["kind"] = leak.kind or leak.direction
     return found
-
-
-def _text_config(model: Any) -> Any:
-    try:
-        return model.config.get_text_config()
-    except ValueError:
-        # More than one part could be it.
-        return model.config
 
 
 def _message(error: Exception) -> str:

@@ -139,7 +139,13 @@ _OVERRIDES: dict[str, dict] = {
     "laguna": {"layer_types": _FULL_AND_SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
-    "longcat_flash": {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+    "longcat_flash": {
+        "num_layers": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
     "mellum": {"layer_types": _FULL_AND_SLIDING},
     "minimax_m3_vl_text": {
