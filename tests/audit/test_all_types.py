@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -64,9 +65,9 @@ def audit(*arguments: str) -> tuple[int, str, str]:
 class WorkersTest(unittest.TestCase):
     @parameterized.expand([(1,), (3,)])
     def test_what_ends_a_process_is_the_verdict_of_its_type(self, jobs):
-        types = ["a", "crash", "b", "hang", "exit", "half", "c"]
-        found = dict(run_types(types, jobs, time_limit=5.0, command=COMMAND))
-        self.assertEqual(set(found), set(types))
+        names = ["a", "crash", "b", "hang", "exit", "half", "c"]
+        found = dict(run_types(names, jobs, time_limit=5.0, command=COMMAND))
+        self.assertEqual(set(found), set(names))
         for name in "abc":
             self.assertEqual(found[name]["name"], name)
             self.assertFalse(is_running(found[name]["process"]))
@@ -222,10 +223,11 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_unpacking_is_told_apart(self):
         """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
-        from transformers_packed.audit import sweep
-
-        with mock.patch.object(sweep, "unpacking_cause", return_value="no kernel takes boundaries"):
+        families = types.ModuleType("transformers_packed.models.families")
+        families.UNPACKED = {"qwen3_5": "no kernel takes boundaries"}
+        with mock.patch.dict(sys.modules, {families.__name__: families}):
             entry = audit_type("qwen3_5_text")
+            self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
         for found in entry["ours"].values():
             self.assertEqual(found, {"verdict": "isolated by unpacking", "reason": "no kernel takes boundaries"})
         self.assertEqual(entry["builtin"]["position_ids"]["verdict"], "leaks")

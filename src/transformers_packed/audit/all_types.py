@@ -74,8 +74,9 @@ def run_types(
     for name in types:
         waiting.put(name)
     workers = [_Worker(command, time_limit) for _ in range(min(jobs, len(types)))]
-    for worker in workers:
-        threading.Thread(target=worker.run, args=(waiting, done), daemon=True).start()
+    threads = [threading.Thread(target=worker.run, args=(waiting, done), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
     try:
         for _ in types:
             answer = done.get()
@@ -85,6 +86,8 @@ def run_types(
     finally:
         for worker in workers:
             worker.stop()
+        for thread in threads:
+            thread.join(timeout=10.0)
 
 
 class _Worker:

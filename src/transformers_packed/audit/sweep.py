@@ -68,9 +68,13 @@ def unpacking_cause(model: Any) -> str | None:
         from ..models.families import UNPACKED
     except ImportError:
         return None
-    modules = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    names = [type(module).__module__.split(".")[-2] for module in modules]
-    return next((UNPACKED[name] for name in names if name in UNPACKED), None)
+    # Ours derive from the built-in classes, whose modules are named after the family.
+    bases = (
+        base for module in model.modules() if isinstance(module, PreTrainedModel) for base in type(module).__mro__
+    )
+    families = [base.__module__.split(".")[-2] for base in bases if base.__module__.startswith("transformers.models.")]
+    found = next((UNPACKED[name] for name in families if name in UNPACKED), None)
+    return getattr(found, "cause", found)
 
 
 def _verdict(report: Any, source: str) -> dict[str, str]:
