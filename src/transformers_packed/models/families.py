@@ -1,0 +1,85 @@
+"""Which families of Transformers keep documents apart, how, and why the others do not.
+
+A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have
+classes of their own (`auto.FAMILIES`). Here are all others, each in one of four lists:
+
+* `MIXERS`: the modules that mix along the row and do not stop at documents are run on each document alone.
+* `UNPACKED`: the whole model runs on the documents as a right-padded batch.
+* `ISOLATED`: the built-in keeps documents apart by position ids that restart; nothing has to be done.
+* `REFUSED`: a packed row cannot be right.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """How a module that mixes along the row runs on a packed one: on each document alone, or at once by its kernels.
+
+    Args:
+        outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
+            Of a tuple that the module returns, what has one entry per token. The rest becomes `None`.
+        masked (`bool`, *optional*, defaults to `False`):
+            Whether it is attention, which needs the causal mask of the documents that it runs on.
+        keywords (`tuple[str]`, *optional*):
+            The keyword arguments (of `SequenceBoundaries.layer_kwargs`) by which it hands boundaries to its kernels.
+        kernels (`tuple[str]`, *optional*):
+            The functions of the modeling module that must be kernels for that, and no torch reference.
+    """
+
+    outputs: tuple[int, ...] = (0,)
+    masked: bool = False
+    keywords: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+_PLAIN = Mixer()
+_ATTENTION = Mixer(masked=True)
+_CONV = Mixer(keywords=("seq_idx",), kernels=("causal_conv1d_fn",))
+_MAMBA2 = Mixer(
+    keywords=("seq_idx",), kernels=("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
+)
+_GATED_DELTA = Mixer(
+    keywords=("cu_seq_lens_q", "seq_idx"), kernels=("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+)
+_KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_fn", "chunk_kimi_delta_attention"))
+
+# Family, and the classes of its mixers.
+MIXERS: dict[str, dict[str, Mixer]] = {
+    "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
+    "bamba": {"BambaMixer": _MAMBA2},
+    "falcon_h1": {"FalconH1Mixer": _MAMBA2},
+    "falcon_mamba": {"FalconMambaMixer": _PLAIN},
+    # The indexer of the attention pools and selects tokens of the whole row.
+    "glm5_next": {"Glm5NextTextLinearAttention": _KIMI_DELTA, "Glm5NextTextAttention": Mixer(outputs=(0, 2))},
+    # Its attention is given no position ids to tell documents by.
+    "granitemoehybrid": {"GraniteMoeHybridMambaLayer": _MAMBA2, "GraniteMoeHybridAttention": _ATTENTION},
+    # Its attention scales queries by their place in the row.
+    "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
+    "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
+    "jamba": {"JambaMambaMixer": _PLAIN},
+    "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
+    "lfm2": {"Lfm2ShortConv": _CONV},
+    "lfm2_moe": {"Lfm2MoeShortConv": _CONV},
+    "lfm3": {"Lfm3ShortConv": _PLAIN},
+    "mamba": {"MambaMixer": _PLAIN},
+    "mamba2": {"Mamba2Mixer": _MAMBA2},
+    "minimax": {"MiniMaxLightningAttention": _PLAIN},
+    "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2},
+    "olmo_hybrid": {"OlmoHybridGatedDeltaNet": _GATED_DELTA},
+    "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": _GATED_DELTA, "Qwen4ExpTextPLELayer": _PLAIN},
+    "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},
+    "rwkv": {"RwkvSelfAttention": _PLAIN, "RwkvFeedForward": _PLAIN},
+    "xlstm": {"xLSTMLayer": _PLAIN},
+    "zamba": {"ZambaMambaMixer": _PLAIN},
+    "zamba2": {"Zamba2MambaMixer": _MAMBA2},
+    "zaya": {"ZayaCCAProjection": Mixer(outputs=(0, 1, 2))},
+}
+
+# Family, and what in it looks beyond a document.
+UNPACKED: dict[str, str] = {}
+
+ISOLATED: frozenset[str] = frozenset()
+
+# Family, and why.
+REFUSED: dict[str, str] = {}

@@ -1,0 +1,189 @@
+"""Models whose built-in layers know nothing of boundaries: what happens at the top, once per packed row.
+
+`root_class` derives a class from a built-in model. Its forward takes the boundary keywords, settles them, and runs the
+built-in with what that knows: position ids that restart, no mask, no cache. Input that is not packed goes to the
+built-in as it came.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from .base import PackedModelMixin
+from .current import current_boundaries, packed_row, running
+from .packed_inputs import METADATA, mask_targets_across_documents, resolve_boundaries
+
+
+# How a forward may call its cache.
+_CACHES = ("past_key_values", "cache_params", "state")
+_KEYWORDS = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_EXPLICIT = (*METADATA, "boundaries")
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# What a packed row of text cannot have beside it.
+_NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
+
+# Runs the built-in forward of a base model on a packed row: (model, forward, boundaries, inputs) -> outputs.
+Run = Callable[[torch.nn.Module, Callable, SequenceBoundaries, dict[str, Any]], Any]
+
+
+def root_class(builtin: type, *, run: Run | None = None, attention_weights: str | None = None) -> type:
+    """A subclass of a built-in model that takes packed rows.
+
+    Args:
+        builtin (`type`):
+            The built-in model class. By its name it is a base model, a head with one result per token, a language
+            model, whose targets across documents are masked, or another head, which refuses packed rows.
+        run (`Callable`, *optional*):
+            Runs the built-in forward on a packed row; by default it is called once, with the whole row.
+        attention_weights (`str`, *optional*):
+            Why a packed row has no attention weights, if it has none.
+    """
+    signature = inspect.signature(builtin.forward)
+    known = tuple(signature.parameters)[1:]
+
+    @wraps(builtin.forward)
+    def forward(self, *args, **kwargs):
+        inputs = dict(zip(known, args, strict=False))
+        inputs.update(kwargs)
+        if running.count == 0 and not _may_be_packed(inputs):
+            return builtin.forward(self, **_for_builtin(inputs, known))
+        return _forward(self, builtin, known, run, attention_weights, inputs)
+
+    forward.__signature__ = _with_boundaries(signature)
+    namespace = {
+        "forward": forward,
+        "_supports_flex_attn": builtin._supports_flex_attn,
+        "__doc__": f"[`{builtin.__name__}`] that keeps the documents of a packed row apart.",
+    }
+    return type(builtin.__name__, (PackedModelMixin, builtin), namespace)
+
+
+def _with_boundaries(signature: inspect.Signature) -> inspect.Signature:
+    """The built-in's signature and the boundary keywords: Trainer drops what a signature does not name."""
+    parameters = list(signature.parameters.values())
+    rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in _KEYWORDS
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=[p for p in parameters if p not in rest] + extra + rest)
+
+
+def _may_be_packed(inputs: dict[str, Any]) -> bool:
+    for name in _EXPLICIT:
+        if inputs.get(name) is not None:
+            return True
+    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    if inputs.get("position_ids") is None or is_torchdynamo_compiling():
+        return False
+    return inputs.get("attention_mask") is None and _cache(inputs) is None
+
+
+def _cache(inputs: dict[str, Any]) -> Any:
+    for name in _CACHES:
+        if inputs.get(name) is not None:
+            return inputs[name]
+    return None
+
+
+def _for_builtin(inputs: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """The inputs without keywords of ours that the built-in does not name."""
+    return {name: value for name, value in inputs.items() if name in known or name not in (*_EXPLICIT, "position_ids")}
+
+
+def _run_packed(model, builtin, known, run, attention_weights, inputs):
+    call = f"{type(model).__name__}.forward"
+    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    boundaries = current_boundaries()
+    outermost = boundaries is None
+    if outermost:
+        boundaries = resolve_boundaries(
+            call,
+            inputs,
+            input_ids=inputs.get("input_ids"),
+            inputs_embeds=inputs.get("inputs_embeds"),
+            attention_mask=inputs.get("attention_mask"),
+            position_ids=inputs.get("position_ids"),
+            past_key_values=_cache(inputs),
+            use_cache=inputs.get("use_cache"),
+        )
+    inputs = _for_builtin(inputs, known)
+    if boundaries is None:
+        return builtin.forward(model, **inputs)
+    if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
+        raise input_error(
+            call,
+            expected=f"the packed row of {boundaries.total_length} tokens",
+            got="no tokens" if tokens is None else f"shape {tuple(tokens.shape)}",
+            fix="Give the model input_ids or inputs_embeds of the row that the boundaries describe.",
+        )
+    kind = _kind(builtin)
+    if kind == "other":
+        raise input_error(
+            call,
+            expected="documents in rows of their own for this head",
+            got=f"a packed row of {boundaries.num_documents} documents",
+            fix="Use a padded batch.",
+        )
+    for name, value in inputs.items():
+        if value is not None and name.startswith(_NOT_TEXT):
+            raise input_error(
+                call, expected="a packed row of text alone", got=name, fix="Use a padded batch for what is not text."
+            )
+    if attention_weights and (inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
+        raise input_error(
+            call,
+            expected=f"a packed row without output_attentions, as {attention_weights}",
+            got="output_attentions=True",
+            fix="Leave output_attentions out.",
+        )
+    if kind == "language model" and inputs.get("labels") is not None:
+        inputs["labels"] = mask_targets_across_documents(boundaries, inputs["labels"], inputs)
+    if "position_ids" in known and inputs.get("position_ids") is None:
+        inputs["position_ids"] = boundaries.position_ids
+    if kind == "base" and "use_cache" in known:
+        inputs["use_cache"] = False
+    if not outermost:
+        return _run(model, builtin, known, run, boundaries, inputs)
+    with packed_row(model, boundaries):
+        return _run(model, builtin, known, run, boundaries, inputs)
+
+
+# Its frame alone is left out of graphs that are being compiled: the lengths of documents are different in each row.
+_forward = torch.compiler.disable(
+    _run_packed, recursive=False, reason="packed rows differ in the lengths of their documents"
+)
+
+
+def _run(model, builtin, known, run, boundaries, inputs):
+    if run is not None:
+        outputs = run(model, builtin.forward, boundaries, inputs)
+    else:
+        if _kind(builtin) == "base" and is_flash_attention_requested(model.config):
+            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
+        outputs = builtin.forward(model, **inputs)
+    if boundaries.padding_tokens and isinstance(outputs, ModelOutput) and outputs.get("router_logits") is not None:
+        if _kind(builtin) == "base":
+            # Tail padding is no load to balance.
+            outputs.router_logits = tuple(
+                None if layer is None else layer[: -boundaries.padding_tokens] for layer in outputs.router_logits
+            )
+    return outputs
+
+
+def _kind(builtin: type) -> str:
+    name = builtin.__name__
+    if name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+        return "language model"
+    if name.endswith("Model"):
+        return "base"
+    return "per token" if name.endswith("ForTokenClassification") else "other"
