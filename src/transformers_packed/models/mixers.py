@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..boundaries import SequenceBoundaries
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
 from .base import REPLACEMENTS
@@ -30,6 +28,7 @@ from .unpacked import run_unpacked
 
 # Keyword arguments that say where the documents of a row are: a document alone has none.
 _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_NO_TEXT = ("PreTrainedModel", "VisionModel", "AudioModel")
 
 
 def family_of(cls: type) -> str | None:
@@ -42,30 +41,37 @@ def family_of(cls: type) -> str | None:
 
 def announce(family: str) -> None:
     """Put our classes of a family of `MIXERS` or `UNPACKED` into `base.REPLACEMENTS`, once."""
-    builtin = _modeling(family)
-    for name in MIXERS.get(family, ()):
-        _class_of(family, name)
-    for name, cls in vars(builtin).items():
-        if isinstance(cls, type) and cls.__module__ == builtin.__name__ and _is_language_model(cls):
-            _class_of(family, name)
+    for name in (*MIXERS.get(family, ()), *language_models(family)):
+        _replace(family, name)
 
 
-def announce_outer(cls: type) -> None:
-    """The same for the class of a model around one of those families, such as a vision-language model."""
-    _class_of(family_of(cls), cls.__name__)
+def packed_class(family: str, name: str) -> type:
+    """Our class for a built-in one, which may also be that of a model around one of the families."""
+    if family in MIXERS or family in UNPACKED:
+        announce(family)
+    return _replace(family, name)
 
 
-def _modeling(family: str) -> ModuleType:
-    return import_module(f"transformers.models.{family}.modeling_{family}")
+def language_models(family: str) -> dict[str, type]:
+    """The built-in models of a family that take text, by name."""
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    return {
+        name: cls
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
+        if "For" in name or (name.endswith("Model") and not name.endswith(_NO_TEXT))
+    }
 
 
-def _is_language_model(cls: type) -> bool:
-    name = cls.__name__
-    return issubclass(cls, PreTrainedModel) and not name.endswith(("PreTrainedModel", "VisionModel", "AudioModel"))
+def text_model(family: str) -> type:
+    """The built-in base model of a family: of one with images, that of its text."""
+    bases = [cls for name, cls in language_models(family).items() if "For" not in name and "LMHead" not in name]
+    return next((cls for cls in bases if cls.__name__.endswith("TextModel")), bases[0])
 
 
-def _class_of(family: str, name: str) -> type:
-    builtin = getattr(_modeling(family), name)
+def _replace(family: str, name: str) -> type:
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    builtin = getattr(module, name)
     ours = REPLACEMENTS.get(builtin)
     if ours is None:
         mixers = MIXERS.get(family, {})
@@ -84,24 +90,10 @@ def _class_of(family: str, name: str) -> type:
     return ours
 
 
-def text_model(family: str) -> type:
-    """The built-in base model of a family: of one with images, that of its text."""
-    models = {
-        name: cls
-        for name, cls in vars(_modeling(family)).items()
-        if isinstance(cls, type) and cls.__module__ == _modeling(family).__name__ and _is_language_model(cls)
-    }
-    for ending in ("TextModel", "Model"):
-        for name, cls in models.items():
-            if name.endswith(ending) and not name.endswith("LMHeadModel"):
-                return cls
-    raise LookupError(family)
-
-
 def __getattr__(name: str) -> type:
     family, separator, cls = name.partition("__")
     if separator and cls and family:
-        return _class_of(family, cls)
+        return packed_class(family, cls)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,10 +12,13 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
 from .base import REPLACEMENTS, become
+from .families import ISOLATED, MIXERS, REFUSED, UNPACKED
+from .mixers import announce, family_of, packed_class, text_model
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -61,6 +64,8 @@ def patch_model(model: Model) -> Model:
     check_transformers("patch_model")
     for family in FAMILIES:
         modeling_module(family)
+    if isinstance(model, torch.nn.Module):
+        _announce_families(model)
     ours = tuple(REPLACEMENTS.values())
     names = {cls.__name__ for cls in ours}
     _switch(
@@ -71,13 +76,40 @@ def patch_model(model: Model) -> Model:
         related=lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__),
     )
     if not any(isinstance(module, ours) for module in model.modules()):
-        raise input_error(
-            "patch_model",
-            expected=f"a model with layers of {', '.join(FAMILIES)}",
-            got=type(model).__name__,
-            fix="Other architectures are not supported.",
-        )
+        _check_isolated(model)
     return model
+
+
+def _announce_families(model: torch.nn.Module) -> None:
+    """Have our classes made for the families that `model` is of."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    families = {family_of(base) for base in bases} & {*MIXERS, *UNPACKED}
+    for family in families:
+        announce(family)
+    # A model around one of them, such as a vision-language model, masks targets and makes positions.
+    texts = tuple(text_model(family) for family in families)
+    for outer in model.modules():
+        if isinstance(outer, PreTrainedModel) and type(outer) not in REPLACEMENTS and family_of(type(outer)):
+            if any(isinstance(module, texts) for module in outer.modules()):
+                packed_class(family_of(type(outer)), type(outer).__name__)
+
+
+def _check_isolated(model: torch.nn.Module) -> None:
+    """Raise unless `model` keeps documents apart without us."""
+    got, fix = type(model).__name__, "Only models of Transformers can be patched."
+    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if outermost is not None:
+        families = [family for family in map(family_of, type(outermost).__mro__) if family]
+        if any(family in ISOLATED for family in families):
+            return
+        got = type(outermost).__name__
+        fix = "Measure with audit_model whether it keeps documents apart by itself; if so, it needs no patch."
+        for family in families:
+            if family in REFUSED:
+                got, fix = f"{got}: {REFUSED[family]}", "Use padded batches."
+    raise input_error(
+        "patch_model", expected="a causal language model of a family that can be packed", got=got, fix=fix
+    )
 
 
 def unpatch_model(model: Model) -> Model:
@@ -138,10 +170,10 @@ def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, rel
         if old not in classes:
             raise input_error(
                 call,
-                expected=f"modules of the classes of {', '.join(FAMILIES)} themselves",
+                expected="modules of the classes of Transformers themselves",
                 got=f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}",
-                fix="Load the model without what put that class there, or derive the class from ours, "
-                f"in {__package__}.<family>.modeling_<family>.",
+                fix="Load the model without what put that class there, or derive the class from ours, in "
+                f"{__package__}.",
             )
         changes.append((module, classes[old], _attributes(call, name, module, classes[old])))
     for module, cls, attributes in changes:
