@@ -56,9 +56,9 @@ def packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Iterat
         for module in model.modules():
             for name in _CHECKPOINTS:
                 checkpoint = vars(module).get(name)
-                if checkpoint is not None:
+                if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
                     changed.append((module, name, checkpoint))
-                    setattr(module, name, partial(_checkpoint, boundaries, checkpoint))
+                    setattr(module, name, partial(_checkpoint, module, boundaries, checkpoint))
     try:
         with boundaries_set_to(boundaries):
             yield
@@ -67,10 +67,11 @@ def packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Iterat
             setattr(module, name, checkpoint)
 
 
-def _checkpoint(boundaries: SequenceBoundaries, checkpoint: Callable, function: Callable, *args, **kwargs) -> Any:
-    return checkpoint(partial(_call, boundaries, function), *args, **kwargs)
+def _checkpoint(module, boundaries: SequenceBoundaries, checkpoint: Callable, function: Callable, *args, **kwargs):
+    return checkpoint(partial(_run_again, module, boundaries, function), *args, **kwargs)
 
 
-def _call(boundaries: SequenceBoundaries, function: Callable, *args, **kwargs) -> Any:
-    with boundaries_set_to(boundaries):
+def _run_again(module, boundaries: SequenceBoundaries, function: Callable, *args, **kwargs) -> Any:
+    # Layers inside this one may be checkpointed too.
+    with packed_row(module, boundaries):
         return function(*args, **kwargs)
