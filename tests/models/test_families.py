@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 import transformers_packed
 from transformers_packed import audit_model, patch_model, unpatch_model
-from transformers_packed.models import mixers
 from transformers_packed.models.families import MIXERS, UNPACKED
 
 
