@@ -1,22 +1,34 @@
 """Every family of `families.MIXERS` and `families.UNPACKED`; the oracle is the built-in class."""
 
+import contextlib
 import copy
 import inspect
+import itertools
 import pickle
 import tempfile
 import unittest
 from unittest import mock
 
 import torch
-from families_tester import documents, tiny_model
+from families_tester import documents, tiny_config, tiny_model
 from packed_model_tester import alone, packed_batch, padded_batch, relative_error, total_relative_error
 from packed_patch_tester import ours, snapshot
 from parameterized import parameterized
-from transformers import AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import transformers_packed
-from transformers_packed import audit_model, patch_model, unpatch_model
-from transformers_packed.models.families import MIXERS, UNPACKED
+from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
+from transformers_packed.models import mixers
+from transformers_packed.models.auto import FAMILIES as FAMILIES_OF_OURS
+from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
 
 FAMILIES = [*MIXERS, *UNPACKED]
@@ -153,3 +165,155 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class KernelsTest(unittest.TestCase):
+    """Modules with kernels that can be told of boundaries run them once on the row; here the kernels are made up."""
+
+    @parameterized.expand(
+        [
+            ("lfm2", {"causal_conv1d_fn": "seq_idx"}),
+            ("inkling2", {"causal_conv1d_fn": "seq_idx"}),
+            ("kimi_linear", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
+            ("olmo_hybrid", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
+            (
+                "mamba2",
+                {
+                    "causal_conv1d_fn": "seq_idx",
+                    "mamba2_chunk_scan": "seq_idx",
+                    "mamba2_split_conv1d_scan_combined": "seq_idx",
+                },
+            ),
+        ]
+    )
+    def test_kernels_are_told(self, family, kernels):
+        model, rows = patch_model(tiny_model(family)), documents()
+        batch, calls = packed_batch(rows), []
+        expected = model(**batch).logits
+        module = inspect.getmodule(type(unpatch_model(model)))
+        patch_model(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(mixers, "_on_gpu", lambda tensors: True))
+            for name, keyword in kernels.items():
+                # Without the other ones a kernel alone must not be used: it would leave the rest to a reference.
+                if calls:
+                    self.fail("kernels ran before all were there")
+                if name != next(iter(kernels)):
+                    model(**batch)
+                fake = fake_kernel(getattr(module, name), keyword, calls)
+                stack.enter_context(mock.patch.object(module, name, fake))
+            logits = model(**batch).logits
+        self.assertLess(relative_error(logits, expected), 1e-5)
+        self.assertEqual({name for name, _ in calls}, {getattr(module, name).__name__ for name in kernels})
+        for name, lengths in calls:
+            self.assertEqual(lengths, [len(row) for row in rows], name)
+
+
+def fake_kernel(function, keyword: str, calls: list):
+    """What Transformers makes of a kernel package's function: here the reference, for each document of the row."""
+    is_new_implementation = True
+
+    def kernel(*args, **kwargs):
+        assert is_new_implementation
+        where = {name: kwargs.pop(name, None) for name in ("seq_idx", "cu_seqlens")}
+        if where[keyword] is None:
+            return function(*args, **kwargs)
+        if keyword == "seq_idx":
+            boundaries = SequenceBoundaries.from_seq_idx(where["seq_idx"])
+        else:
+            boundaries = SequenceBoundaries.from_cu_seqlens(where["cu_seqlens"])
+        calls.append((function.__name__, boundaries.lengths))
+        total = boundaries.total_length
+
+        def cut(value, start, end):
+            if isinstance(value, torch.Tensor) and value.ndim > 2 and total in value.shape:
+                return value.narrow(value.shape.index(total), start, end - start)
+            return value
+
+        pieces, ends = [], boundaries.cu_seqlens_cpu.tolist()
+        for start, end in itertools.pairwise(ends):
+            pieces.append(
+                function(
+                    *(cut(value, start, end) for value in args),
+                    **{name: cut(value, start, end) for name, value in kwargs.items()},
+                )
+            )
+        if pieces[0] is None:
+            return None
+        several = isinstance(pieces[0], tuple)
+        outputs = [piece[0] if several else piece for piece in pieces]
+        axis = 2 if function.__name__ == "causal_conv1d_fn" else 1
+        return (torch.cat(outputs, axis), None) if several else torch.cat(outputs, axis)
+
+    return kernel
+
+
+class CompileTest(unittest.TestCase):
+    def tearDown(self):
+        torch._dynamo.reset()
+
+    @parameterized.expand(["bamba", "lfm2"])
+    def test_compiled(self, family):
+        """What is not packed remains one graph if it was one; a packed row is the same as without compiling."""
+        torch._dynamo.reset()
+        model, rows = patch_model(tiny_model(family)).eval(), documents(SHORT)
+        inputs = {"input_ids": rows[2][None], "use_cache": False}
+        batch = packed_batch(rows, "all")
+        with torch.no_grad():
+            want, packed = model(**inputs).logits, model(**batch).logits
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="eager")
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+            self.assertTrue(torch.equal(compiled(**batch).logits, packed))
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+
+
+class RefusalTest(unittest.TestCase):
+    def check(self, pattern: str, model, **inputs):
+        with self.assertRaisesRegex(ValueError, pattern):
+            model(**inputs)
+
+    def test_what_a_packed_row_cannot_have(self):
+        model, batch = patch_model(tiny_model("mamba")), packed_batch(documents(SHORT))
+        ids = batch["input_ids"]
+        self.check("without attention_mask", model, **batch, attention_mask=torch.ones_like(ids))
+        self.check("without use_cache=True", model, **batch, use_cache=True)
+        self.check("one packed row", model, **{**batch, "input_ids": ids.repeat(2, 1)})
+        cache = model(ids, use_cache=True).cache_params
+        self.check("without past_key_values", model, **batch, cache_params=cache)
+        self.check("describe the same documents", model, input_ids=ids, cu_seq_lens_q=torch.tensor([0, 35]),
+                   cu_seq_lens_k=torch.tensor([0, 5, 35]))  # fmt: skip
+
+    def test_heads_and_outputs(self):
+        batch = packed_batch(documents(SHORT))
+        batch.pop("labels")
+        config = tiny_config("jamba", num_labels=2)
+        model = patch_model(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+        self.check("documents in rows of their own", model, **batch)
+        self.assertEqual(model(batch["input_ids"]).logits.shape, (1, 2))
+        model = patch_model(tiny_model("granitemoehybrid", "eager"))
+        self.check("without output_attentions", model, **batch, output_attentions=True)
+        self.assertEqual(len(model(batch["input_ids"], output_attentions=True).attentions), 1)
+        model = patch_model(tiny_model("glm5_next"))
+        self.check("a packed row of text alone", model, **batch, pixel_values=torch.zeros(1))
+
+    def test_families(self):
+        for model_type, pattern in (("bert", "BertLMHeadModel: .*padded batches"), ("t5", "audit_model")):
+            config = CONFIG_MAPPING[model_type](vocab_size=50, hidden_size=16, num_hidden_layers=1, num_layers=1, d_ff=8,
+                                                intermediate_size=16, num_attention_heads=2)  # fmt: skip
+            auto = AutoModelForCausalLM if model_type == "bert" else AutoModelForSeq2SeqLM
+            model = auto.from_config(config)
+            with self.assertRaisesRegex(ValueError, f"patch_model: expected .*{pattern}"):
+                patch_model(model)
+        config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+        model = AutoModelForCausalLM.from_config(config)
+        self.assertIs(patch_model(model), model)
+        self.assertEqual(ours(model), set())
+
+    def test_a_family_has_one_place(self):
+        names = [*MIXERS, *UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]
+        self.assertEqual(len(names), len(set(names)))
+        for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            self.assertIn(model_type_to_module_name(model_type), names, "which no release of Transformers had so far")

@@ -50,6 +50,8 @@ MIXERS: dict[str, dict[str, Mixer]] = {
     "bamba": {"BambaMixer": _MAMBA2},
     "falcon_h1": {"FalconH1Mixer": _MAMBA2},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
+    # Compressed keys are made of groups of tokens, counted from the start of the row.
+    "deepseek_v4": {"DeepseekV4Attention": _ATTENTION},
     # The indexer of the attention pools and selects tokens of the whole row.
     "glm5_next": {"Glm5NextTextLinearAttention": _KIMI_DELTA, "Glm5NextTextAttention": Mixer(outputs=(0, 2))},
     # Its attention is given no position ids to tell documents by.
@@ -76,8 +78,23 @@ MIXERS: dict[str, dict[str, Mixer]] = {
     "zaya": {"ZayaCCAProjection": Mixer(outputs=(0, 1, 2))},
 }
 
-# Family, and what in it looks beyond a document.
-UNPACKED: dict[str, str] = {}
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A family whose base model runs on each document alone.
+
+    Args:
+        base (`str`):
+            The built-in class of the base model.
+        cause (`str`):
+            What in it does not stop at documents.
+    """
+
+    base: str
+    cause: str
+
+
+UNPACKED: dict[str, Unpacked] = {}
 
 ISOLATED: frozenset[str] = frozenset()
 

@@ -59,14 +59,21 @@ def language_models(family: str) -> dict[str, type]:
         name: cls
         for name, cls in vars(module).items()
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
-        if "For" in name or (name.endswith("Model") and not name.endswith(_NO_TEXT))
+        if "For" in name or (name.endswith("Model") and not name.endswith(_NO_TEXT)) or name == _base_name(family)
     }
 
 
 def text_model(family: str) -> type:
     """The built-in base model of a family: of one with images, that of its text."""
-    bases = [cls for name, cls in language_models(family).items() if "For" not in name and "LMHead" not in name]
+    models = language_models(family)
+    if family in UNPACKED:
+        return models[_base_name(family)]
+    bases = [cls for name, cls in models.items() if "For" not in name]
     return next((cls for cls in bases if cls.__name__.endswith("TextModel")), bases[0])
+
+
+def _base_name(family: str) -> str | None:
+    return UNPACKED[family].base if family in UNPACKED else None
 
 
 def _replace(family: str, name: str) -> type:
@@ -78,12 +85,10 @@ def _replace(family: str, name: str) -> type:
         if name in mixers:
             ours = _mixer_class(builtin, mixers[name])
         else:
-            unpacks = family in UNPACKED and builtin is text_model(family)
+            run = run_unpacked if name == _base_name(family) else None
             masked = any(mixer.masked for mixer in mixers.values())
             ours = root_class(
-                builtin,
-                run=run_unpacked if unpacks else None,
-                attention_weights="attention runs on documents alone" if unpacks or masked else None,
+                builtin, run=run, attention_weights="attention runs on documents alone" if run or masked else None
             )
         ours.__module__, ours.__qualname__ = __name__, f"{family}__{name}"
         REPLACEMENTS[builtin] = ours
@@ -132,7 +137,11 @@ def _has_kernels(builtin: Callable, mixer: Mixer, arguments: dict[str, Any]) -> 
         return False
     tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     module = inspect.unwrap(builtin).__globals__
-    return all(tensor.is_cuda for tensor in tensors) and all(_is_kernel(module.get(name)) for name in mixer.kernels)
+    return _on_gpu(tensors) and all(_is_kernel(module.get(name)) for name in mixer.kernels)
+
+
+def _on_gpu(tensors: list[torch.Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
 
 
 def _is_kernel(function: Callable | None) -> bool:

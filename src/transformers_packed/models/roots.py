@@ -184,6 +184,6 @@ def _kind(builtin: type) -> str:
     name = builtin.__name__
     if name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
         return "language model"
-    if name.endswith("Model"):
+    if name.endswith(("Model", "Decoder")):
         return "base"
     return "per token" if name.endswith("ForTokenClassification") else "other"

@@ -37,6 +37,9 @@ def run_unpacked(
     """
     row = (1, boundaries.total_length)
     inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
+    if inputs.get("inputs_embeds") is None:
+        # Once for the row, as without packing.
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     as_tuple = inputs.pop("return_dict", None) is False
     names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.shape[:2] == row]
     shapes = []
