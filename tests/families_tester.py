@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 
 LENGTHS = (65, 1, 3, 70, 2)
@@ -40,6 +40,7 @@ _TINY = {
     "chunk_size": 16,
     "mamba_chunk_size": 16,
     "block_size": 16,
+    "sliding_window": 24,
     "initializer_range": 0.15,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -56,12 +57,36 @@ _INKLING = {
     "rel_extent": 32,
     "log_scaling_n_floor": 8,
 }
+_DECODER = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "init_std": 0.15,
+    "max_position_embeddings": 512,
+}
 # Family: its model type, if that is another name, and what it needs besides.
 _SPECIAL = {
     "bailing_hybrid": (None, {"layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4, "first_k_dense_replace": 1}),
     "bamba": (None, {"attn_layer_indices": [1], **_MAMBA2}),
     "falcon_h1": (None, {"mamba_d_ssm": 64, **_MAMBA2}),
     "granitemoehybrid": (None, {"layer_types": _LINEAR_AND_FULL, **_MAMBA2}),
+    "glm5_next": (
+        None,
+        {
+            "text_config": {
+                "layer_types": ["linear_attention", "indexed_attention"],
+                "num_key_value_heads": 4,
+                "qk_rope_head_dim": 0,
+                "head_dim": 0,
+                "index_kpool": 4,
+                "index_topk": 24,
+            }
+        },
+    ),
     "inkling": ("inkling_text", _INKLING),
     "inkling2": ("inkling2_text", _INKLING),
     "jamba": (None, {"attn_layer_period": 2, "attn_layer_offset": 1}),
@@ -103,16 +128,39 @@ _SPECIAL = {
     "recurrent_gemma": (None, {"num_hidden_layers": 3, "attention_window_size": 24}),
     "rwkv": (None, {"rescale_every": 0}),
     # Its cache rounds the sizes of heads up to a multiple of 64 over all heads.
+    **{family: (None, _DECODER) for family in ("bart", "bigbird_pegasus", "blenderbot", "marian", "mbart", "mvp")},
+    **{family: (None, _DECODER) for family in ("pegasus", "plbart", "trocr", "xglm")},
+    "blenderbot_small": ("blenderbot-small", _DECODER),
+    "gpt_oss": (None, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}),
+    "minimax_m3_vl": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+            "rotary_dim": 4,
+            "index_n_heads": 2,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        },
+    ),
+    "openai": ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "opt": (None, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "deepseek_v4": (None, {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}),
     "xlstm": (None, {"num_heads": 4, "hidden_size": 128}),
     "zamba": (None, {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "zamba2": (None, {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8}),
     "zaya": (None, {"num_experts_per_tok": 1, "router_hidden_size": 16}),
 }
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
+_NOT_TEXT = {
     "depth": 1,
-    "num_heads": 2,
+    "num_heads": 4,
+    "encoder_layers": 1,
+    "d_model": 32,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "output_channels": 32,
+    "mlp_dim": 48,
     "out_hidden_size": 32,
     "projection_intermediate_size": 16,
 }
@@ -120,21 +168,17 @@ _VISION = {
 
 def tiny_config(family: str, **options):
     """The configuration of a model of the family with two layers, or as many as show all their kinds."""
-    if family == "glm5_next":
-        text = _values(CONFIG_MAPPING["glm5_next_text"]) | {
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "num_key_value_heads": 4,
-            "qk_rope_head_dim": 0,
-            "head_dim": 0,
-            "index_kpool": 4,
-            "index_topk": 24,
-        }
-        return CONFIG_MAPPING[family](
-            text_config=text, vision_config=_values(CONFIG_MAPPING["glm5_next_vision"], _VISION), **options
-        )
     model_type, special = _SPECIAL.get(family, (None, {}))
     cls = CONFIG_MAPPING[model_type or family]
-    return cls(**_values(cls) | special | options)
+    values = _values(cls)
+    if getattr(cls, "sub_configs", None):
+        default = cls()
+        parts = {name: getattr(default, name, None) for name in cls.sub_configs}
+        for name, part in parts.items():
+            if isinstance(part, PreTrainedConfig):
+                tiny = _TINY if name == "text_config" else _TINY | _NOT_TEXT
+                values[name] = {"model_type": part.model_type, **_values(type(part), tiny), **special.get(name, {})}
+    return cls(**values | {name: value for name, value in special.items() if name != "text_config"} | options)
 
 
 def _values(cls: type, tiny: dict = _TINY) -> dict:

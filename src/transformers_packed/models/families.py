@@ -50,6 +50,9 @@ MIXERS: dict[str, dict[str, Mixer]] = {
     "bamba": {"BambaMixer": _MAMBA2},
     "falcon_h1": {"FalconH1Mixer": _MAMBA2},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
+    # These need no module of ours, only that their text model makes no cache, with which it merges documents.
+    "fuyu": {},
+    "got_ocr2": {},
     # Compressed keys are made of groups of tokens, counted from the start of the row.
     "deepseek_v4": {"DeepseekV4Attention": _ATTENTION},
     # The indexer of the attention pools and selects tokens of the whole row.
@@ -94,9 +97,67 @@ class Unpacked:
     cause: str
 
 
-UNPACKED: dict[str, Unpacked] = {}
+_MASKS = "its masks are made without position ids"
+_DECODER = "the decoder makes masks and positions without position ids"
 
-ISOLATED: frozenset[str] = frozenset()
+UNPACKED: dict[str, Unpacked] = {
+    "afmoe": Unpacked("AfmoeModel", _MASKS),
+    "bart": Unpacked("BartDecoder", _DECODER),
+    "bigbird_pegasus": Unpacked("BigBirdPegasusDecoder", _DECODER),
+    "biogpt": Unpacked("BioGptModel", _MASKS),
+    "blenderbot": Unpacked("BlenderbotDecoder", _DECODER),
+    "blenderbot_small": Unpacked("BlenderbotSmallDecoder", _DECODER),
+    "bloom": Unpacked("BloomModel", _MASKS),
+    "falcon": Unpacked("FalconModel", _MASKS),
+    "gpt_oss": Unpacked("GptOssModel", _MASKS),
+    "marian": Unpacked("MarianDecoder", _DECODER),
+    "mbart": Unpacked("MBartDecoder", _DECODER),
+    "minimax_m3_vl": Unpacked("MiniMaxM3VLTextModel", "its sparse attention scores blocks of the whole row"),
+    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it hands no position ids to its text model"),
+    "mpt": Unpacked("MptModel", _MASKS),
+    "mvp": Unpacked("MvpDecoder", _DECODER),
+    "openai": Unpacked("OpenAIGPTModel", "its attention has a causal mask of its own"),
+    "opt": Unpacked("OPTDecoder", _MASKS),
+    "pegasus": Unpacked("PegasusDecoder", _DECODER),
+    "plbart": Unpacked("PLBartDecoder", _DECODER),
+    "trocr": Unpacked("TrOCRDecoder", _DECODER),
+    "xglm": Unpacked("XGLMModel", _MASKS),
+}
+
+# Measured, with `audit_model` on tiny models.
+ISOLATED = frozenset(
+    """
+    apertus arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass ctrl cwm dbrx
+    deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note emu3 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4 gemma4_unified git glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite granite_swa
+    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
+    hyperclovax jais2 jetmoe kolibri1 laguna llama llama4 longcat_flash mellum mimo_v2_flash minicpm3
+    minimax_m2 ministral ministral3 mistral mixtral mllama modernbert_decoder moshi nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma whisper youtu
+    """.split()
+)
+
+_BOTH_WAYS = "its attention looks both ways unless it is made a decoder, which was never measured"
 
 # Family, and why.
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        """
+        bert bert_generation big_bird camembert data2vec electra ernie megatron_bert rembert roberta
+        roberta_prelayernorm roc_bert roformer xlm xlm_roberta xlm_roberta_xl xmod
+        """.split(),
+        _BOTH_WAYS,
+    ),
+    "blt": "its patches are made of the bytes of the whole row",
+    "cpmant": "its attention looks both ways",
+    "doge": "its attention chooses keys among the whole row, later ones included",
+    "gemma4_assistant": "it drafts for another model, whose cache it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose cache it reads",
+    "musicgen": "it predicts audio codes, several of them per step",
+    "musicgen_melody": "it predicts audio codes, several of them per step",
+    "prophetnet": "it predicts several tokens ahead and is not causal",
+    "reformer": "its attention sorts the tokens of the whole row",
+    "xlnet": "its attention looks both ways",
+}

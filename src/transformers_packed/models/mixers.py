@@ -28,7 +28,7 @@ from .unpacked import run_unpacked
 
 # Keyword arguments that say where the documents of a row are: a document alone has none.
 _BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_NO_TEXT = ("PreTrainedModel", "VisionModel", "AudioModel")
+_NO_TEXT = ("VisionModel", "AudioModel")
 
 
 def family_of(cls: type) -> str | None:
@@ -59,6 +59,7 @@ def language_models(family: str) -> dict[str, type]:
         name: cls
         for name, cls in vars(module).items()
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
+        if cls.forward is not PreTrainedModel.forward
         if "For" in name or (name.endswith("Model") and not name.endswith(_NO_TEXT)) or name == _base_name(family)
     }
 

@@ -104,9 +104,9 @@ def _check_isolated(model: torch.nn.Module) -> None:
             return
         got = type(outermost).__name__
         fix = "Measure with audit_model whether it keeps documents apart by itself; if so, it needs no patch."
-        for family in families:
-            if family in REFUSED:
-                got, fix = f"{got}: {REFUSED[family]}", "Use padded batches."
+        reasons = [REFUSED[family] for family in families if family in REFUSED]
+        if reasons:
+            got, fix = f"{got}: {reasons[0]}", "Use padded batches."
     raise input_error(
         "patch_model", expected="a causal language model of a family that can be packed", got=got, fix=fix
     )

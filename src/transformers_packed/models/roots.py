@@ -127,10 +127,10 @@ def _run_packed(model, builtin, known, run, attention_weights, inputs):
             fix="Give the model input_ids or inputs_embeds of the row that the boundaries describe.",
         )
     kind = _kind(builtin)
-    if kind == "other":
+    if kind == "other" or getattr(model.config, "is_encoder_decoder", False):
         raise input_error(
             call,
-            expected="documents in rows of their own for this head",
+            expected="documents in rows of their own for this model",
             got=f"a packed row of {boundaries.num_documents} documents",
             fix="Use a padded batch.",
         )
@@ -150,7 +150,8 @@ def _run_packed(model, builtin, known, run, attention_weights, inputs):
         inputs["labels"] = mask_targets_across_documents(boundaries, inputs["labels"], inputs)
     if "position_ids" in known and inputs.get("position_ids") is None:
         inputs["position_ids"] = boundaries.position_ids
-    if kind == "base" and "use_cache" in known:
+    if kind == "base":
+        # Also where only the text model inside names it, and would make one by default.
         inputs["use_cache"] = False
     if not outermost:
         return _run(model, builtin, known, run, boundaries, inputs)
