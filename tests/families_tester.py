@@ -41,6 +41,12 @@ _TINY = {
     "mamba_chunk_size": 16,
     "block_size": 16,
     "sliding_window": 24,
+    # Functional dropout is in no module that could be changed later.
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
     "initializer_range": 0.15,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -59,7 +65,7 @@ _INKLING = {
 }
 _DECODER = {
     "d_model": 32,
-    "encoder_layers": 1,
+    "encoder_layers": 2,
     "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
@@ -127,9 +133,8 @@ _SPECIAL = {
     ),
     "recurrent_gemma": (None, {"num_hidden_layers": 3, "attention_window_size": 24}),
     "rwkv": (None, {"rescale_every": 0}),
-    # Its cache rounds the sizes of heads up to a multiple of 64 over all heads.
-    **{family: (None, _DECODER) for family in ("bart", "bigbird_pegasus", "blenderbot", "marian", "mbart", "mvp")},
-    **{family: (None, _DECODER) for family in ("pegasus", "plbart", "trocr", "xglm")},
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "marian", "mbart", "mvp"), (None, _DECODER)),
+    **dict.fromkeys(("pegasus", "plbart", "trocr", "xglm"), (None, _DECODER)),
     "blenderbot_small": ("blenderbot-small", _DECODER),
     "gpt_oss": (None, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}),
     "minimax_m3_vl": (
@@ -147,6 +152,7 @@ _SPECIAL = {
     "openai": ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "opt": (None, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "deepseek_v4": (None, {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}),
+    # Its cache rounds the sizes of heads up to a multiple of 64 over all heads.
     "xlstm": (None, {"num_heads": 4, "hidden_size": 128}),
     "zamba": (None, {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "zamba2": (None, {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8}),

@@ -10,6 +10,7 @@ import unittest
 from unittest import mock
 
 import torch
+import transformers
 from families_tester import documents, tiny_config, tiny_model
 from packed_model_tester import alone, packed_batch, padded_batch, relative_error, total_relative_error
 from packed_patch_tester import ours, snapshot
@@ -21,7 +22,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
 )
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import transformers_packed
@@ -32,6 +32,8 @@ from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPAC
 
 
 FAMILIES = [*MIXERS, *UNPACKED]
+# Of those that are unpacked, one of each kind for what does not depend on the family.
+SOME = [*MIXERS, "bart", "bloom", "gpt_oss", "opt"]
 MASKED = [family for family, table in MIXERS.items() if any(mixer.masked for mixer in table.values())]
 SOURCES = ("seq_idx", "cu_seq_lens", "cu_seqlens", "all")
 SHORT = (9, 1, 20, 5)
@@ -55,7 +57,7 @@ class IsolationTest(unittest.TestCase):
         with torch.no_grad():
             logits = model(**batch).logits
             # The built-in leaks, so that this test can fail.
-            self.assertGreater(relative_error(stock, logits), 1e-2)
+            self.assertGreater(relative_error(stock, logits), 1e-3)
             for source in SOURCES:
                 self.assertTrue(torch.equal(model(**packed_batch(documents(), source)).logits, logits), source)
 
@@ -66,7 +68,7 @@ class IsolationTest(unittest.TestCase):
         config = model.config.get_text_config()
         # A packed row has no cache; that there is one by default must not matter.
         with mock.patch.object(config, "use_cache", False, create=True):
-            logits, loss = alone(model, rows)
+            logits, loss = alone_of(model, rows, family)
             expected = gradients_of(model, loss)
         patch_model(model)
         batch = packed_batch(rows)
@@ -77,7 +79,7 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(set(actual), set(expected))
         self.assertLess(total_relative_error(actual, expected), 1e-4)
 
-    @parameterized.expand(FAMILIES)
+    @parameterized.expand(SOME)
     def test_other_input_is_the_builtins_and_unpatching_restores_it(self, family):
         model, rows = tiny_model(family).eval(), documents(SHORT)
         inputs = [{"input_ids": torch.stack([rows[2], rows[2].flip(0)])}, {"input_ids": rows[0][None]}]
@@ -107,7 +109,7 @@ class IsolationTest(unittest.TestCase):
         for got, want in zip(run(), outputs, strict=True):
             self.assertTrue(torch.equal(got, want))
 
-    @parameterized.expand([(f, reentrant) for f in FAMILIES for reentrant in (False, True)])
+    @parameterized.expand([(f, reentrant) for f in SOME for reentrant in (False, True)])
     def test_gradient_checkpointing_of_two_rows(self, family, use_reentrant):
         """Both forwards run before the first backward, which has to find the boundaries of its own row."""
         model = patch_model(tiny_model(family))
@@ -128,7 +130,7 @@ class IsolationTest(unittest.TestCase):
             self.assertLess(total_relative_error(got, want), 1e-6)
         self.assertEqual([vars(module).get("_gradient_checkpointing_func") for module in model.modules()], checkpoints)
 
-    @parameterized.expand([family for family in FAMILIES if family != "glm5_next"])
+    @parameterized.expand([family for family in SOME if family != "glm5_next"])
     def test_registered_checkpoints_go_both_ways(self, family):
         builtin = tiny_model(family).eval()
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():
@@ -159,6 +161,15 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(set(after), set(before) | extra | {"max_length_q", "max_length_k"})
         self.assertEqual({name: after[name] for name in before}, dict(before))
         self.assertEqual([n for n in after if n in before], list(before))
+
+
+def alone_of(model: torch.nn.Module, rows: list[torch.Tensor], family: str):
+    """Each document's logits, and the mean loss over all targets, by the built-in."""
+    if family not in UNPACKED or UNPACKED[family].shifts_labels:
+        return alone(model, rows)
+    outputs = [model(input_ids=row[None], labels=row[None]) for row in rows]
+    total = sum(len(row) for row in rows)
+    return [x.logits[0] for x in outputs], sum(x.loss * len(r) / total for x, r in zip(outputs, rows, strict=True))
 
 
 def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -252,7 +263,7 @@ class CompileTest(unittest.TestCase):
     def tearDown(self):
         torch._dynamo.reset()
 
-    @parameterized.expand(["bamba", "lfm2"])
+    @parameterized.expand(["lfm2", "opt"])
     def test_compiled(self, family):
         """What is not packed remains one graph if it was one; a packed row is the same as without compiling."""
         torch._dynamo.reset()
@@ -300,14 +311,13 @@ class RefusalTest(unittest.TestCase):
         self.check("a packed row of text alone", model, **batch, pixel_values=torch.zeros(1))
 
     def test_families(self):
-        for model_type, pattern in (("bert", "BertLMHeadModel: .*padded batches"), ("t5", "audit_model")):
-            config = CONFIG_MAPPING[model_type](vocab_size=50, hidden_size=16, num_hidden_layers=1, num_layers=1, d_ff=8,
-                                                intermediate_size=16, num_attention_heads=2)  # fmt: skip
-            auto = AutoModelForCausalLM if model_type == "bert" else AutoModelForSeq2SeqLM
-            model = auto.from_config(config)
+        tiny = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16}
+        bert = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bert"](**tiny, num_attention_heads=2))
+        t5 = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING["t5"](vocab_size=50, d_model=16, num_layers=1, d_ff=8))
+        for model, pattern in ((bert, "BertLMHeadModel: .*padded batches"), (t5, "audit_model")):
             with self.assertRaisesRegex(ValueError, f"patch_model: expected .*{pattern}"):
                 patch_model(model)
-        config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+        config = LlamaConfig(**tiny, num_attention_heads=4)
         model = AutoModelForCausalLM.from_config(config)
         self.assertIs(patch_model(model), model)
         self.assertEqual(ours(model), set())
@@ -315,5 +325,5 @@ class RefusalTest(unittest.TestCase):
     def test_a_family_has_one_place(self):
         names = [*MIXERS, *UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]
         self.assertEqual(len(names), len(set(names)))
-        for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            self.assertIn(model_type_to_module_name(model_type), names, "which no release of Transformers had so far")
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            self.assertIn(mixers.family_of(getattr(transformers, name)), names, "a family in no table")

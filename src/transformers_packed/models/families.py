@@ -91,10 +91,13 @@ class Unpacked:
             The built-in class of the base model.
         cause (`str`):
             What in it does not stop at documents.
+        shifts_labels (`bool`, *optional*, defaults to `True`):
+            Whether the loss compares a token's logits with the next label. Otherwise no target lies across documents.
     """
 
     base: str
     cause: str
+    shifts_labels: bool = True
 
 
 _MASKS = "its masks are made without position ids"
@@ -102,25 +105,25 @@ _DECODER = "the decoder makes masks and positions without position ids"
 
 UNPACKED: dict[str, Unpacked] = {
     "afmoe": Unpacked("AfmoeModel", _MASKS),
-    "bart": Unpacked("BartDecoder", _DECODER),
-    "bigbird_pegasus": Unpacked("BigBirdPegasusDecoder", _DECODER),
+    "bart": Unpacked("BartDecoder", _DECODER, shifts_labels=False),
+    "bigbird_pegasus": Unpacked("BigBirdPegasusDecoder", _DECODER, shifts_labels=False),
     "biogpt": Unpacked("BioGptModel", _MASKS),
-    "blenderbot": Unpacked("BlenderbotDecoder", _DECODER),
-    "blenderbot_small": Unpacked("BlenderbotSmallDecoder", _DECODER),
+    "blenderbot": Unpacked("BlenderbotDecoder", _DECODER, shifts_labels=False),
+    "blenderbot_small": Unpacked("BlenderbotSmallDecoder", _DECODER, shifts_labels=False),
     "bloom": Unpacked("BloomModel", _MASKS),
     "falcon": Unpacked("FalconModel", _MASKS),
     "gpt_oss": Unpacked("GptOssModel", _MASKS),
-    "marian": Unpacked("MarianDecoder", _DECODER),
-    "mbart": Unpacked("MBartDecoder", _DECODER),
+    "marian": Unpacked("MarianDecoder", _DECODER, shifts_labels=False),
+    "mbart": Unpacked("MBartDecoder", _DECODER, shifts_labels=False),
     "minimax_m3_vl": Unpacked("MiniMaxM3VLTextModel", "its sparse attention scores blocks of the whole row"),
     "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it hands no position ids to its text model"),
     "mpt": Unpacked("MptModel", _MASKS),
-    "mvp": Unpacked("MvpDecoder", _DECODER),
+    "mvp": Unpacked("MvpDecoder", _DECODER, shifts_labels=False),
     "openai": Unpacked("OpenAIGPTModel", "its attention has a causal mask of its own"),
     "opt": Unpacked("OPTDecoder", _MASKS),
-    "pegasus": Unpacked("PegasusDecoder", _DECODER),
-    "plbart": Unpacked("PLBartDecoder", _DECODER),
-    "trocr": Unpacked("TrOCRDecoder", _DECODER),
+    "pegasus": Unpacked("PegasusDecoder", _DECODER, shifts_labels=False),
+    "plbart": Unpacked("PLBartDecoder", _DECODER, shifts_labels=False),
+    "trocr": Unpacked("TrOCRDecoder", _DECODER, shifts_labels=False),
     "xglm": Unpacked("XGLMModel", _MASKS),
 }
 

@@ -22,7 +22,7 @@ from ..ops.per_document import per_document
 from .base import REPLACEMENTS
 from .current import boundaries_set_to, current_boundaries, running
 from .families import MIXERS, UNPACKED, Mixer
-from .roots import root_class
+from .roots import Root, root_class
 from .unpacked import run_unpacked
 
 
@@ -34,7 +34,7 @@ _NO_TEXT = ("VisionModel", "AudioModel")
 def family_of(cls: type) -> str | None:
     """The family of a class of Transformers: the name of its modeling module."""
     parts = cls.__module__.split(".")
-    if parts[:2] == ["transformers", "models"] and parts[-1] == f"modeling_{parts[-2]}":
+    if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
         return parts[-2]
     return None
 
@@ -88,9 +88,13 @@ def _replace(family: str, name: str) -> type:
         else:
             run = run_unpacked if name == _base_name(family) else None
             masked = any(mixer.masked for mixer in mixers.values())
-            ours = root_class(
-                builtin, run=run, attention_weights="attention runs on documents alone" if run or masked else None
+            root = Root(
+                builtin,
+                run=run,
+                has_attention_weights=not (run or masked),
+                shifts_labels=family not in UNPACKED or UNPACKED[family].shifts_labels,
             )
+            ours = root_class(root)
         ours.__module__, ours.__qualname__ = __name__, f"{family}__{name}"
         REPLACEMENTS[builtin] = ours
     return ours

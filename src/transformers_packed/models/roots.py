@@ -1,13 +1,14 @@
 """Models whose built-in layers know nothing of boundaries: what happens at the top, once per packed row.
 
-`root_class` derives a class from a built-in model. Its forward takes the boundary keywords, settles them, and runs the
+`root_class` derives a class from a built-in model, as a [`Root`] says. Its forward takes the boundary keywords, settles them, and runs the
 built-in with what that knows: position ids that restart, no mask, no cache. Input that is not packed goes to the
 built-in as it came.
 """
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -34,20 +35,49 @@ _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_fea
 Run = Callable[[torch.nn.Module, Callable, SequenceBoundaries, dict[str, Any]], Any]
 
 
-def root_class(builtin: type, *, run: Run | None = None, attention_weights: str | None = None) -> type:
-    """A subclass of a built-in model that takes packed rows.
+@dataclass(frozen=True)
+class Root:
+    """What a model at the top does with a packed row.
 
     Args:
         builtin (`type`):
             The built-in model class. By its name it is a base model, a head with one result per token, a language
             model, whose targets across documents are masked, or another head, which refuses packed rows.
         run (`Callable`, *optional*):
-            Runs the built-in forward on a packed row; by default it is called once, with the whole row.
-        attention_weights (`str`, *optional*):
-            Why a packed row has no attention weights, if it has none.
+            Runs the built-in forward of a base model on a packed row; by default once, with the whole row.
+        has_attention_weights (`bool`, *optional*, defaults to `True`):
+            Whether there are attention weights over the row.
+        shifts_labels (`bool`, *optional*, defaults to `True`):
+            Whether the loss compares a token's logits with the next label, as that of almost all models does.
     """
-    signature = inspect.signature(builtin.forward)
-    known = tuple(signature.parameters)[1:]
+
+    builtin: type
+    run: Run | None = None
+    has_attention_weights: bool = True
+    shifts_labels: bool = True
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.builtin.forward)
+
+    @cached_property
+    def known(self) -> tuple[str, ...]:
+        """The names of the built-in's arguments."""
+        return tuple(self.signature.parameters)[1:]
+
+    @cached_property
+    def kind(self) -> str:
+        name = self.builtin.__name__
+        if name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+            return "language model"
+        if name.endswith(("Model", "Decoder")):
+            return "base"
+        return "per token" if name.endswith("ForTokenClassification") else "other"
+
+
+def root_class(root: Root) -> type:
+    """The subclass of `root.builtin` that takes packed rows."""
+    builtin, known = root.builtin, root.known
 
     @wraps(builtin.forward)
     def forward(self, *args, **kwargs):
@@ -55,9 +85,9 @@ def root_class(builtin: type, *, run: Run | None = None, attention_weights: str 
         inputs.update(kwargs)
         if running.count == 0 and not _may_be_packed(inputs):
             return builtin.forward(self, **_for_builtin(inputs, known))
-        return _forward(self, builtin, known, run, attention_weights, inputs)
+        return _forward(self, root, inputs)
 
-    forward.__signature__ = _with_boundaries(signature)
+    forward.__signature__ = _with_boundaries(root.signature)
     namespace = {
         "forward": forward,
         "_supports_flex_attn": builtin._supports_flex_attn,
@@ -100,7 +130,7 @@ def _for_builtin(inputs: dict[str, Any], known: tuple[str, ...]) -> dict[str, An
     return {name: value for name, value in inputs.items() if name in known or name not in (*_EXPLICIT, "position_ids")}
 
 
-def _run_packed(model, builtin, known, run, attention_weights, inputs):
+def _run_packed(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
     call = f"{type(model).__name__}.forward"
     tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
     boundaries = current_boundaries()
@@ -116,9 +146,9 @@ def _run_packed(model, builtin, known, run, attention_weights, inputs):
             past_key_values=_cache(inputs),
             use_cache=inputs.get("use_cache"),
         )
-    inputs = _for_builtin(inputs, known)
+    inputs = _for_builtin(inputs, root.known)
     if boundaries is None:
-        return builtin.forward(model, **inputs)
+        return root.builtin.forward(model, **inputs)
     if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
         raise input_error(
             call,
@@ -126,8 +156,31 @@ def _run_packed(model, builtin, known, run, attention_weights, inputs):
             got="no tokens" if tokens is None else f"shape {tuple(tokens.shape)}",
             fix="Give the model input_ids or inputs_embeds of the row that the boundaries describe.",
         )
-    kind = _kind(builtin)
-    if kind == "other" or getattr(model.config, "is_encoder_decoder", False):
+    _check_possible(call, model, root, boundaries, inputs)
+    if root.kind == "language model" and root.shifts_labels:
+        labels = mask_targets_across_documents(boundaries, inputs.get("labels"), inputs)
+        if labels is not None:
+            inputs["labels"] = labels
+    if "position_ids" in root.known and inputs.get("position_ids") is None:
+        inputs["position_ids"] = boundaries.position_ids
+    if root.kind == "base":
+        # Also where only the text model inside names it, and would make a cache by default.
+        inputs["use_cache"] = False
+    if not outermost:
+        return _run(model, root, boundaries, inputs)
+    with packed_row(model, boundaries):
+        return _run(model, root, boundaries, inputs)
+
+
+# Its frame alone is left out of graphs that are being compiled: the lengths of documents are different in each row.
+_forward = torch.compiler.disable(
+    _run_packed, recursive=False, reason="packed rows differ in the lengths of their documents"
+)
+
+
+def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> None:
+    """Raise where the results of a packed row could not be those of the documents alone."""
+    if root.kind == "other" or getattr(model.config, "is_encoder_decoder", False):
         raise input_error(
             call,
             expected="documents in rows of their own for this model",
@@ -139,52 +192,25 @@ def _run_packed(model, builtin, known, run, attention_weights, inputs):
             raise input_error(
                 call, expected="a packed row of text alone", got=name, fix="Use a padded batch for what is not text."
             )
-    if attention_weights and (inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
+    wants_weights = inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)
+    if wants_weights and not root.has_attention_weights:
         raise input_error(
             call,
-            expected=f"a packed row without output_attentions, as {attention_weights}",
+            expected="a packed row without output_attentions, as attention runs on documents alone",
             got="output_attentions=True",
             fix="Leave output_attentions out.",
         )
-    if kind == "language model" and inputs.get("labels") is not None:
-        inputs["labels"] = mask_targets_across_documents(boundaries, inputs["labels"], inputs)
-    if "position_ids" in known and inputs.get("position_ids") is None:
-        inputs["position_ids"] = boundaries.position_ids
-    if kind == "base":
-        # Also where only the text model inside names it, and would make one by default.
-        inputs["use_cache"] = False
-    if not outermost:
-        return _run(model, builtin, known, run, boundaries, inputs)
-    with packed_row(model, boundaries):
-        return _run(model, builtin, known, run, boundaries, inputs)
 
 
-# Its frame alone is left out of graphs that are being compiled: the lengths of documents are different in each row.
-_forward = torch.compiler.disable(
-    _run_packed, recursive=False, reason="packed rows differ in the lengths of their documents"
-)
-
-
-def _run(model, builtin, known, run, boundaries, inputs):
-    if run is not None:
-        outputs = run(model, builtin.forward, boundaries, inputs)
+def _run(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> Any:
+    if root.run is not None:
+        outputs = root.run(model, root.builtin.forward, boundaries, inputs)
     else:
-        if _kind(builtin) == "base" and is_flash_attention_requested(model.config):
+        if root.kind == "base" and is_flash_attention_requested(model.config):
             inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
-        outputs = builtin.forward(model, **inputs)
-    if boundaries.padding_tokens and isinstance(outputs, ModelOutput) and outputs.get("router_logits") is not None:
-        if _kind(builtin) == "base":
-            # Tail padding is no load to balance.
-            outputs.router_logits = tuple(
-                None if layer is None else layer[: -boundaries.padding_tokens] for layer in outputs.router_logits
-            )
+        outputs = root.builtin.forward(model, **inputs)
+    padding = boundaries.padding_tokens
+    if root.kind == "base" and padding and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
+        # Tail padding is no load to balance.
+        outputs.router_logits = tuple(layer if layer is None else layer[:-padding] for layer in outputs.router_logits)
     return outputs
-
-
-def _kind(builtin: type) -> str:
-    name = builtin.__name__
-    if name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
-        return "language model"
-    if name.endswith(("Model", "Decoder")):
-        return "base"
-    return "per token" if name.endswith("ForTokenClassification") else "other"
