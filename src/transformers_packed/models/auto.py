@@ -11,7 +11,6 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from ..errors import input_error
 from .families import MIXERS, UNPACKED
-from .mixers import language_models, packed_class
 
 
 # Per family: the module of its configuration classes, and per configuration the class that each Auto class builds.
@@ -151,6 +150,9 @@ def registered() -> Iterator[None]:
 
 def _entries() -> Iterator[tuple]:
     """(mapping of an Auto class, configuration class, our model class) for all that we register."""
+    # Brings triton along, which importing this package may not.
+    from .mixers import language_models, packed_class
+
     for family, configs in FAMILIES.items():
         modeling = modeling_module(family)
         for config_name, classes in configs.items():

@@ -12,24 +12,26 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
 from .base import REPLACEMENTS, become
 from .families import ISOLATED, MIXERS, REFUSED, UNPACKED
-from .mixers import announce, family_of, packed_class, text_model
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def patch_model(model: Model) -> Model:
-    """Make a live Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model keep the documents of a packed row apart, in place.
+    """Make a live model keep the documents of a packed row apart, in place.
 
     Every built-in module for which this package has a class becomes that class; no tensor is copied, moved or
-    replaced. The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own),
-    have gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
+    replaced. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have classes written by hand, the other families of Transformers that
+    do not isolate documents get theirs by the tables in `models/families.py`. A causal language model that keeps them
+    apart by itself, by position ids that restart, stays as it is.
+
+    The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own), have
+    gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
 
     Patch a model before what takes hold of its layers or its forward: FSDP, `Accelerator.prepare` with mixed precision
     (which `Trainer` calls in `train`), and libraries that set a forward of their own.
@@ -42,9 +44,9 @@ def patch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model has no module of a supported family, is sharded by FSDP, or has a module that cannot be
-        converted: one of a subclass or a copy of the built-in class, or one with a `forward` of its own. Nothing was
-        changed then.
+        `ValueError`: the model is of a family that cannot be packed or was never measured (see [`audit_model`]), is
+        sharded by FSDP, or has a module that cannot be converted: one of a subclass or a copy of the built-in class,
+        or one with a `forward` of its own. Nothing was changed then.
         `ImportError`: the installed Transformers lacks something that our models use.
 
     Example:
@@ -82,10 +84,17 @@ def patch_model(model: Model) -> Model:
 
 def _announce_families(model: torch.nn.Module) -> None:
     """Have our classes made for the families that `model` is of."""
+    # These bring triton along, which importing this package may not.
+    from transformers import PreTrainedModel
+
+    from .mixers import announce, family_of, packed_class, text_model
+
     bases = {base for module in model.modules() for base in type(module).__mro__}
     families = {family_of(base) for base in bases} & {*MIXERS, *UNPACKED}
     for family in families:
         announce(family)
+    if not families:
+        return
     # A model around one of them, such as a vision-language model, masks targets and makes positions.
     texts = tuple(text_model(family) for family in families)
     for outer in model.modules():
@@ -96,6 +105,10 @@ def _announce_families(model: torch.nn.Module) -> None:
 
 def _check_isolated(model: torch.nn.Module) -> None:
     """Raise unless `model` keeps documents apart without us."""
+    from transformers import PreTrainedModel
+
+    from .mixers import family_of
+
     got, fix = type(model).__name__, "Only models of Transformers can be patched."
     outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if outermost is not None:
