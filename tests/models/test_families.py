@@ -281,6 +281,19 @@ class CompileTest(unittest.TestCase):
             self.assertTrue(torch.equal(compiled(**inputs).logits, want))
 
 
+class PositionsTest(unittest.TestCase):
+    @parameterized.expand(["bamba", "moss_transcribe_diarize"])
+    def test_positions_of_one_document_reach_the_builtin(self, family):
+        """Also where the built-in does not name them and hands them on to the model inside."""
+        model, row = tiny_model(family).eval(), documents(SHORT)[2][None]
+        # Rotary embeddings see distances alone, so these are wider.
+        inputs = {"input_ids": row, "attention_mask": torch.ones_like(row), "position_ids": torch.arange(20)[None] * 3}
+        with torch.no_grad():
+            want, plain = model(**inputs).logits, model(row).logits
+            self.assertTrue(torch.equal(patch_model(model)(**inputs).logits, want))
+        self.assertGreater(relative_error(want, plain), 1e-4)
+
+
 class RefusalTest(unittest.TestCase):
     def check(self, pattern: str, model, **inputs):
         with self.assertRaisesRegex(ValueError, pattern):

@@ -66,6 +66,11 @@ class Root:
         return tuple(self.signature.parameters)[1:]
 
     @cached_property
+    def takes_any(self) -> bool:
+        """Whether the built-in takes arguments that it does not name, and may hand them on."""
+        return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.signature.parameters.values())
+
+    @cached_property
     def kind(self) -> str:
         name = self.builtin.__name__
         if name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
@@ -77,14 +82,14 @@ class Root:
 
 def root_class(root: Root) -> type:
     """The subclass of `root.builtin` that takes packed rows."""
-    builtin, known = root.builtin, root.known
+    builtin, known, takes_any = root.builtin, root.known, root.takes_any
 
     @wraps(builtin.forward)
     def forward(self, *args, **kwargs):
         inputs = dict(zip(known, args, strict=False))
         inputs.update(kwargs)
         if running.count == 0 and not _may_be_packed(inputs):
-            return builtin.forward(self, **_for_builtin(inputs, known))
+            return builtin.forward(self, **(inputs if takes_any else _for_builtin(inputs, known)))
         return _forward(self, root, inputs)
 
     forward.__signature__ = _with_boundaries(root.signature)
@@ -146,9 +151,9 @@ def _run_packed(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> A
             past_key_values=_cache(inputs),
             use_cache=inputs.get("use_cache"),
         )
-    inputs = _for_builtin(inputs, root.known)
     if boundaries is None:
-        return root.builtin.forward(model, **inputs)
+        return root.builtin.forward(model, **(inputs if root.takes_any else _for_builtin(inputs, root.known)))
+    inputs = _for_builtin(inputs, root.known)
     if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
         raise input_error(
             call,
