@@ -53,12 +53,15 @@ class Case(NamedTuple):
 
     def run(self, impl: str, inputs: list[torch.Tensor], upstream=None) -> list[torch.Tensor]:
         """The outputs and the gradients of all inputs but the constants, for `upstream` gradients of the outputs."""
-        count = len(inputs) - self.constants
-        leaves = [x.detach().requires_grad_(i < count) for i, x in enumerate(inputs)]
+        leaves = self.leaves(inputs)
         outputs = self.outputs(impl, leaves)
         upstream = self.upstream(outputs) if upstream is None else upstream
-        gradients = torch.autograd.grad(outputs, leaves[:count], upstream)
+        gradients = torch.autograd.grad(outputs, leaves[: len(leaves) - self.constants], upstream)
         return [x.detach() for x in (*outputs, *gradients)]
+
+    def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        count = len(inputs) - self.constants
+        return [x.detach().requires_grad_(i < count) for i, x in enumerate(inputs)]
 
     def outputs(self, impl: str, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         outputs = self.op(impl, *inputs)
