@@ -275,6 +275,11 @@ class ReferenceTest(unittest.TestCase):
         """The module as a function of its inputs and weights."""
         return lambda *inputs: torch.func.functional_call(module, weights, inputs)
 
+    @parameterized.expand(named(ONE_SIZE))
+    def test_gradients_in_float64(self, _, case, size):
+        leaves = case.leaves(case.inputs(3, dtype=torch.float64, **size))
+        self.assertTrue(torch.autograd.gradcheck(lambda *x: case.outputs("reference", x), leaves, fast_mode=True))
+
     def test_rms_norm(self):
         module = builtin.Qwen3_5RMSNorm(40, eps=1e-5)
         x, residual, weight = self.normal(2, 7, 40), self.normal(2, 7, 40), self.normal(40)
