@@ -33,7 +33,11 @@ class DoctestsTest(unittest.TestCase):
             "models.auto",
             "models.patch",
             "ops.causal_conv1d",
+            "ops.cross_entropy",
+            "ops.gates",
+            "ops.norm",
             "ops.per_document",
+            "ops.rotary",
         ):
             self.assertGreater(attempted[name], 0, f"no example of {name} ran")
         self.assertGreater(sum(attempted.values()), 20)

@@ -1,12 +1,25 @@
 import contextlib
 import io
 import unittest
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
 
 from transformers_packed import cli, environment
 from transformers_packed.ops.dispatch import Implementation, always
+
+
+FUSED = (
+    "convolution to heads",
+    "decay and rate",
+    "norm",
+    "gated norm",
+    "norm and rotary positions",
+    "SwiGLU",
+    "gate of attention",
+    "head and cross entropy",
+)
 
 
 class EnvironmentTest(unittest.TestCase):
@@ -31,6 +44,16 @@ class EnvironmentTest(unittest.TestCase):
         self.assertIn(("attention", "sdpa", "per_document(sdpa)"), choices)
         self.assertIn(("attention", "flex_attention", "nothing"), choices)
         self.assertIn(("attention", "flash_attention_2", "nothing"), choices)
+        for op in FUSED:
+            self.assertIn((*op.split(), "torch" if op == "head and cross entropy" else "reference"), choices)
+
+    @unittest.skipUnless(find_spec("triton"), "needs triton")
+    def test_what_the_fused_ops_would_run_on_a_gpu(self):
+        with mock.patch("transformers_packed.ops.kernels._on_gpu", lambda tensor: True):
+            lines = environment.describe_environment().splitlines()
+        choices = {tuple(line.split()) for line in lines if not line.strip().startswith("not ")}
+        for op in FUSED:
+            self.assertIn((*op.split(), "triton"), choices)
 
     def test_what_would_run_is_what_the_verifiers_say(self):
         refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))

@@ -13,8 +13,13 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 from .boundaries import SequenceBoundaries
 from .ops.attention import IMPLEMENTATIONS as ATTENTION
 from .ops.causal_conv1d import IMPLEMENTATIONS as CAUSAL_CONV1D
+from .ops.causal_conv1d import QUERY_KEY_VALUE
+from .ops.cross_entropy import IMPLEMENTATIONS as LINEAR_CROSS_ENTROPY
 from .ops.dispatch import Implementation
 from .ops.gated_delta_rule import IMPLEMENTATIONS as GATED_DELTA_RULE
+from .ops.gates import DECAY_AND_RATE, SIGMOID_GATE, SWIGLU
+from .ops.norm import GATED_RMS_NORM, RMS_NORM
+from .ops.rotary import IMPLEMENTATIONS as NORMED_ROTARY
 
 
 PACKAGES = {
@@ -81,6 +86,23 @@ def _calls(device: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Imp
     for version, available in FLASH_ATTENTION.items():
         table = {"its own kernel": Implementation(run=None, verify=partial(_verify_flash_attention, available))}
         yield f"attention {version}", table, (random(1),), options
+    yield from _fused_calls(random, options)
+
+
+def _fused_calls(random: Callable[..., torch.Tensor], options: dict) -> Iterator[tuple]:
+    """As [`_calls`], of the parts of a layer that run in one kernel each."""
+    row, weight, heads = random(1, 3, 256), random(256), random(1, 3, 4)
+    heads_of_rule = options | {"key_heads": 1, "key_dim": 128, "value_dim": 128}
+    angles = [random(1, 3, 64).detach() for _ in range(2)]
+    yield "convolution to heads", QUERY_KEY_VALUE, (random(1, 3, 384), random(384, 4), None, "silu"), heads_of_rule
+    yield "decay and rate", DECAY_AND_RATE, (heads, heads, random(4), random(4)), {}
+    yield "norm", RMS_NORM, (row, weight, 1e-6), {"residual": row, "offset": 1.0}
+    yield "gated norm", GATED_RMS_NORM, (row, row, weight, 1e-6), {}
+    rotary = (random(1, 3, 2, 512), random(1, 3, 1, 256), weight, weight, *angles, 1e-6)
+    yield "norm and rotary positions", NORMED_ROTARY, rotary, {}
+    yield "SwiGLU", SWIGLU, (row, row), {}
+    yield "gate of attention", SIGMOID_GATE, (row, row), {}
+    yield "head and cross entropy", LINEAR_CROSS_ENTROPY, (row[0], random(8, 256), torch.zeros(3), None), {}
 
 
 def _verify_flash_attention(available: Callable[[], bool], tensor: torch.Tensor, **options) -> tuple[bool, str]:

@@ -23,6 +23,7 @@ from .kernels import (
     verify_fla_causal_conv1d,
     verify_triton,
 )
+from .norm import widened
 
 
 def causal_conv1d(
@@ -108,8 +109,8 @@ def convolved_query_key_value(
             `"auto"`, `"triton"`, or `"reference"`: [`causal_conv1d`], with the kernel that it chooses, and torch.
 
     Returns:
-        `tuple`: queries and keys `[B, T, key_heads, key_dim]` and values `[B, T, value_heads, value_dim]`, contiguous, in
-        the dtype of `hidden_states`.
+        `tuple`: queries and keys `[B, T, key_heads, key_dim]` and values `[B, T, value_heads, value_dim]`, in the
+        dtype of `hidden_states`.
 
     Raises:
         `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
@@ -128,7 +129,7 @@ def convolved_query_key_value(
     """
     channels = hidden_states.shape[-1]
     values = channels - 2 * key_heads * key_dim
-    if weight.shape[:1] != (channels,) or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
+    if weight.ndim != 2 or len(weight) != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
         raise input_error(
             "convolved_query_key_value",
             expected="hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values",
@@ -161,6 +162,7 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     function = partial(torch_causal_conv1d, weight=weight, bias=bias, activation=activation)
     if boundaries is None:
         return function(hidden_states)
+    _check_row("causal_conv1d", hidden_states, boundaries)
     # With a window's width of zeros between the documents no window reaches from one into another. That is what
     # `per_document` would compute, in one pass over the row.
     gap = weight.shape[-1] - 1
@@ -168,6 +170,16 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     slots = torch.arange(length, device=hidden_states.device) + gap * boundaries.seq_idx[0]
     spaced = hidden_states.new_zeros(1, length + gap * (boundaries.num_documents - 1), hidden_states.shape[-1])
     return function(spaced.index_copy(1, slots, hidden_states)).index_select(1, slots)
+
+
+def _check_row(call: str, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> None:
+    if hidden_states.shape[:2] != (1, boundaries.total_length):
+        raise input_error(
+            call,
+            expected=f"hidden_states [1, {boundaries.total_length}, D], the row that the boundaries describe",
+            got=f"{tuple(hidden_states.shape)}",
+            fix="Make the boundaries from this row's lengths.",
+        )
 
 
 IMPLEMENTATIONS = {
@@ -186,7 +198,7 @@ def _reference_query_key_value(hidden_states, weight, bias, activation, *, key_h
 
 
 def _unit_length(x: torch.Tensor) -> torch.Tensor:
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = widened(x)
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
@@ -197,6 +209,7 @@ def _triton_query_key_value(hidden_states, weight, bias, activation, *, key_head
     if boundaries is None:
         position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
     else:
+        _check_row("convolved_query_key_value", hidden_states, boundaries)
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     value_heads = channels // value_dim - 2 * key_heads
     results = ConvolvedQueryKeyValue.apply(

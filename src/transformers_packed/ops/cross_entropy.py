@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
+from .norm import widened
 
 
 def linear_cross_entropy(
@@ -105,8 +106,7 @@ def linear_cross_entropy(
 
 
 def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
-    logits = F.linear(hidden_states, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = widened(F.linear(hidden_states, weight, bias))
     reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
     loss = F.cross_entropy(

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
+from .norm import widened
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
@@ -80,7 +81,7 @@ def decay_and_rate(
             `"auto"`, `"triton"` or `"reference"`.
 
     Returns:
-        `tuple`: `g` in float32 and `beta` in the dtype of `b`, both `[..., HV]`.
+        `tuple`: `g` in float32 (float64 for `a` in float64) and `beta` in the dtype of `b`, both `[..., HV]`.
 
     Raises:
         `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
@@ -137,13 +138,13 @@ SIGMOID_GATE = {
 
 def _decay_reference(a, b, a_log, dt_bias):
     # exp(a_log) in float32: in float16 it overflows.
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias), b.sigmoid()
+    return -widened(a_log).exp() * F.softplus(widened(a) + dt_bias), b.sigmoid()
 
 
 def _decay_triton(a, b, a_log, dt_bias):
     from .triton_kernels.decay import DecayAndRate
 
-    g, beta = DecayAndRate.apply(a.flatten(0, -2), b.flatten(0, -2), a_log, dt_bias)
+    g, beta = DecayAndRate.apply(*(x.reshape(-1, len(a_log)) for x in (a, b)), a_log, dt_bias)
     return g.view(a.shape), beta.view(b.shape)
 
 

@@ -21,7 +21,7 @@ def rms_norm(
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., width]`):
-            The input, any floating dtype; the norm is computed in float32.
+            The input, any floating dtype; the norm is computed in float32, or in float64 if that is its dtype.
         weight (`torch.Tensor` of shape `[width]`):
             The scale less `offset`.
         eps (`float`, *optional*, defaults to 1e-6):
@@ -61,7 +61,7 @@ def gated_rms_norm(
 
     Args:
         hidden_states, gate (`torch.Tensor` of shape `[..., width]`):
-            The input and its gate, any floating dtype; computed in float32.
+            The input and its gate, any floating dtype; computed in float32, or in float64 if that is their dtype.
         weight (`torch.Tensor` of shape `[width]`):
             The scale.
         eps (`float`, *optional*, defaults to 1e-6):
@@ -101,20 +101,25 @@ def _check(
         )
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """`x` in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _rms_norm_reference(hidden_states, weight, eps, *, residual, offset):
     if residual is not None:
         hidden_states = residual + hidden_states
-    x = hidden_states.float()
+    x = widened(hidden_states)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    normed = (x * (offset + weight.float())).type_as(hidden_states)
+    normed = (x * (offset + widened(weight))).type_as(hidden_states)
     return normed if residual is None else (normed, hidden_states)
 
 
 def _gated_rms_norm_reference(hidden_states, gate, weight, eps):
     dtype = hidden_states.dtype
-    x = hidden_states.float()
+    x = widened(hidden_states)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * x.to(dtype) * F.silu(gate.float())).to(dtype)
+    return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
 
 
 def _rms_norm_triton(hidden_states, weight, eps, *, residual, offset):

@@ -55,14 +55,14 @@ def normed_rotary(
     ```
     """
     dim, rotary = key.shape[-1], cos.shape[-1]
-    rows, length = key.shape[:2]
-    fits = query_gate.shape[-1] == 2 * dim and query_gate.shape[:2] == key.shape[:2]
-    fits = fits and cos.shape[0] in (1, rows) and cos.shape[1] == length
-    if not fits or cos.shape != sin.shape or rotary > dim or rotary % 2:
+    fits = query_gate.ndim == key.ndim == 4 and query_gate.shape[-1] == 2 * dim
+    fits = fits and query_gate.shape[:2] == key.shape[:2] and query_weight.shape == key_weight.shape == (dim,)
+    fits = fits and cos.shape == sin.shape and cos.shape[:-1] in (key.shape[:2], (1, key.shape[1]))
+    if not fits or rotary > dim or rotary % 2:
         raise input_error(
             "normed_rotary",
-            expected="query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], cos and sin [B, T, rotary]",
-            got=", ".join(str(tuple(x.shape)) for x in (query_gate, key, cos, sin)),
+            expected="query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]",
+            got=", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin)),
             fix="Keep heads before channels.",
         )
     return run("normed_rotary", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
@@ -88,17 +88,21 @@ def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
 
     rows, length, heads, double = query_gate.shape
     query_gate = query_gate.reshape(rows * length, heads, 2, double // 2)
-    cos, sin = (x.expand(rows, -1, -1).reshape(rows * length, -1) for x in (cos, sin))
+    cos, sin = (x.expand(rows, -1, -1).flatten(0, 1) for x in (cos, sin))
     results = NormedRotary.apply(query_gate, key.flatten(0, 1), query_weight, key_weight, cos, sin, eps)
     return tuple(x.unflatten(0, (rows, length)) for x in results)
 
 
-def _verify(query_gate, key, *others):
+def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
     dim = key.shape[-1]
     if dim & (dim - 1) or dim > 512:
         return False, f"wants heads of a power of two of channels up to 512, not {dim}"
     if query_gate.dtype != key.dtype:
         return False, f"wants one dtype, not {query_gate.dtype} beside {key.dtype}"
+    if query_weight.dtype != key_weight.dtype:
+        return False, f"wants weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
+    if cos.requires_grad or sin.requires_grad:
+        return False, "has no gradients of cos and sin"
     return verify_triton(query_gate)
 
 

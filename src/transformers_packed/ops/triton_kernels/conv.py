@@ -13,6 +13,7 @@ the cache) and writes the three results, each contiguous; backward reads `x` and
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 
 # Tokens of a tile; tiles of a program of the backward, which adds up the gradient of the weight in registers.
@@ -21,7 +22,7 @@ _TILES = 8
 
 
 @triton.jit
-def _convolve(x_ptr, stride, weight_ptr, column, token, position, length, W: tl.constexpr):
+def _convolve(x_ptr, stride, weight_ptr, column, token, position, W: tl.constexpr):
     """`a` `[tokens, channels]` at `token`, with `position` -1 where there is none."""
     total = tl.zeros((token.shape[0], column.shape[0]), tl.float32)
     for shift in tl.static_range(W):
@@ -32,16 +33,18 @@ def _convolve(x_ptr, stride, weight_ptr, column, token, position, length, W: tl.
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _forward(
     x_ptr, stride, weight_ptr, position_ptr, q_ptr, k_ptr, v_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # One dimension, heads first: the others of a grid end at 65,535.
+    heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
+    head = tl.program_id(0) % heads
+    token = (tl.program_id(0) // heads).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = head * DIM + tl.arange(0, DIM)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
-    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, length, W)
+    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, W)
     y = a * tl.sigmoid(a)
     inside = (token < length)[:, None]
     if head < 2 * KEY_HEADS:
@@ -58,11 +61,11 @@ def _forward(
 
 @triton.jit
 def _slope(
-    x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, token, position, length, eps,
+    x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, token, position, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `a` at `token`; 0 where `position` is negative."""
-    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, length, W)
+    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, W)
     sigmoid = tl.sigmoid(a)
     inside = (position >= 0)[:, None]
     if head < 2 * KEY_HEADS:
@@ -80,19 +83,21 @@ def _slope(
     return dy * sigmoid * (1.0 + a * (1.0 - sigmoid))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _backward(
     x_ptr, stride, weight_ptr, position_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
     TILES: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
+    head = tl.program_id(0) % heads
+    program = (tl.program_id(0) // heads).to(tl.int64)
     column = head * DIM + tl.arange(0, DIM)
-    channels = (2 * KEY_HEADS + VALUE_HEADS) * DIM
+    channels = heads * DIM
     taps = tl.arange(0, TAPS)
     dweight = tl.zeros((DIM, TAPS), tl.float32)
     for tile in range(TILES):
-        token = (tl.program_id(1) * TILES + tile).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        token = (program * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
         here = tl.load(position_ptr + token, mask=token < length, other=-1)
         dx = tl.zeros((TOKENS, DIM), tl.float32)
         for shift in tl.static_range(W):
@@ -101,7 +106,7 @@ def _backward(
             position = tl.load(position_ptr + later, mask=later < length, other=-1)
             position = tl.where(position >= shift, position, -1)
             da = _slope(
-                x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, later, position, length, eps,
+                x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, later, position, eps,
                 KEY_HEADS, VALUE_HEADS, DIM, W,
             )  # fmt: skip
             dx += da * tl.load(weight_ptr + column * W + (W - 1 - shift)).to(tl.float32)[None, :]
@@ -110,7 +115,7 @@ def _backward(
             dweight += tl.where((taps == W - 1 - shift)[None, :], tap[:, None], 0.0)
         at = token[:, None] * channels + column[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(here >= 0)[:, None])
-    at = (tl.program_id(1) * channels + column).to(tl.int64)[:, None] * W + taps[None, :]
+    at = (program * channels + column)[:, None] * W + taps[None, :]
     tl.store(dweight_ptr + at, dweight, mask=(taps < W)[None, :])
 
 
@@ -126,11 +131,12 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position)
         ctx.heads, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _TOKENS), eps
-        grid = (2 * key_heads + value_heads, triton.cdiv(length, _TOKENS))
+        grid = ((2 * key_heads + value_heads) * triton.cdiv(length, _TOKENS),)
         _forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.heads)
         return q, k, v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq, dk, dv):
         x, weight, position = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
@@ -138,7 +144,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         dx = x.new_empty(x.shape)
         programs = triton.cdiv(len(x), tokens * _TILES)
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
-        grid = (2 * key_heads + value_heads, programs)
+        grid = ((2 * key_heads + value_heads) * programs,)
         _backward[grid](
             x, x.stride(0), weight, position, dq, dk, dv, dx, dweight, len(x), ctx.eps, *ctx.heads,
             _TILES, triton.next_power_of_2(width),

@@ -9,6 +9,7 @@ number of programs and then over these, so their order never changes.
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from .norm import programs_for
 
@@ -16,7 +17,7 @@ from .norm import programs_for
 _TOKENS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _forward(
     a_ptr, b_ptr, a_log_ptr, dt_ptr, g_ptr, beta_ptr, length, a_stride, b_stride, heads,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
@@ -27,15 +28,17 @@ def _forward(
     x = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_ptr + head, mask=head < heads, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log_ptr + head, mask=head < heads, other=0.0).to(tl.float32))
-    # log(1 + e^x) without overflow, and without losing small values.
-    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-    softplus = tl.where(x < -10.0, tl.exp(x), softplus)
+    # log(1 + e^x) without overflow; what rounding takes from a small second term, the quotient gives back.
+    small = tl.exp(-tl.abs(x))
+    kept = (1.0 + small) - 1.0
+    log = tl.where(kept == 0.0, small, tl.log(1.0 + small) * small / tl.where(kept == 0.0, 1.0, kept))
+    softplus = tl.maximum(x, 0.0) + log
     tl.store(g_ptr + token * heads + head, -rate * softplus, mask=inside)
     beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     tl.store(beta_ptr + token * heads + head, beta.to(beta_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "tiles"])
 def _backward(
     dg_ptr, dbeta_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, g_ptr, da_ptr, db_ptr, sums_ptr, length, a_stride, b_stride,
     heads, tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr,
@@ -71,6 +74,7 @@ class DecayAndRate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, a_log, dt_bias):
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+        a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()
         length, heads = a.shape
         g = torch.empty(length, heads, dtype=torch.float32, device=a.device)
         beta = torch.empty(length, heads, dtype=b.dtype, device=b.device)
@@ -81,6 +85,7 @@ class DecayAndRate(torch.autograd.Function):
         return g, beta
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dg, dbeta):
         a, b, a_log, dt_bias, g = ctx.saved_tensors
         dg, dbeta = dg.contiguous(), dbeta.contiguous()
@@ -90,22 +95,7 @@ class DecayAndRate(torch.autograd.Function):
         programs = programs_for(tiles, a.device)
         sums = torch.empty(programs, 2, heads, dtype=torch.float32, device=a.device)
         _backward[(programs,)](
-            dg,
-            dbeta,
-            a,
-            b,
-            a_log,
-            dt_bias,
-            g,
-            da,
-            db,
-            sums,
-            length,
-            a.stride(0),
-            b.stride(0),
-            heads,
-            tiles,
-            **ctx.tile,
-        )
+            dg, dbeta, a, b, a_log, dt_bias, g, da, db, sums, length, a.stride(0), b.stride(0), heads, tiles, **ctx.tile
+        )  # fmt: skip
         d_a_log, d_dt = sums.sum(0)
         return da, db, d_a_log.to(a_log.dtype), d_dt.to(dt_bias.dtype)

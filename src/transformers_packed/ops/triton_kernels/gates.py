@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 
 _BLOCK = 2048
@@ -52,6 +53,7 @@ class GatedProduct(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         gate, x = ctx.saved_tensors
         dy = dy.contiguous()

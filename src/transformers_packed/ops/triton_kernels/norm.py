@@ -10,6 +10,7 @@ and then over these, so its order never changes.
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 
 # Elements of a tile, and programs of the backward for each multiprocessor.
@@ -17,7 +18,7 @@ _TILE = 2048
 _PROGRAMS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, eps,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -42,7 +43,7 @@ def _forward(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, rows, width, tiles,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -85,7 +86,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, residual, gate, eps: float, offset: float):
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
         rows, width = x.shape
         y = torch.empty_like(x)
@@ -94,13 +95,13 @@ class RMSNorm(torch.autograd.Function):
         tile = _tile(width)
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
-        if rows:
-            _forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
+        _forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
         ctx.save_for_backward(total, weight, gate, r)
         ctx.options = options
         return y if residual is None else (y, total)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dsum=None):
         x, weight, gate, r = ctx.saved_tensors
         rows, width = x.shape

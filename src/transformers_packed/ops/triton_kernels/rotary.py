@@ -10,6 +10,7 @@ in two halves, channel `c` and its partner `p` in the other half turn together:
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from .norm import programs_for
 
@@ -25,7 +26,7 @@ def _partner(column, ROTARY: tl.constexpr):
     return partner, tl.where(column < half, -1.0, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, gate_ptr, r_ptr, length, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
@@ -60,7 +61,7 @@ def _forward(
     tl.store(target + column[None, :], y.to(q_out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "tiles"])
 def _backward(
     dq_ptr, dk_ptr, dgate_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, r_ptr, dq_in_ptr, dk_in_ptr,
     dweight_ptr, length, tiles,
@@ -113,7 +114,7 @@ class NormedRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps: float):
-        q, k, cos, sin = (x.contiguous() for x in (q, k, cos, sin))
+        q, k, q_weight, k_weight, cos, sin = (x.contiguous() for x in (q, k, q_weight, k_weight, cos, sin))
         length, q_heads, _, dim = q.shape
         q_out, gate = (q.new_empty(length, q_heads, dim) for _ in range(2))
         k_out = torch.empty_like(k)
@@ -125,6 +126,7 @@ class NormedRotary(torch.autograd.Function):
         return q_out, k_out, gate
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq_out, dk_out, dgate):
         q, k, q_weight, k_weight, cos, sin, r = ctx.saved_tensors
         dq_out, dk_out, dgate = (x.contiguous() for x in (dq_out, dk_out, dgate))

@@ -12,6 +12,10 @@ def _softmax_minus_target(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
+    # Before the reductions, which all threads wait for: below, another one may have overwritten it. A label that is no
+    # word makes the loss NaN.
+    known = (label >= 0) & (label < vocab)
+    target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK)
     # Each lane keeps the largest logit that it saw, and a sum relative to that.
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -28,7 +32,6 @@ def _softmax_minus_target(
         plain += tl.where(inside, x, 0.0)
     top = tl.max(largest, 0)
     log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    target = tl.load(logits_ptr + label).to(tl.float32)
     loss = log_total - (1.0 - smoothing) * target
     if smoothing > 0.0:
         loss -= smoothing * tl.sum(plain, 0) / vocab
@@ -50,6 +53,14 @@ def softmax_minus_target(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(8192, triton.next_power_of_2(vocab))
     _softmax_minus_target[(rows,)](
-        logits, labels, losses, vocab, logits.stride(0), float(label_smoothing), gradient_too, block, num_warps=16
+        logits,
+        labels.contiguous(),
+        losses,
+        vocab,
+        logits.stride(0),
+        float(label_smoothing),
+        gradient_too,
+        block,
+        num_warps=16,
     )
     return losses

@@ -1,0 +1,264 @@
+"""The fused ops, each with inputs at any number of tokens: what the tests on the CPU and on a GPU share."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import cycle
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import (
+    convolved_query_key_value,
+    decay_and_rate,
+    gated_rms_norm,
+    linear_cross_entropy,
+    normed_rotary,
+    rms_norm,
+    sigmoid_gate,
+    swiglu,
+)
+
+
+# The lengths of the last documents of a row, from its end; these repeat towards its start.
+LAST_DOCUMENTS = (1, 31, 2, 40, 3, 300)
+TAIL = sum(LAST_DOCUMENTS)
+
+
+class Case(NamedTuple):
+    """An op with its inputs: first `per_token` ones `[1, tokens, ...]`, then parameters, then `constants` without gradient.
+
+    `op(impl, *inputs)` calls it. `make(normal, tokens, **size)` makes the inputs from `normal(*shape)`. The tests on the
+    CPU take the sizes `small`, those on a GPU `released`, from the released models.
+    """
+
+    name: str
+    op: Callable
+    make: Callable
+    per_token: int
+    small: list[dict]
+    released: list[dict]
+    constants: int = 0
+
+    def inputs(self, tokens: int, device="cpu", dtype=torch.float32, **size) -> list[torch.Tensor]:
+        """Random numbers that every dtype of the tests can hold, in `dtype`."""
+        generator = torch.Generator(device).manual_seed(tokens)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, device=device).bfloat16().float()
+
+        return cast(self.make(normal, tokens, **size), dtype)
+
+    def run(self, impl: str, inputs: list[torch.Tensor], upstream=None) -> list[torch.Tensor]:
+        """The outputs and the gradients of all inputs but the constants, for `upstream` gradients of the outputs."""
+        leaves = self.leaves(inputs)
+        outputs = self.outputs(impl, leaves)
+        upstream = self.upstream(outputs) if upstream is None else upstream
+        gradients = torch.autograd.grad(outputs, leaves[: len(leaves) - self.constants], upstream)
+        return [x.detach() for x in (*outputs, *gradients)]
+
+    def leaves(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        count = len(inputs) - self.constants
+        return [x.detach().requires_grad_(i < count) for i, x in enumerate(inputs)]
+
+    def outputs(self, impl: str, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outputs = self.op(impl, *inputs)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def upstream(self, outputs) -> list[torch.Tensor]:
+        """The same for every dtype."""
+        generator = torch.Generator(outputs[0].device).manual_seed(1)
+        randn = partial(torch.randn, generator=generator, device=outputs[0].device)
+        return [randn(x.shape).bfloat16().to(x.dtype) for x in outputs]
+
+
+def cast(inputs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference as a share of the norm of `expected`, in float64."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    return [relative(a, b) for a, b in zip(actual, expected, strict=True)]
+
+
+@lru_cache
+def boundaries_of(tokens: int, device: torch.device) -> SequenceBoundaries | None:
+    """Documents that are the same at the end of each row: its last `TAIL` tokens have those of a row of `TAIL` tokens."""
+    lengths, lasting = [], cycle(LAST_DOCUMENTS)
+    while sum(lengths) < tokens:
+        lengths.append(min(next(lasting), tokens - sum(lengths)))
+    return SequenceBoundaries.from_lengths(lengths[::-1], device=device) if tokens else None
+
+
+def _convolved(impl, x, weight, *, key_heads, dim):
+    # Only one row can be packed.
+    boundaries = boundaries_of(x.shape[1], x.device) if len(x) == 1 else None
+    options = {"key_heads": key_heads, "key_dim": dim, "value_dim": dim, "boundaries": boundaries}
+    return convolved_query_key_value(x, weight, **options, impl=impl)
+
+
+def _make_convolved(normal, tokens, *, heads, dim, width=4):
+    return [normal(1, tokens, heads * dim), normal(heads * dim, width)]
+
+
+def _make_rotary(normal, tokens, *, heads, key_heads, dim, rotary):
+    row = normal(1, tokens, heads, 2 * dim), normal(1, tokens, key_heads, dim), normal(dim), normal(dim)
+    # Cosines and sines of no angle, and not the same in both halves: the formula holds for any numbers.
+    return [*row, normal(1, tokens, rotary), normal(1, tokens, rotary)]
+
+
+def _make_loss(normal, tokens, *, hidden, vocab):
+    labels = torch.arange(tokens, device=normal(1).device) * 7919 % vocab
+    labels[1::5] = -100
+    return [normal(1, tokens, hidden), normal(vocab, hidden) / 32, labels[None]]
+
+
+def _row_and_weight(normal, tokens, *, width, rows=1):
+    """`rows` rows of inputs, each of which is a token's."""
+    return [*(normal(1, tokens, width) for _ in range(rows)), normal(width)]
+
+
+WIDTHS = [{"width": width} for width in (1024, 2560, 4096)]
+CASES = [
+    Case(
+        "rms_norm",
+        lambda impl, x, weight: rms_norm(x, weight, impl=impl),
+        _row_and_weight,
+        per_token=1,
+        small=[{"width": 2500}, {"width": 33}],
+        released=WIDTHS,
+    ),
+    Case(
+        "rms_norm_residual",
+        lambda impl, x, residual, weight: rms_norm(x, weight, residual=residual, offset=0.0, impl=impl),
+        partial(_row_and_weight, rows=2),
+        per_token=2,
+        small=[{"width": 100}],
+        released=WIDTHS,
+    ),
+    Case(
+        "gated_rms_norm",
+        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, impl=impl),
+        lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), normal(dim)],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32}],
+        released=[{"heads": 16, "dim": 128}],
+    ),
+    Case(
+        "swiglu",
+        lambda impl, gate, up: swiglu(gate, up, impl=impl),
+        lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
+        per_token=2,
+        small=[{"width": 37}],
+        released=[{"width": 3584}],
+    ),
+    Case(
+        "sigmoid_gate",
+        lambda impl, gate, x: sigmoid_gate(gate, x, impl=impl),
+        lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
+        per_token=2,
+        small=[{"width": 37}],
+        released=[{"width": 4096}],
+    ),
+    Case(
+        "decay_and_rate",
+        lambda impl, *inputs: decay_and_rate(*inputs, impl=impl),
+        lambda normal, tokens, heads: [
+            normal(1, tokens, heads),
+            normal(1, tokens, heads),
+            normal(heads),
+            normal(heads),
+        ],
+        per_token=2,
+        small=[{"heads": 5}],
+        released=[{"heads": 16}, {"heads": 48}],
+    ),
+    Case(
+        "convolved_query_key_value",
+        partial(_convolved, key_heads=1, dim=16),
+        _make_convolved,
+        per_token=1,
+        small=[{"heads": 4, "dim": 16}, {"heads": 3, "dim": 16, "width": 3}],
+        released=[],
+    ),
+    Case(
+        "convolved_query_key_value",
+        partial(_convolved, key_heads=16, dim=128),
+        _make_convolved,
+        per_token=1,
+        small=[],
+        released=[{"heads": 48, "dim": 128}, {"heads": 64, "dim": 128}],
+    ),
+    Case(
+        "normed_rotary",
+        lambda impl, *inputs: normed_rotary(*inputs, impl=impl),
+        _make_rotary,
+        per_token=2,
+        small=[
+            {"heads": 2, "key_heads": 1, "dim": 32, "rotary": 8},
+            {"heads": 1, "key_heads": 1, "dim": 16, "rotary": 16},
+        ],
+        released=[{"heads": 8, "key_heads": 2, "dim": 256, "rotary": 64}],
+        constants=2,
+    ),
+]
+# The head's weight makes this one expensive at any number of tokens, and tests/ops/test_cross_entropy.py has it on the CPU.
+LOSS = Case(
+    "linear_cross_entropy",
+    lambda impl, hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, impl=impl),
+    _make_loss,
+    per_token=1,
+    small=[{"hidden": 16, "vocab": 211}],
+    released=[{"hidden": 1024, "vocab": 248320}],
+    constants=1,
+)
+
+
+def named(cases) -> list[tuple]:
+    """Each tuple with a name in front, for the names of the tests."""
+
+    def plain(value) -> str:
+        if isinstance(value, dict):
+            return "_".join(f"{name}{number}" for name, number in value.items())
+        return str(getattr(value, "name", getattr(value, "__name__", value))).removeprefix("torch.")
+
+    return [("_".join(map(plain, case)), *case) for case in cases]
+
+
+_MARGIN = 1 << 14
+
+
+@contextmanager
+def guarded_buffers():
+    """New buffers come filled with NaN, with NaN on both sides, where nothing may be written."""
+    buffers = []
+
+    def guarded(make):
+        def guarded_make(*args, **kwargs):
+            plain = make(*args, **kwargs)
+            if not plain.is_floating_point() or not plain.numel():
+                return plain
+            size = plain.numel() + 2 * _MARGIN
+            buffers.append(torch.full((size,), float("nan"), dtype=plain.dtype, device=plain.device))
+            return buffers[-1][_MARGIN:-_MARGIN].view(plain.shape)
+
+        return guarded_make
+
+    with (
+        mock.patch.object(torch, "empty", guarded(torch.empty)),
+        mock.patch.object(torch, "empty_like", guarded(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", guarded(torch.Tensor.new_empty)),
+    ):
+        yield
+    if not buffers:
+        raise AssertionError("no buffer was made")
+    for buffer in buffers:
+        if not (buffer[:_MARGIN].isnan().all() and buffer[-_MARGIN:].isnan().all()):
+            raise AssertionError(f"a write outside of a buffer of {len(buffer) - 2 * _MARGIN} elements")

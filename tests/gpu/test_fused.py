@@ -1,0 +1,206 @@
+"""The layers' fused ops on a GPU, with the widths of the released models: `make test-gpu`."""
+
+import unittest
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from fused_cases import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
+from gpu_tester import report, synchronising_is_an_error
+from parameterized import parameterized
+
+from transformers_packed.ops import (
+    convolved_query_key_value,
+    decay_and_rate,
+    gated_rms_norm,
+    linear_cross_entropy,
+    normed_rotary,
+    rms_norm,
+    sigmoid_gate,
+    swiglu,
+)
+
+
+DEVICE = "cuda"
+TOKENS = (1, 65, 1000, 65536)
+MANY_TOKENS = 2**18
+# What an error may be at most, and what is no more than the last bit of a result: twice the reference's error is no
+# bar where the reference happens to be exact.
+BARS = {torch.bfloat16: (1e-2, 3e-3), torch.float32: (1e-5, 2e-6)}
+RELEASED = [(case, size) for case in (*CASES, LOSS) for size in case.released]
+ONE_SIZE = [(case, case.released[-1]) for case in (*CASES, LOSS) if case.released]
+
+
+def tokens_of(case):
+    """The logits of 65,536 tokens are too many for the loss's reference."""
+    return TOKENS[:-1] if case is LOSS else TOKENS
+
+
+@contextmanager
+def compiled_kernels():
+    """The names of the kernels of this package that Triton compiles, or loads from its cache of files."""
+    import triton
+
+    names = []
+
+    def hook(*args, **kwargs):
+        names.append(kwargs["fn"].name)
+
+    knobs = triton.knobs.runtime
+    before, knobs.jit_post_compile_hook = knobs.jit_post_compile_hook, hook
+    try:
+        yield names
+    finally:
+        knobs.jit_post_compile_hook = before
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class FusedTest(unittest.TestCase):
+    def setUp(self):
+        self.addCleanup(torch.cuda.empty_cache)
+
+    @parameterized.expand(
+        named((*case, tokens, dtype) for case in RELEASED for tokens in tokens_of(case[0]) for dtype in BARS)
+    )
+    def test_against_the_reference_in_float64(self, _, case, size, tokens, dtype):
+        inputs = case.inputs(tokens, DEVICE, dtype, **size)
+        expected = case.run("reference", cast(inputs, torch.float64))
+        ours = errors(case.run("triton", inputs), expected)
+        torchs = errors(case.run("reference", inputs), expected)
+        report(f"{case.name} {size}, {tokens} tokens, {dtype}", triton=max(ours), torch=max(torchs))
+        most, last_bit = BARS[dtype]
+        for i, (a, b) in enumerate(zip(ours, torchs, strict=True)):
+            self.assertLess(a, min(most, max(2 * b, last_bit)), f"result {i}: {a}, of torch {b}")
+
+    @parameterized.expand(named((*case, dtype) for case in ONE_SIZE for dtype in BARS))
+    def test_buffers_and_repetition(self, _, case, size, dtype):
+        inputs = case.inputs(1000, DEVICE, dtype, **size)
+        plain = case.run("triton", inputs)
+        with guarded_buffers():
+            guarded = case.run("triton", inputs)
+        for results in (guarded, case.run("triton", inputs)):
+            self.assertTrue(all(map(torch.equal, results, plain)))
+        self.assertTrue(all(x.isfinite().all() for x in plain))
+
+    @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case is not LOSS))
+    def test_no_tokens(self, _, case, size):
+        *_, gradient = case.run("triton", case.inputs(0, DEVICE, **size))
+        self.assertEqual(int(gradient.count_nonzero()), 0)
+
+    @parameterized.expand(named(ONE_SIZE))
+    def test_compiles_nothing_for_another_number_of_tokens(self, _, case, size):
+        with compiled_kernels() as names:
+            # No model has float16 here, so the first run has to compile, and the hook to see it.
+            case.run("triton", case.inputs(1000, DEVICE, torch.float16, **size))
+            self.assertGreater(len(names), 0)
+            names.clear()
+            for tokens in (1, 2, 16, 65, 1024, 4097):
+                case.run("triton", case.inputs(tokens, DEVICE, torch.float16, **size))
+        self.assertEqual(names, [])
+
+    @parameterized.expand(named(ONE_SIZE))
+    def test_does_not_wait_for_the_gpu(self, _, case, size):
+        case.run("triton", case.inputs(65, DEVICE, torch.bfloat16, **size))
+        inputs = case.inputs(1000, DEVICE, torch.bfloat16, **size)
+        boundaries_of(1000, inputs[0].device)
+        leaves = case.leaves(inputs)
+        outputs = case.outputs("triton", leaves)
+        upstream = case.upstream(outputs)
+        with synchronising_is_an_error():
+            # The loss counts its targets, once.
+            if case is not LOSS:
+                outputs = case.outputs("triton", leaves)
+            torch.autograd.backward(outputs, upstream)
+
+
+def _convolved(x, weight):
+    boundaries = boundaries_of(x.shape[1], x.device)
+    return convolved_query_key_value(
+        x, weight, key_heads=16, key_dim=128, value_dim=128, boundaries=boundaries, impl="triton"
+    )
+
+
+# Of each op: a call, the shapes of its inputs for each token, and those of its parameters. The width of a row, or its
+# distance from the next, is so large that the last of 262,144 tokens lies behind 2^31 elements.
+LARGE = [
+    ("rms_norm", lambda x, r, w: rms_norm(x, w, residual=r, impl="triton"), [(12288,)] * 2, [(12288,)]),
+    ("gated_rms_norm", lambda *x: gated_rms_norm(*x, impl="triton"), [(72, 128)] * 2, [(128,)]),
+    ("swiglu", lambda *x: swiglu(*x, impl="triton"), [(9728,)] * 2, []),
+    ("sigmoid_gate", lambda *x: sigmoid_gate(*x, impl="triton"), [(9728,)] * 2, []),
+    ("convolution", _convolved, [(96 * 128,)], [(96 * 128, 4)]),
+]
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class LargeTest(unittest.TestCase):
+    """A row of 262,144 tokens ends with what its last tokens, which are whole documents, give alone."""
+
+    def setUp(self):
+        torch.cuda.empty_cache()
+        self.addCleanup(torch.cuda.empty_cache)
+
+    def row(self, *shape):
+        """Bfloat16, random in the last tokens alone, which is fast: a wrong place shows as well."""
+        row = torch.zeros(1, MANY_TOKENS, *shape, dtype=torch.bfloat16, device=DEVICE)
+        row[:, -TAIL:].normal_()
+        return row
+
+    def check(self, name, call, rows, parameters, constants=()):
+        """Outputs and gradients in the last tokens of `rows` against those of these tokens alone."""
+        self.assertGreater(MANY_TOKENS * rows[0].stride(1), 2**31)
+        results = []
+        for start in (0, -TAIL):
+            leaves = [x[:, start:].detach().requires_grad_() for x in rows]
+            outputs = call(*leaves, *parameters, *(x[:, start:] for x in constants))
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            gradients = []
+            for i, output in enumerate(outputs):
+                gradient = torch.zeros_like(output)
+                generator = torch.Generator(DEVICE).manual_seed(i)
+                gradient[:, -TAIL:].normal_(generator=generator)
+                gradients.append(gradient)
+            torch.autograd.backward(outputs, gradients)
+            results.append([*(x.detach()[:, -TAIL:] for x in outputs), *(x.grad[:, -TAIL:] for x in leaves)])
+            del outputs, gradients, gradient, output, leaves
+        error = max(errors(*results))
+        report(f"{name}, {MANY_TOKENS} tokens {rows[0].stride(1)} elements apart", end_against_itself_alone=error)
+        self.assertLess(error, 1e-3)
+
+    @parameterized.expand(LARGE)
+    def test_end_of_a_row(self, name, call, shapes, parameter_shapes):
+        parameters = [torch.randn(shape, device=DEVICE).bfloat16() for shape in parameter_shapes]
+        self.check(name, call, [self.row(*shape) for shape in shapes], parameters)
+
+    def test_end_of_a_row_with_positions(self):
+        weights = [torch.randn(256, device=DEVICE).bfloat16() for _ in range(2)]
+        rows, angles = [self.row(36, 512), self.row(36, 256)], [self.row(64), self.row(64)]
+        self.check("normed_rotary", partial(normed_rotary, impl="triton"), rows, weights, angles)
+
+    def test_end_of_columns_of_a_wide_row(self):
+        parameters = [torch.randn(32, device=DEVICE) for _ in range(2)]
+        rows = [self.row(8448)[..., :32], self.row(32)]
+        self.check("decay_and_rate", partial(decay_and_rate, impl="triton"), rows, parameters)
+
+    def test_logits_of_a_chunk(self):
+        tokens, hidden, vocab = 9216, 64, 248320
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        randn = partial(torch.randn, generator=generator, device=DEVICE)
+        rows, weight = randn(tokens, hidden).bfloat16(), randn(vocab, hidden).bfloat16() / 32
+        labels = torch.randint(0, vocab, (tokens,), generator=generator, device=DEVICE)
+        self.assertGreater(tokens * vocab, 2**31)
+        results = []
+        for chunk_size in (tokens, 64):
+            leaf = rows.detach().requires_grad_()
+            options = {"num_items_in_batch": 1, "chunk_size": chunk_size, "impl": "triton"}
+            loss = linear_cross_entropy(leaf, weight, labels, **options)
+            results.append([loss.detach(), *torch.autograd.grad(loss, leaf)])
+        error = max(errors(*results))
+        report(f"linear_cross_entropy, {tokens} tokens of {vocab} logits in a chunk", against_small_chunks=error)
+        self.assertLess(error, 1e-3)
+
+
+if __name__ == "__main__":
+    unittest.main()
