@@ -239,9 +239,10 @@ class PackedPaddingTesterMixin:
         with computed_tokens(model) as seen, torch.no_grad():
             model(batch["input_ids"], attention_mask=four, use_cache=False)
         self.assertEqual(seen, {mask.numel()})
-        with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
-            embeds = model.embed_tokens(batch["input_ids"])
-            model(**batch, inputs_embeds=embeds, use_cache=False)
+        embeds = model.embed_tokens(batch["input_ids"])
+        for inputs in ({**batch, "inputs_embeds": embeds}, {"attention_mask": mask}):
+            with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
+                model(**inputs, use_cache=False)
 
     def test_switch(self):
         """Set on a whole model or a part of it, and taken back."""

@@ -88,9 +88,9 @@ def padded_batch(
     allowed = kwargs.pop("packs_padding", None)
     if not (model.packs_padding if allowed is None else allowed):
         return None
-    if (input_ids is None) == (inputs_embeds is None) or past_key_values is not None:
-        return None
     tokens = input_ids if inputs_embeds is None else inputs_embeds
+    if tokens is None or past_key_values is not None:
+        return None
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
         return None
     config = model.config
