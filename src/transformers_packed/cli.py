@@ -273,10 +273,22 @@ def _add_audit(subparsers) -> None:
         description="Change one document of a packed row and see which others notice, in logits and in gradients. Exit "
         "status: 0 when documents are isolated with all boundaries that the collator can give (without 'all' among the "
         "inputs, or if the model refuses it, with every kind that the model accepts), 1 when they leak, 2 when nothing "
-        "could be measured.",
+        "could be measured. With --all: tiny models of every causal type of Transformers, built-in and as patch_model "
+        "makes them; 1 when one of the latter leaks.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL_OR_TYPE", help="a checkpoint (directory or name on the Hub), or a type, built tiny")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL_OR_TYPE",
+        help="a checkpoint (directory or name on the Hub), or a type, built tiny",
+    )
+    add(
+        "--all", action="store_true", help="every causal type of Transformers; takes --types, --jobs, --output, --json"
+    )
+    add("--types", nargs="+", metavar="TYPE", help="with --all: these types only")
+    add("--jobs", type=positive_int, metavar="N", help="with --all: processes (default: one for each core)")
+    add("--output", type=Path, metavar="FILE.md", help="with --all: write the support matrix there, not to stdout")
     add("--stock", action="store_true", help="Transformers' class also where this package has one")
     add("--attn", metavar="NAME", help="attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)")
     add(
@@ -294,13 +306,13 @@ def _add_audit(subparsers) -> None:
     )
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
     add("--plot", type=Path, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--json", type=Path, metavar="FILE", help="write the report, or the matrix, as JSON")
     add("--seed", type=int, default=0, metavar="N", help="of the tokens and a tiny model's weights")
     add("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     parser.set_defaults(run=_run_audit)
 
 
 def _run_audit(args: argparse.Namespace) -> int:
-    from .audit.command import run_audit
+    from .audit.command import run_all, run_audit
 
-    return run_audit(args)
+    return run_all(args) if args.all else run_audit(args)

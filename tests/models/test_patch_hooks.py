@@ -324,7 +324,9 @@ class RefusalTest(PatchTestCase):
                 vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
             )
         )
-        self.assert_refused(patch_model, llama, "qwen3_next, qwen3_5, qwen3_5_moe, got LlamaForCausalLM")
+        # It keeps documents apart by itself.
+        self.assertIs(patch_model(llama), llama)
+        self.assertEqual(ours(llama), set())
         self.assert_refused(patch_model, torch.nn.Linear(2, 2), "got Linear")
         vision = builtin.Qwen3_5VisionModel(COMPOSITE["qwen3_5"].vision_config)
         self.assert_refused(patch_model, vision, "got Qwen3_5VisionModel")

@@ -69,7 +69,8 @@ def audit_model(
             in all: 1, 2, the width of the model's convolution less 1, 63, 64, 65 and 200.
         inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
             Which boundaries to give the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q` and
-            `max_length_k`), or `"all"` of them, as the collator does with every flag set.
+            `max_length_k`), several of these joined by `+`, or `"all"` of them, as the collator does with every flag
+            set.
         tolerance (`float`, *optional*):
             The relative change that is no leak, in place of one from measured noise.
         gradients (`bool`, *optional*, defaults to `True`):
@@ -104,7 +105,7 @@ def audit_model(
             got=type(model).__name__,
             fix="Pass the model itself.",
         )
-    unknown = [name for name in inputs if name not in SOURCES]
+    unknown = [name for name in inputs if not set(name.split("+")) <= set(SOURCES)]
     if unknown or not inputs or isinstance(inputs, str):
         raise input_error(
             "audit_model",
@@ -227,17 +228,23 @@ class Probe:
         return torch.tensor(tokens)
 
     def _random_ids(self, length: int) -> torch.Tensor:
-        choice = torch.randint(0, len(self.vocabulary), (length,), generator=self.generator)
+        size = len(self.vocabulary)
+        if length <= size:
+            # Each token once: equal tokens make equal keys, and which of those a top-k takes is chance.
+            choice = torch.randperm(size, generator=self.generator)[:length]
+        else:
+            choice = torch.randint(0, size, (length,), generator=self.generator)
         return self.vocabulary[choice].to(self.device)
 
     def _packed(self, source: str) -> dict[str, Any]:
         """The boundaries that the documented collator gives for the row, of the given kind."""
-        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
+        wanted = set().union(*(_KEYS[part] for part in source.split("+")))
         return {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
-            if name in _KEYS[source]
+            if name in wanted
         }
 
     def changed(self, document: int) -> torch.Tensor:
@@ -273,7 +280,8 @@ class Probe:
 
         def to_leaf(embeddings: torch.Tensor) -> torch.Tensor:
             leaves.append(embeddings.detach().requires_grad_())
-            return leaves[-1]
+            # A model may write into its embeddings, which no leaf allows.
+            return leaves[-1].clone()
 
         def hook(_module, _args, output):
             return to_leaf(output) if not leaves and output.shape[:2] == (1, self.total) else output

@@ -13,6 +13,14 @@ def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
     return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
 
 
+def text_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:
+    """The configuration of the part that takes text; the whole one if more than one part could be it."""
+    try:
+        return model.config.get_text_config()
+    except ValueError:
+        return model.config
+
+
 @contextmanager
 def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """Set up `model` for an audit, and put everything back afterwards.

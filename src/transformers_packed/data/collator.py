@@ -63,12 +63,15 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
             A vision-language model or its configuration. With it, rows with images or videos get position ids
             `[4, 1, T]` (text, time, height, width) that restart in every sample; without it the model makes them.
+        on_leak (`str`, *optional*, defaults to `"error"`):
+            What a Trainer with this collator does before its first step if its model is known to let the documents of
+            such batches change one another: `"error"`, `"warn"` or `"ignore"`.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 
     Raises:
-        `ValueError`: an empty batch or sample, columns of different lengths, or `pad_to_multiple_of` without
-        `pad_token_id`.
+        `ValueError`: an empty batch or sample, columns of different lengths, `pad_to_multiple_of` without
+        `pad_token_id`, or another `on_leak`; in `Trainer.train` or `evaluate` a model that leaks.
 
     Example:
 
@@ -92,9 +95,14 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         pad_token_id: int | None = None,
         token_columns: Sequence[str] = (),
         model: Any = None,
+        on_leak: str = "error",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        if on_leak not in ("error", "warn", "ignore"):
+            raise input_error(
+                _CALL, expected='on_leak "error", "warn" or "ignore"', got=repr(on_leak), fix="Change it."
+            )
         if pad_to_multiple_of is not None:
             if pad_to_multiple_of < 1:
                 raise input_error(
@@ -107,6 +115,12 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     got="none",
                     fix="Pass pad_token_id=tokenizer.pad_token_id.",
                 )
+        self.on_leak = on_leak
+        if on_leak != "ignore":
+            # Only now, as it brings Trainer along.
+            from ..training.guard import install_guard
+
+            install_guard()
         self.config = getattr(model, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of

@@ -6,9 +6,11 @@ from importlib import import_module
 from types import ModuleType
 
 import transformers
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import CONFIG_MAPPING, modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from ..errors import input_error
+from .families import MIXERS, UNPACKED
 
 
 # Per family: the module of its configuration classes, and per configuration the class that each Auto class builds.
@@ -50,6 +52,16 @@ FAMILIES = {
     },
 }
 
+# Those that build the models of `families.MIXERS` and `families.UNPACKED`.
+_AUTO_CLASSES = (
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+)
+
 # What our methods use of the built-in modules: without it a model would fail in the middle of a forward.
 _REQUIRED = {
     "transformers.cache_utils": (
@@ -82,9 +94,9 @@ _REQUIRED = {
 def register() -> None:
     """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
 
-    From then on `from_pretrained` and `from_config` on a Qwen3-Next or Qwen3.5 text configuration return our classes,
-    which have the built-in names, parameters and results and keep the documents of a packed row apart. Registering
-    again changes nothing.
+    From then on `from_pretrained` and `from_config` on a configuration of Qwen3-Next, Qwen3.5 or one of the families
+    in `families.MIXERS` and `families.UNPACKED` return our classes, which have the built-in names, parameters and
+    results and keep the documents of a packed row apart. Registering again changes nothing.
 
     Raises:
         `ImportError`: the installed Transformers lacks something that our models use.
@@ -138,12 +150,21 @@ def registered() -> Iterator[None]:
 
 def _entries() -> Iterator[tuple]:
     """(mapping of an Auto class, configuration class, our model class) for all that we register."""
+    # Brings triton along, which importing this package may not.
+    from .mixers import language_models, packed_class
+
     for family, configs in FAMILIES.items():
         modeling = modeling_module(family)
         for config_name, classes in configs.items():
             config = getattr(transformers, config_name)
             for auto_name, class_name in classes.items():
                 yield getattr(modeling_auto, auto_name)._model_mapping, config, getattr(modeling, class_name)
+    for auto_name in _AUTO_CLASSES:
+        mapping = getattr(modeling_auto, auto_name)._model_mapping
+        for model_type, class_name in mapping._model_mapping.items():
+            family = model_type_to_module_name(model_type)
+            if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
+                yield mapping, CONFIG_MAPPING[model_type], packed_class(family, class_name)
 
 
 def modeling_module(family: str) -> ModuleType:

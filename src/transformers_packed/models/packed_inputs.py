@@ -39,8 +39,8 @@ class PackingKwargs(TransformersKwargs, total=False):
 
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-_METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
-_NOT_FOR_VISION = {*_METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
+METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
+_NOT_FOR_VISION = {*METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
 def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:
@@ -135,7 +135,7 @@ def resolve_boundaries(
         malformed or contradictory.
     """
     given = kwargs.pop("boundaries", None)
-    metadata = {name: kwargs.pop(name, None) for name in _METADATA}
+    metadata = {name: kwargs.pop(name, None) for name in METADATA}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
     if given is not None:
         return given

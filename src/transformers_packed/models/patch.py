@@ -16,17 +16,22 @@ import torch
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
 from .base import ONLY_FASTER, REPLACEMENTS, become
+from .families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def patch_model(model: Model) -> Model:
-    """Make a live Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model keep the documents of a packed row apart, in place.
+    """Make a live model keep the documents of a packed row apart, in place.
 
     Every built-in module for which this package has a class becomes that class; no tensor is copied, moved or
-    replaced. The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own),
-    have gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
+    replaced. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have classes written by hand, the other families of Transformers that
+    do not isolate documents get theirs by the tables in `models/families.py`. A causal language model that keeps them
+    apart by itself, by position ids that restart, stays as it is.
+
+    The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own), have
+    gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
 
     Patch a model before what takes hold of its layers or its forward: FSDP, `Accelerator.prepare` with mixed precision
     (which `Trainer` calls in `train`), and libraries that set a forward of their own.
@@ -39,9 +44,9 @@ def patch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model has no module of a supported family, is sharded by FSDP, or has a module that cannot be
-        converted: one of a subclass or a copy of the built-in class, or one with a `forward` of its own. Nothing was
-        changed then.
+        `ValueError`: the model is of a family that cannot be packed or was never measured (see [`audit_model`]), is
+        sharded by FSDP, or has a module that cannot be converted: one of a subclass or a copy of the built-in class,
+        or one with a `forward` of its own. Nothing was changed then.
         `ImportError`: the installed Transformers lacks something that our models use.
 
     Example:
@@ -61,6 +66,8 @@ def patch_model(model: Model) -> Model:
     check_transformers("patch_model")
     for family in FAMILIES:
         modeling_module(family)
+    if isinstance(model, torch.nn.Module):
+        _announce_families(model)
     ours = tuple(REPLACEMENTS.values())
     names = {cls.__name__ for cls in ours if cls not in ONLY_FASTER}
     _switch(
@@ -71,13 +78,51 @@ def patch_model(model: Model) -> Model:
         related=lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__),
     )
     if not any(isinstance(module, ours) for module in model.modules()):
-        raise input_error(
-            "patch_model",
-            expected=f"a model with layers of {', '.join(FAMILIES)}",
-            got=type(model).__name__,
-            fix="Other architectures are not supported.",
-        )
+        _check_isolated(model)
     return model
+
+
+def _announce_families(model: torch.nn.Module) -> None:
+    """Have our classes made for the families that `model` is of."""
+    # These bring triton along, which importing this package may not.
+    from transformers import PreTrainedModel
+
+    from .mixers import announce, family_of, packed_class, text_model
+
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    families = {family_of(base) for base in bases} & {*MIXERS, *UNPACKED}
+    for family in families:
+        announce(family)
+    if not families:
+        return
+    # A model around one of them, such as a vision-language model, masks targets and makes positions.
+    texts = tuple(text_model(family) for family in families)
+    for outer in model.modules():
+        if isinstance(outer, PreTrainedModel) and type(outer) not in REPLACEMENTS and family_of(type(outer)):
+            if any(isinstance(module, texts) for module in outer.modules()):
+                packed_class(family_of(type(outer)), type(outer).__name__)
+
+
+def _check_isolated(model: torch.nn.Module) -> None:
+    """Raise unless `model` keeps documents apart without us."""
+    from transformers import PreTrainedModel
+
+    from .mixers import family_of
+
+    got, fix = type(model).__name__, "Only models of Transformers can be patched."
+    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if outermost is not None:
+        families = [family for family in map(family_of, type(outermost).__mro__) if family]
+        if any(family in ISOLATED for family in families):
+            return
+        got = type(outermost).__name__
+        fix = "Measure with audit_model whether it keeps documents apart by itself; if so, it needs no patch."
+        reasons = [REFUSED[family] for family in families if family in REFUSED]
+        if reasons:
+            got, fix = f"{got}: {reasons[0]}", "Use padded batches."
+    raise input_error(
+        "patch_model", expected="a causal language model of a family that can be packed", got=got, fix=fix
+    )
 
 
 def unpatch_model(model: Model) -> Model:
@@ -138,10 +183,10 @@ def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, rel
         if old not in classes:
             raise input_error(
                 call,
-                expected=f"modules of the classes of {', '.join(FAMILIES)} themselves",
+                expected="modules of the classes of Transformers themselves",
                 got=f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}",
-                fix="Load the model without what put that class there, or derive the class from ours, "
-                f"in {__package__}.<family>.modeling_<family>.",
+                fix="Load the model without what put that class there, or derive the class from ours, in "
+                f"{__package__}.",
             )
         try:
             attributes = _attributes(call, name, module, classes[old])

@@ -10,8 +10,9 @@ padding in a bucket (documents of up to 64 tokens share one). The layout is comp
 kept by [`SequenceBoundaries`].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,22 +54,23 @@ _BATCH_COST = 128
 
 
 def per_document(
-    function: Callable[..., torch.Tensor], *tensors: torch.Tensor, boundaries: SequenceBoundaries
-) -> torch.Tensor:
+    function: Callable[..., Any], *tensors: torch.Tensor, boundaries: SequenceBoundaries
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """Apply a causal `function` to each document of a packed row.
 
     Args:
         function (`Callable`):
             Takes one tensor `[documents, length, ...]` for each of `tensors` and returns a tensor
-            `[documents, length, ...]` whose entry `t` depends on the entries up to `t` only. It is called once per
-            bucket of documents of similar length, padded on the right with zeros.
+            `[documents, length, ...]` whose entry `t` depends on the entries up to `t` only, or a tuple of such
+            tensors and `None`. It is called once per bucket of documents of similar length, padded on the right with
+            zeros.
         tensors (`torch.Tensor` of shape `[1, T, ...]`):
             The packed rows that the function reads.
         boundaries ([`SequenceBoundaries`]):
             Where the documents are.
 
     Returns:
-        `torch.Tensor` of shape `[1, T, ...]`: the packed results.
+        `torch.Tensor` of shape `[1, T, ...]`: the packed results, in a tuple when the function returns one.
 
     Raises:
         `ValueError`: a tensor is not one row of `T` tokens.
@@ -96,9 +98,20 @@ def per_document(
     layout = boundaries.derived("per_document", lambda: _layout(boundaries))
     sizes = [bucket.tokens for bucket in layout.buckets]
     ordered = [row[0] if layout.order is None else row[0].index_select(0, layout.order) for row in tensors]
+    results = [
+        function(*(_to_batch(chunk, bucket) for chunk in chunks))
+        for bucket, *chunks in zip(layout.buckets, *(row.split(sizes) for row in ordered), strict=True)
+    ]
+    if not isinstance(results[0], tuple):
+        return _to_row(results, layout)
+    columns = zip(*results, strict=True)
+    return tuple(None if batches[0] is None else _to_row(batches, layout) for batches in columns)
+
+
+def _to_row(batches: Sequence[torch.Tensor], layout: BucketLayout) -> torch.Tensor:
+    """The padded batches of the buckets, end to end in the order of the row."""
     pieces = []
-    for bucket, *chunks in zip(layout.buckets, *(row.split(sizes) for row in ordered), strict=True):
-        batch = function(*(_to_batch(chunk, bucket) for chunk in chunks))
+    for bucket, batch in zip(layout.buckets, batches, strict=True):
         flat = batch.flatten(0, 1)
         pieces.append(flat if bucket.slots is None else flat.index_select(0, bucket.slots))
     packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,0 +1,166 @@
+"""Which families of Transformers keep documents apart, how, and why the others do not.
+
+A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have
+classes of their own (`auto.FAMILIES`). Here are all others, each in one of four lists:
+
+* `MIXERS`: the modules that mix along the row and do not stop at documents are run on each document alone.
+* `UNPACKED`: the whole model runs on the documents as a right-padded batch.
+* `ISOLATED`: the built-in keeps documents apart by position ids that restart; nothing has to be done.
+* `REFUSED`: a packed row cannot be right.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """How a module that mixes along the row runs on a packed one: on each document alone, or at once by its kernels.
+
+    Args:
+        outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
+            Of a tuple that the module returns, what has one entry per token. The rest becomes `None`.
+        masked (`bool`, *optional*, defaults to `False`):
+            Whether it is attention, which needs the causal mask of the documents that it runs on.
+        keywords (`tuple[str]`, *optional*):
+            The keyword arguments (of `SequenceBoundaries.layer_kwargs`) by which it hands boundaries to its kernels.
+        kernels (`tuple[str]`, *optional*):
+            The functions of the modeling module that must be kernels for that, and no torch reference.
+    """
+
+    outputs: tuple[int, ...] = (0,)
+    masked: bool = False
+    keywords: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+_PLAIN = Mixer()
+_ATTENTION = Mixer(masked=True)
+_CONV = Mixer(keywords=("seq_idx",), kernels=("causal_conv1d_fn",))
+_MAMBA2 = Mixer(
+    keywords=("seq_idx",), kernels=("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
+)
+_GATED_DELTA = Mixer(
+    keywords=("cu_seq_lens_q", "seq_idx"), kernels=("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+)
+_KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_fn", "chunk_kimi_delta_attention"))
+
+# Family, and the classes of its mixers.
+MIXERS: dict[str, dict[str, Mixer]] = {
+    "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
+    "bamba": {"BambaMixer": _MAMBA2},
+    "falcon_h1": {"FalconH1Mixer": _MAMBA2},
+    "falcon_mamba": {"FalconMambaMixer": _PLAIN},
+    # These need no module of ours, only that their text model makes no cache, with which it merges documents.
+    "fuyu": {},
+    "got_ocr2": {},
+    # Compressed keys are made of groups of tokens, counted from the start of the row.
+    "deepseek_v4": {"DeepseekV4Attention": _ATTENTION},
+    # The indexer of the attention pools and selects tokens of the whole row.
+    "glm5_next": {"Glm5NextTextLinearAttention": _KIMI_DELTA, "Glm5NextTextAttention": Mixer(outputs=(0, 2))},
+    # Its attention is given no position ids to tell documents by.
+    "granitemoehybrid": {"GraniteMoeHybridMambaLayer": _MAMBA2, "GraniteMoeHybridAttention": _ATTENTION},
+    # Its attention scales queries by their place in the row.
+    "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
+    "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
+    "jamba": {"JambaMambaMixer": _PLAIN},
+    "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
+    "lfm2": {"Lfm2ShortConv": _CONV},
+    "lfm2_moe": {"Lfm2MoeShortConv": _CONV},
+    "lfm3": {"Lfm3ShortConv": _PLAIN},
+    "mamba": {"MambaMixer": _PLAIN},
+    "mamba2": {"Mamba2Mixer": _MAMBA2},
+    "minimax": {"MiniMaxLightningAttention": _PLAIN},
+    "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2},
+    "olmo_hybrid": {"OlmoHybridGatedDeltaNet": _GATED_DELTA},
+    "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": _GATED_DELTA, "Qwen4ExpTextPLELayer": _PLAIN},
+    "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},
+    "rwkv": {"RwkvSelfAttention": _PLAIN, "RwkvFeedForward": _PLAIN},
+    "xlstm": {"xLSTMLayer": _PLAIN},
+    "zamba": {"ZambaMambaMixer": _PLAIN},
+    "zamba2": {"Zamba2MambaMixer": _MAMBA2},
+    "zaya": {"ZayaCCAProjection": Mixer(outputs=(0, 1, 2))},
+}
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A family whose base model runs on each document alone.
+
+    Args:
+        base (`str`):
+            The built-in class of the base model.
+        cause (`str`):
+            What in it does not stop at documents.
+        shifts_labels (`bool`, *optional*, defaults to `True`):
+            Whether the loss compares a token's logits with the next label. Otherwise no target lies across documents.
+    """
+
+    base: str
+    cause: str
+    shifts_labels: bool = True
+
+
+_MASKS = "its masks are made without position ids"
+_DECODER = "the decoder makes masks and positions without position ids"
+
+UNPACKED: dict[str, Unpacked] = {
+    "afmoe": Unpacked("AfmoeModel", _MASKS),
+    "bart": Unpacked("BartDecoder", _DECODER, shifts_labels=False),
+    "bigbird_pegasus": Unpacked("BigBirdPegasusDecoder", _DECODER, shifts_labels=False),
+    "biogpt": Unpacked("BioGptModel", _MASKS),
+    "blenderbot": Unpacked("BlenderbotDecoder", _DECODER, shifts_labels=False),
+    "blenderbot_small": Unpacked("BlenderbotSmallDecoder", _DECODER, shifts_labels=False),
+    "bloom": Unpacked("BloomModel", _MASKS),
+    "falcon": Unpacked("FalconModel", _MASKS),
+    "gpt_oss": Unpacked("GptOssModel", _MASKS),
+    "marian": Unpacked("MarianDecoder", _DECODER, shifts_labels=False),
+    "mbart": Unpacked("MBartDecoder", _DECODER, shifts_labels=False),
+    "minimax_m3_vl": Unpacked("MiniMaxM3VLTextModel", "its sparse attention scores blocks of the whole row"),
+    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it hands no position ids to its text model"),
+    "mpt": Unpacked("MptModel", _MASKS),
+    "mvp": Unpacked("MvpDecoder", _DECODER, shifts_labels=False),
+    "openai": Unpacked("OpenAIGPTModel", "its attention has a causal mask of its own"),
+    "opt": Unpacked("OPTDecoder", _MASKS),
+    "pegasus": Unpacked("PegasusDecoder", _DECODER, shifts_labels=False),
+    "plbart": Unpacked("PLBartDecoder", _DECODER, shifts_labels=False),
+    "trocr": Unpacked("TrOCRDecoder", _DECODER, shifts_labels=False),
+    "xglm": Unpacked("XGLMModel", _MASKS),
+}
+
+# Measured, with `audit_model` on tiny models.
+ISOLATED = frozenset(
+    """
+    apertus arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass ctrl cwm dbrx
+    deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note emu3 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4 gemma4_unified git glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite granite_swa
+    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
+    hyperclovax jais2 jetmoe kolibri1 laguna llama llama4 longcat_flash mellum mimo_v2_flash minicpm3
+    minimax_m2 ministral ministral3 mistral mixtral mllama modernbert_decoder moshi nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma whisper youtu
+    """.split()
+)
+
+_BOTH_WAYS = "its attention looks both ways unless it is made a decoder, which was never measured"
+
+# Family, and why.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        """
+        bert bert_generation big_bird camembert data2vec electra ernie megatron_bert rembert roberta
+        roberta_prelayernorm roc_bert roformer xlm xlm_roberta xlm_roberta_xl xmod
+        """.split(),
+        _BOTH_WAYS,
+    ),
+    "blt": "its patches are made of the bytes of the whole row",
+    "cpmant": "its attention looks both ways",
+    "doge": "its attention chooses keys among the whole row, later ones included",
+    "gemma4_assistant": "it drafts for another model, whose cache it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose cache it reads",
+    "musicgen": "it predicts audio codes, several of them per step",
+    "musicgen_melody": "it predicts audio codes, several of them per step",
+    "prophetnet": "it predicts several tokens ahead and is not causal",
+    "reformer": "its attention sorts the tokens of the whole row",
+    "xlnet": "its attention looks both ways",
+}

@@ -1,0 +1,237 @@
+"""`transformers-packed audit --all`: the processes, and the support matrix that comes with the package."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import transformers
+from parameterized import parameterized
+
+from transformers_packed import cli
+from transformers_packed.audit import all_types, matrix
+from transformers_packed.audit.all_types import causal_types, run_types
+from transformers_packed.audit.matrix import COLUMNS, SupportMatrix, load_support_matrix
+from transformers_packed.audit.sweep import audit_type
+
+
+ROOT = Path(__file__).parents[2]
+# Answers as a worker does, and dies in all the ways in which one may.
+FAKE = """
+import json, os, signal, sys, time
+for line in sys.stdin:
+    name = line.strip()
+    if name == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "exit":
+        sys.exit(3)
+    if name == "half":
+        print('{"class":', end="", flush=True)
+        sys.exit(0)
+    if name == "hang":
+        time.sleep(600)
+    print(json.dumps({"name": name, "process": os.getpid()}), flush=True)
+"""
+COMMAND = (sys.executable, "-c", FAKE)
+# Without boundaries that their layers read, these let documents change one another (measured and read in the sources).
+KNOWN_TO_LEAK = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text inkling2_text jamba kimi_linear
+lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""".split()
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def audit(*arguments: str) -> tuple[int, str, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = cli.main(["audit", *arguments])
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+class WorkersTest(unittest.TestCase):
+    @parameterized.expand([(1,), (3,)])
+    def test_what_ends_a_process_is_the_verdict_of_its_type(self, jobs):
+        names = ["a", "crash", "b", "hang", "exit", "half", "c"]
+        found = dict(run_types(names, jobs, time_limit=5.0, command=COMMAND))
+        self.assertEqual(set(found), set(names))
+        for name in "abc":
+            self.assertEqual(found[name]["name"], name)
+            self.assertFalse(is_running(found[name]["process"]))
+        self.assertEqual(found["crash"], {"not_built": "the process ended with SIGSEGV"})
+        self.assertEqual(found["exit"], {"not_built": "the process ended with exit status 3"})
+        self.assertIn("the process ended", found["half"]["not_built"])
+        self.assertEqual(found["hang"], {"not_built": "no answer within 5 s"})
+
+    def test_processes_are_kept(self):
+        found = dict(run_types(list("abcdef"), 2, command=COMMAND))
+        self.assertLessEqual(len({entry["process"] for entry in found.values()}), 2)
+
+    def test_a_program_that_is_missing(self):
+        with self.assertRaises(OSError):
+            list(run_types(["a"], 1, command=("/no/such/program",)))
+
+    def test_stopping_early_ends_them(self):
+        results = run_types(["a", "hang", "hang", "hang"], 1, command=COMMAND)
+        _, entry = next(results)
+        self.assertTrue(is_running(entry["process"]))
+        results.close()
+        self.assertFalse(is_running(entry["process"]))
+
+    def test_control_c(self):
+        worker = (
+            "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
+        )
+        code = (
+            "import sys\n"
+            "from transformers_packed import cli\n"
+            "from transformers_packed.audit import all_types\n"
+            "run = all_types.run_types\n"
+            f"command = (sys.executable, '-c', {worker!r}, sys.argv[1])\n"
+            "all_types.run_types = lambda types, jobs: run(types, jobs, command=command)\n"
+            "sys.exit(cli.main(['audit', '--all', '--types', 'llama', 'gpt2', '--jobs', '1']))\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "process")
+            running = subprocess.Popen([sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True)
+            while not (path.exists() and path.read_text().strip()):
+                time.sleep(0.05)
+                self.assertIsNone(running.poll())
+            worker = int(path.read_text())
+            self.assertTrue(is_running(worker))
+            running.send_signal(signal.SIGINT)
+            _, stderr = running.communicate(timeout=60)
+        self.assertEqual(running.returncode, 130, stderr)
+        self.assertIn("transformers-packed audit: interrupted", stderr)
+        self.assertFalse(is_running(worker))
+
+
+class CommandTest(unittest.TestCase):
+    def test_real_processes(self):
+        """Also where models print, GPU packages are installed and a type cannot be built."""
+        with tempfile.TemporaryDirectory() as folder:
+            page, data = Path(folder, "docs", "page.md"), Path(folder, "data.json")
+            status, stdout, stderr = audit(
+                *("--all", "--types", "llama", "qwen3_5_text", "musicgen", "--jobs", "1"),
+                *("--output", str(page), "--json", str(data)),
+            )
+            found = SupportMatrix.from_json(data.read_text())
+            self.assertEqual(page.read_text(), found.to_markdown())
+        self.assertEqual(status, 0)
+        self.assertIn("3/3", stderr)
+        self.assertIn("1 isolated, 1 leaks, 1 not built", stdout)
+        self.assertEqual(list(found.types), ["llama", "qwen3_5_text", "musicgen"])
+        self.assertEqual(found.transformers, transformers.__version__)
+        self.assertEqual(found.verdict("llama", "builtin", "all"), "isolated")
+        self.assertEqual(found.verdict("qwen3_5_text", "ours", "position_ids"), "isolated")
+        self.assertEqual(found.types["qwen3_5_text"]["builtin"]["position_ids"]["module"], "Qwen3_5GatedDeltaNet")
+
+    def test_status_when_ours_leaks(self):
+        leaks = {"position_ids": {"verdict": "leaks", "module": "M", "kind": "state"}, "all": {"verdict": "isolated"}}
+        isolated = dict.fromkeys(leaks, {"verdict": "isolated"})
+        for builtin, ours, expected in ((leaks, isolated, 0), (isolated, leaks, 1)):
+            entry = {"class": "C", "attention": "sdpa", "builtin": builtin, "ours": ours}
+            with mock.patch.object(all_types, "run_types", return_value=[("llama", entry)]):
+                self.assertEqual(audit("--all", "--types", "llama")[0], expected)
+
+    @parameterized.expand(
+        [
+            ("no_model", [], "expected a model, or --all"),
+            ("types_alone", ["llama", "--types", "llama"], "got --types"),
+            ("model_and_all", ["llama", "--all"], "--all goes with"),
+            ("inputs", ["--all", "--inputs", "seq_idx"], "--all goes with"),
+            ("unknown", ["--all", "--types", "vit"], "expected types in Transformers' mapping .* got vit"),
+        ]
+    )
+    def test_options(self, _, arguments, message):
+        status, _, stderr = audit(*arguments)
+        self.assertIn(status, (1, 2))
+        self.assertRegex(stderr, message)
+
+
+class SupportMatrixTest(unittest.TestCase):
+    """The data that come with the package are those of this code and of the installed Transformers."""
+
+    def setUp(self):
+        self.matrix = load_support_matrix()
+
+    def of_this_version(self):
+        if self.matrix.transformers != transformers.__version__:
+            self.skipTest(f"measured with {self.matrix.transformers}, installed is {transformers.__version__}")
+
+    def check(self, name: str, entry: dict):
+        want = self.matrix.types[name]
+        self.assertEqual("not_built" in entry, "not_built" in want, name)
+        for model in ("builtin", "ours"):
+            for source, found in entry.get(model, {}).items():
+                keys = ("verdict", "module", "kind")
+                self.assertEqual(
+                    [found.get(key) for key in keys],
+                    [want[model][source].get(key) for key in keys],
+                    f"{name}, {model}, {source}; run make support-matrix",
+                )
+
+    def test_all_types_are_there(self):
+        self.of_this_version()
+        self.assertEqual(sorted(self.matrix.types), sorted(causal_types()), "run make support-matrix")
+
+    @parameterized.expand(["llama", "gpt2", "qwen3_5_text", "bamba", "lfm2", "opt", "gpt_oss", "bert"])
+    def test_audited_again(self, name):
+        self.of_this_version()
+        self.check(name, audit_type(name))
+
+    @pytest.mark.slow
+    def test_all_audited_again(self):
+        self.of_this_version()
+        for name, entry in run_types(causal_types(), 2):
+            self.check(name, entry)
+
+    def test_the_page_is_made_of_them(self):
+        page = ROOT / "docs" / "support_matrix.md"
+        self.assertEqual(page.read_text(encoding="utf-8"), self.matrix.to_markdown(), "run make support-matrix")
+        self.assertEqual(matrix.PATH.read_text(encoding="utf-8"), self.matrix.to_json())
+
+    def test_known_leaks_are_seen(self):
+        for name in KNOWN_TO_LEAK:
+            self.assertEqual(self.matrix.verdict(name, "builtin", "position_ids"), "leaks", name)
+
+    def test_hardly_any_type_is_missing(self):
+        missing = [name for name, entry in self.matrix.types.items() if "not_built" in entry]
+        self.assertLess(len(missing), 10, missing)
+
+    def test_counts(self):
+        for column in COLUMNS:
+            self.assertEqual(sum(self.matrix.counts()[column].values()), len(self.matrix.types))
+
+    def test_json_of_something_else(self):
+        for text in ("", "{}", '{"types": {}}', "[]"):
+            with self.assertRaisesRegex(ValueError, "SupportMatrix.from_json: expected"):
+                SupportMatrix.from_json(text)
+
+    def test_unpacking_is_told_apart(self):
+        """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
+        families = types.ModuleType("transformers_packed.models.families")
+        families.UNPACKED = {"qwen3_5": "no kernel takes boundaries"}
+        with mock.patch.dict(sys.modules, {families.__name__: families}):
+            entry = audit_type("qwen3_5_text")
+            self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
+        for found in entry["ours"].values():
+            self.assertEqual(found, {"verdict": "isolated by unpacking", "reason": "no kernel takes boundaries"})
+        self.assertEqual(entry["builtin"]["position_ids"]["verdict"], "leaks")
+        entry["ours"]["all"] = {"verdict": "leaks", "module": "A|B", "kind": "state"}
+        page = SupportMatrix("1", "2", {"qwen3_5_text": entry}).to_markdown()
+        self.assertIn("| isolated by unpacking |  |  | 1 |  |", page)
+        self.assertIn("| isolated by unpacking | leaks: `A\\|B` (state) |", page)

@@ -1,0 +1,342 @@
+"""Every family of `families.MIXERS` and `families.UNPACKED`; the oracle is the built-in class."""
+
+import contextlib
+import copy
+import inspect
+import itertools
+import pickle
+import tempfile
+import unittest
+from unittest import mock
+
+import torch
+import transformers
+from families_tester import documents, tiny_config, tiny_model
+from packed_model_tester import alone, packed_batch, padded_batch, relative_error, total_relative_error
+from packed_patch_tester import ours, snapshot
+from parameterized import parameterized
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import transformers_packed
+from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
+from transformers_packed.models import mixers
+from transformers_packed.models.auto import FAMILIES as FAMILIES_OF_OURS
+from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPACKED
+
+
+FAMILIES = [*MIXERS, *UNPACKED]
+# Of those that are unpacked, one of each kind for what does not depend on the family.
+SOME = [*MIXERS, "bart", "bloom", "gpt_oss", "opt"]
+MASKED = [family for family, table in MIXERS.items() if any(mixer.masked for mixer in table.values())]
+SOURCES = ("seq_idx", "cu_seq_lens", "cu_seqlens", "all")
+SHORT = (9, 1, 20, 5)
+
+
+def has_all_mixers(model: torch.nn.Module, family: str) -> bool:
+    """Whether each class of the table is in the model: what is not there is not tested."""
+    return {type(module).__name__ for module in model.modules()} >= set(MIXERS.get(family, ()))
+
+
+class IsolationTest(unittest.TestCase):
+    @parameterized.expand([(family, None) for family in FAMILIES] + [(family, "eager") for family in MASKED])
+    def test_documents_are_isolated(self, family, attention):
+        model = tiny_model(family, attention)
+        self.assertTrue(has_all_mixers(model, family))
+        batch = packed_batch(documents(), "position_ids")
+        stock = model(**batch).logits
+        patch_model(model)
+        report = audit_model(model, lengths=[len(d) for d in documents()], inputs=("position_ids",))
+        self.assertTrue(report.ok, report.table())
+        with torch.no_grad():
+            logits = model(**batch).logits
+            # The built-in leaks, so that this test can fail.
+            self.assertGreater(relative_error(stock, logits), 1e-3)
+            for source in SOURCES:
+                self.assertTrue(torch.equal(model(**packed_batch(documents(), source)).logits, logits), source)
+
+    @parameterized.expand(FAMILIES)
+    def test_loss_and_gradients_are_those_of_documents_alone(self, family):
+        """Also for the targets: `labels` that name a document's first token are no target of the document before."""
+        model, rows = tiny_model(family), documents(SHORT)
+        config = model.config.get_text_config()
+        # A packed row has no cache; that there is one by default must not matter.
+        with mock.patch.object(config, "use_cache", False, create=True):
+            logits, loss = alone_of(model, rows, family)
+            expected = gradients_of(model, loss)
+        patch_model(model)
+        batch = packed_batch(rows)
+        output = model(**{**batch, "labels": batch["input_ids"]})
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        self.assertLess(abs(output.loss.item() - loss.item()), 1e-5 * loss.item())
+        actual = gradients_of(model, output.loss)
+        self.assertEqual(set(actual), set(expected))
+        self.assertLess(total_relative_error(actual, expected), 1e-4)
+
+    @parameterized.expand(SOME)
+    def test_other_input_is_the_builtins_and_unpatching_restores_it(self, family):
+        model, rows = tiny_model(family).eval(), documents(SHORT)
+        inputs = [{"input_ids": torch.stack([rows[2], rows[2].flip(0)])}, {"input_ids": rows[0][None]}]
+        inputs += [padded_batch(rows, side) for side in ("left", "right")]
+        prompt = {name: padded_batch(rows, "left")[name] for name in ("input_ids", "attention_mask")}
+
+        @torch.no_grad()
+        def run():
+            torch.manual_seed(0)
+            tokens = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+            return [model(**batch).logits for batch in inputs] + [tokens]
+
+        before, outputs = snapshot(model), run()
+        patch_model(model)
+        self.assertTrue(set(ours(model)))
+        for got, want in zip(run(), outputs, strict=True):
+            self.assertTrue(torch.equal(got, want))
+        with torch.no_grad():
+            packed = model(**packed_batch(rows)).logits
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model, protocol=2))):
+                self.assertEqual(ours(other), ours(model))
+                self.assertTrue(torch.equal(other(**packed_batch(rows)).logits, packed))
+        unpatch_model(model)
+        after = snapshot(model)
+        for same in ("tensors", "modules", "attributes", "classes"):
+            self.assertEqual(after[same], before[same])
+        for got, want in zip(run(), outputs, strict=True):
+            self.assertTrue(torch.equal(got, want))
+
+    @parameterized.expand([(f, reentrant) for f in SOME for reentrant in (False, True)])
+    def test_gradient_checkpointing_of_two_rows(self, family, use_reentrant):
+        """Both forwards run before the first backward, which has to find the boundaries of its own row."""
+        model = patch_model(tiny_model(family))
+        if not model.supports_gradient_checkpointing:
+            self.skipTest("the built-in has no gradient checkpointing")
+        rows = [packed_batch(documents(SHORT)), packed_batch(documents((3, 17, 15), seed=1))]
+
+        def run():
+            first, second = (model(**row).loss for row in rows)
+            return [gradients_of(model, loss) for loss in (first, second)]
+
+        expected = run()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpoints = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+        self.assertTrue(any(checkpoints))
+        for got, want in zip(run(), expected, strict=True):
+            self.assertEqual(set(got), set(want))
+            self.assertLess(total_relative_error(got, want), 1e-6)
+        self.assertEqual([vars(module).get("_gradient_checkpointing_func") for module in model.modules()], checkpoints)
+
+    @parameterized.expand([family for family in SOME if family != "glm5_next"])
+    def test_registered_checkpoints_go_both_ways(self, family):
+        builtin = tiny_model(family).eval()
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+            builtin.save_pretrained(directory)
+            with transformers_packed.registered():
+                model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+                self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+                self.assertEqual(ours(model), ours(patch_model(copy.deepcopy(builtin))))
+                self.assertIn("", ours(model))
+            self.assertIs(type(AutoModelForCausalLM.from_config(builtin.config)), type(builtin))
+            rows = documents(SHORT)
+            self.assertTrue(torch.equal(model.eval()(rows[2][None]).logits, builtin(rows[2][None]).logits))
+            want = torch.cat([builtin(row[None]).logits[0] for row in rows])
+            self.assertLess(relative_error(model(**packed_batch(rows)).logits[0], want), 1e-5)
+            model.save_pretrained(f"{directory}/ours")
+            back, report = type(builtin).from_pretrained(f"{directory}/ours", output_loading_info=True)
+            self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
+            self.assertEqual(back.config.architectures, builtin.config.architectures)
+            self.assertTrue(torch.equal(back.eval()(rows[2][None]).logits, builtin(rows[2][None]).logits))
+
+    @parameterized.expand(FAMILIES)
+    def test_signature_has_the_builtins_arguments_and_the_boundaries(self, family):
+        """Trainer drops the columns that a signature does not name, and asks it for `**kwargs`."""
+        model = tiny_model(family)
+        before = inspect.signature(model.forward).parameters
+        after = inspect.signature(patch_model(model).forward).parameters
+        extra = {"position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"}
+        self.assertEqual(set(after), set(before) | extra | {"max_length_q", "max_length_k"})
+        self.assertEqual({name: after[name] for name in before}, dict(before))
+        self.assertEqual([n for n in after if n in before], list(before))
+
+
+def alone_of(model: torch.nn.Module, rows: list[torch.Tensor], family: str):
+    """Each document's logits, and the mean loss over all targets, by the built-in."""
+    if family not in UNPACKED or UNPACKED[family].shifts_labels:
+        return alone(model, rows)
+    outputs = [model(input_ids=row[None], labels=row[None]) for row in rows]
+    total = sum(len(row) for row in rows)
+    return [x.logits[0] for x in outputs], sum(x.loss * len(r) / total for x, r in zip(outputs, rows, strict=True))
+
+
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class KernelsTest(unittest.TestCase):
+    """Modules with kernels that can be told of boundaries run them once on the row; here the kernels are made up."""
+
+    @parameterized.expand(
+        [
+            ("lfm2", {"causal_conv1d_fn": "seq_idx"}),
+            ("inkling2", {"causal_conv1d_fn": "seq_idx"}),
+            ("kimi_linear", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
+            ("olmo_hybrid", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
+            (
+                "mamba2",
+                {
+                    "causal_conv1d_fn": "seq_idx",
+                    "mamba2_chunk_scan": "seq_idx",
+                    "mamba2_split_conv1d_scan_combined": "seq_idx",
+                },
+            ),
+        ]
+    )
+    def test_kernels_are_told(self, family, kernels):
+        model, rows = patch_model(tiny_model(family)), documents()
+        batch, calls = packed_batch(rows), []
+        expected = model(**batch).logits
+        module = inspect.getmodule(type(unpatch_model(model)))
+        patch_model(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(mixers, "_on_gpu", lambda tensors: True))
+            for name, keyword in kernels.items():
+                # Without the other ones a kernel alone must not be used: it would leave the rest to a reference.
+                if calls:
+                    self.fail("kernels ran before all were there")
+                if name != next(iter(kernels)):
+                    model(**batch)
+                fake = fake_kernel(getattr(module, name), keyword, calls)
+                stack.enter_context(mock.patch.object(module, name, fake))
+            logits = model(**batch).logits
+        self.assertLess(relative_error(logits, expected), 1e-5)
+        self.assertEqual({name for name, _ in calls}, {getattr(module, name).__name__ for name in kernels})
+        for name, lengths in calls:
+            self.assertEqual(lengths, [len(row) for row in rows], name)
+
+
+def fake_kernel(function, keyword: str, calls: list):
+    """What Transformers makes of a kernel package's function: here the reference, for each document of the row."""
+    is_new_implementation = True
+
+    def kernel(*args, **kwargs):
+        assert is_new_implementation
+        where = {name: kwargs.pop(name, None) for name in ("seq_idx", "cu_seqlens")}
+        if where[keyword] is None:
+            return function(*args, **kwargs)
+        if keyword == "seq_idx":
+            boundaries = SequenceBoundaries.from_seq_idx(where["seq_idx"])
+        else:
+            boundaries = SequenceBoundaries.from_cu_seqlens(where["cu_seqlens"])
+        calls.append((function.__name__, boundaries.lengths))
+        total = boundaries.total_length
+
+        def cut(value, start, end):
+            if isinstance(value, torch.Tensor) and value.ndim > 2 and total in value.shape:
+                return value.narrow(value.shape.index(total), start, end - start)
+            return value
+
+        pieces, ends = [], boundaries.cu_seqlens_cpu.tolist()
+        for start, end in itertools.pairwise(ends):
+            pieces.append(
+                function(
+                    *(cut(value, start, end) for value in args),
+                    **{name: cut(value, start, end) for name, value in kwargs.items()},
+                )
+            )
+        if pieces[0] is None:
+            return None
+        several = isinstance(pieces[0], tuple)
+        outputs = [piece[0] if several else piece for piece in pieces]
+        axis = 2 if function.__name__ == "causal_conv1d_fn" else 1
+        return (torch.cat(outputs, axis), None) if several else torch.cat(outputs, axis)
+
+    return kernel
+
+
+class CompileTest(unittest.TestCase):
+    def tearDown(self):
+        torch._dynamo.reset()
+
+    @parameterized.expand(["lfm2", "opt"])
+    def test_compiled(self, family):
+        """What is not packed remains one graph if it was one; a packed row is the same as without compiling."""
+        torch._dynamo.reset()
+        model, rows = patch_model(tiny_model(family)).eval(), documents(SHORT)
+        inputs = {"input_ids": rows[2][None], "use_cache": False}
+        batch = packed_batch(rows, "all")
+        with torch.no_grad():
+            want, packed = model(**inputs).logits, model(**batch).logits
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="eager")
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+            self.assertTrue(torch.equal(compiled(**batch).logits, packed))
+            self.assertTrue(torch.equal(compiled(**inputs).logits, want))
+
+
+class PositionsTest(unittest.TestCase):
+    @parameterized.expand(["bamba", "moss_transcribe_diarize"])
+    def test_positions_of_one_document_reach_the_builtin(self, family):
+        """Also where the built-in does not name them and hands them on to the model inside."""
+        model, row = tiny_model(family).eval(), documents(SHORT)[2][None]
+        # Rotary embeddings see distances alone, so these are wider.
+        inputs = {"input_ids": row, "attention_mask": torch.ones_like(row), "position_ids": torch.arange(20)[None] * 3}
+        with torch.no_grad():
+            want, plain = model(**inputs).logits, model(row).logits
+            self.assertTrue(torch.equal(patch_model(model)(**inputs).logits, want))
+        self.assertGreater(relative_error(want, plain), 1e-4)
+
+
+class RefusalTest(unittest.TestCase):
+    def check(self, pattern: str, model, **inputs):
+        with self.assertRaisesRegex(ValueError, pattern):
+            model(**inputs)
+
+    def test_what_a_packed_row_cannot_have(self):
+        model, batch = patch_model(tiny_model("mamba")), packed_batch(documents(SHORT))
+        ids = batch["input_ids"]
+        self.check("without attention_mask", model, **batch, attention_mask=torch.ones_like(ids))
+        self.check("without use_cache=True", model, **batch, use_cache=True)
+        self.check("one packed row", model, **{**batch, "input_ids": ids.repeat(2, 1)})
+        cache = model(ids, use_cache=True).cache_params
+        self.check("without past_key_values", model, **batch, cache_params=cache)
+        self.check("describe the same documents", model, input_ids=ids, cu_seq_lens_q=torch.tensor([0, 35]),
+                   cu_seq_lens_k=torch.tensor([0, 5, 35]))  # fmt: skip
+
+    def test_heads_and_outputs(self):
+        batch = packed_batch(documents(SHORT))
+        batch.pop("labels")
+        config = tiny_config("jamba", num_labels=2)
+        model = patch_model(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
+        self.check("documents in rows of their own", model, **batch)
+        self.assertEqual(model(batch["input_ids"]).logits.shape, (1, 2))
+        model = patch_model(tiny_model("granitemoehybrid", "eager"))
+        self.check("without output_attentions", model, **batch, output_attentions=True)
+        self.assertEqual(len(model(batch["input_ids"], output_attentions=True).attentions), 1)
+        model = patch_model(tiny_model("glm5_next"))
+        self.check("a packed row of text alone", model, **batch, pixel_values=torch.zeros(1))
+
+    def test_families(self):
+        tiny = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16}
+        bert = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bert"](**tiny, num_attention_heads=2))
+        t5 = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING["t5"](vocab_size=50, d_model=16, num_layers=1, d_ff=8))
+        for model, pattern in ((bert, "BertLMHeadModel: .*padded batches"), (t5, "audit_model")):
+            with self.assertRaisesRegex(ValueError, f"patch_model: expected .*{pattern}"):
+                patch_model(model)
+        config = LlamaConfig(**tiny, num_attention_heads=4)
+        model = AutoModelForCausalLM.from_config(config)
+        self.assertIs(patch_model(model), model)
+        self.assertEqual(ours(model), set())
+
+    def test_a_family_has_one_place(self):
+        names = [*MIXERS, *UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]
+        self.assertEqual(len(names), len(set(names)))
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            self.assertIn(mixers.family_of(getattr(transformers, name)), names, "a family in no table")

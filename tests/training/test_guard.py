@@ -1,0 +1,233 @@
+"""Before the first step Trainer stops, or warns, when its model would mix the documents of our collator's batches."""
+
+import subprocess
+import sys
+import tempfile
+import unittest
+from functools import partial
+from unittest import mock
+
+import peft
+import torch
+from parameterized import parameterized
+from training.trainer_arms import CONFIGS, Samples
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening as BuiltinCollator
+
+from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed.audit.matrix import SupportMatrix, load_support_matrix
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.training import guard
+
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+ALL = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
+
+
+def build(model_type: str = "qwen3_5"):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL) if model_type == "llama" else CONFIGS[model_type]()
+    return AutoModelForCausalLM.from_config(config)
+
+
+class GuardTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def trainer(self, model, collator, **arguments) -> Trainer:
+        args = TrainingArguments(
+            self.directory,
+            max_steps=1,
+            per_device_train_batch_size=3,
+            per_device_eval_batch_size=3,
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        )
+        return Trainer(
+            model=model, args=args, train_dataset=Samples(6), eval_dataset=Samples(3), data_collator=collator
+        )
+
+    def check_trains(self, trainer: Trainer):
+        trainer.train()
+        self.assertEqual(trainer.state.global_step, 1)
+
+    def check_stops(self, model, collator, message: str, **arguments):
+        trainer = self.trainer(model, collator, **arguments)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        forward = mock.Mock(return_value=None)
+        model.register_forward_pre_hook(forward)
+        with self.assertRaisesRegex(ValueError, message):
+            trainer.train()
+        forward.assert_not_called()
+        self.assertEqual(trainer.state.global_step, 0)
+        for name, parameter in model.named_parameters():
+            self.assertTrue(torch.equal(parameter, before[name]), name)
+
+    def test_a_model_that_leaks_stops_before_the_first_step(self):
+        message = (
+            r"got Qwen3_5ForCausalLM, in which model.layers.0.linear_attn \(Qwen3_5GatedDeltaNet\) carries its state .*"
+            r"position_ids only. Call transformers_packed.patch_model\(model\) before building the Trainer"
+        )
+        self.check_stops(build(), DataCollatorWithFlattening(), message)
+
+    def test_inside_peft_and_compile(self):
+        model = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"]))
+        self.check_stops(model, DataCollatorWithFlattening(), r"in which model.layers.0.linear_attn")
+        self.check_stops(torch.compile(build(), backend="eager"), DataCollatorWithFlattening(), "patch_model")
+
+    def test_vision_language(self):
+        from transformers import AutoModelForImageTextToText
+
+        model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
+        self.check_stops(
+            model, DataCollatorWithFlattening(), "Qwen3_5ForConditionalGeneration, in which .*linear_attn"
+        )
+
+    def test_a_wrapped_collator_is_found(self):
+        collator = DataCollatorWithFlattening()
+        self.check_stops(build(), partial(collator), "patch_model")
+        self.check_stops(build(), collator, "patch_model", remove_unused_columns=True, dataloader_num_workers=1)
+
+    def test_evaluation_and_prediction_without_training(self):
+        for run in ("evaluate", "predict"):
+            trainer = self.trainer(build(), DataCollatorWithFlattening())
+            with self.assertRaisesRegex(ValueError, "patch_model"):
+                getattr(trainer, run)(Samples(3))
+
+    @parameterized.expand(
+        [
+            ("patched", lambda: patch_model(build()), {}),
+            ("llama", lambda: build("llama"), {}),
+            ("llama_all", lambda: build("llama"), ALL),
+            ("ignored", build, {"on_leak": "ignore"}),
+        ]
+    )
+    def test_trains_without_a_word(self, _, make, options):
+        with self.assertNoLogs("transformers_packed", "WARNING"), self.quiet() as warning:
+            self.check_trains(self.trainer(make(), DataCollatorWithFlattening(**options)))
+        warning.assert_not_called()
+
+    def test_warn(self):
+        trainer = self.trainer(
+            build(), DataCollatorWithFlattening(on_leak="warn"), eval_strategy="steps", eval_steps=1
+        )
+        with self.quiet() as warning:
+            self.check_trains(trainer)
+        # Once for the training batches, once for those of the evaluation.
+        self.assertEqual(warning.call_count, 2)
+        self.assertIn("Qwen3_5GatedDeltaNet", warning.call_args[0][0])
+
+    def quiet(self):
+        return mock.patch.object(guard.logger, "warning")
+
+    def test_other_collators_are_left_alone(self):
+        DataCollatorWithFlattening()
+        for collator in (BuiltinCollator(), lambda features: BuiltinCollator()(features)):
+            self.check_trains(self.trainer(build(), collator))
+
+    def test_installed_once_and_only_when_asked_for(self):
+        code = (
+            "import transformers, transformers_packed, sys\n"
+            "transformers_packed.DataCollatorWithFlattening(on_leak='ignore')\n"
+            "assert 'transformers.trainer' not in sys.modules\n"
+            "for _ in range(2):\n"
+            "    transformers_packed.DataCollatorWithFlattening()\n"
+            "from transformers.trainer import DEFAULT_CALLBACKS\n"
+            "print([callback.__name__ for callback in DEFAULT_CALLBACKS])\n"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.assertEqual(result.stdout.strip(), "['DefaultFlowCallback', 'PackingGuard']", result.stderr)
+
+    def test_on_leak_is_checked(self):
+        with self.assertRaisesRegex(ValueError, "expected on_leak"):
+            DataCollatorWithFlattening(on_leak="raise")
+
+
+class JudgeTest(unittest.TestCase):
+    """What is made of an entry of the matrix, for a Qwen3.5 model."""
+
+    def judge(self, builtin: dict, *, options=ALL, ours="isolated", model=None, model_type="qwen3_5_text"):
+        entry = {
+            "class": "Qwen3_5ForCausalLM",
+            "attention": "sdpa",
+            "builtin": builtin,
+            "ours": {"position_ids": {"verdict": ours}, "all": {"verdict": ours}},
+        }
+        matrix = SupportMatrix("0", "0", {model_type: entry})
+        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
+            leak, doubt = guard.judge(model or build(), DataCollatorWithFlattening(**options))
+        return str(leak or ""), doubt or ""
+
+    leaks = {"verdict": "leaks", "module": "Qwen3_5Attention", "kind": "attention"}
+    isolated = {"verdict": "isolated"}
+
+    def test_a_flag_of_the_collator_is_enough(self):
+        builtin = {"position_ids": self.leaks, "all": self.isolated, "position_ids+seq_idx": self.leaks}
+        self.assertEqual(self.judge(builtin), ("", ""))
+        leak, _ = self.judge(builtin, options={"return_seq_idx": True}, ours="refused")
+        self.assertIn("given position_ids and seq_idx", leak)
+        self.assertIn("Pass return_flash_attn_kwargs=True and return_seq_idx=True to the collator. ", leak)
+        self.assertNotIn("patch_model", leak)
+
+    def test_nothing_helps(self):
+        leak, _ = self.judge({"position_ids": self.leaks, "all": self.leaks}, ours="refused")
+        self.assertIn("Train it on padded batches.", leak)
+
+    def test_sources_between_isolated_ends(self):
+        builtin = {"position_ids": self.isolated, "all": self.isolated}
+        self.assertEqual(self.judge(builtin, options={"return_seq_idx": True}), ("", ""))
+
+    def test_not_causal(self):
+        refused = {"verdict": "refused", "reason": "not causal: later tokens change earlier ones"}
+        leak, _ = self.judge({"position_ids": refused, "all": refused}, ours="refused")
+        self.assertIn("in which tokens change earlier ones", leak)
+
+    def test_doubts(self):
+        refused = {"verdict": "refused", "reason": "ValueError: no kernel"}
+        ends = {"position_ids": self.leaks, "all": self.leaks}
+        for expected, judged in (
+            ("the audit of its type ended with ValueError: no kernel", self.judge({**ends, "all": refused})),
+            ("no model of the type qwen3_5_text", self.judge(ends, model_type="llama")),
+            ("gives no position_ids", self.judge(ends, options={"return_position_ids": False})),
+            (
+                "leaks in Mamba2Mixer, which this model does not have",
+                self.judge({**ends, "all": {**self.leaks, "module": "Mamba2Mixer"}}),
+            ),
+        ):
+            self.assertEqual(judged[0], "")
+            self.assertIn(expected, judged[1])
+
+    def test_another_attention_implementation(self):
+        model = build()
+        ends = {"position_ids": self.leaks, "all": self.leaks}
+        model.set_attn_implementation("eager")
+        self.assertIn("Qwen3_5Attention", self.judge(ends, model=model)[0])
+        # Set only when it is installed.
+        model.config._attn_implementation_internal = "flash_attention_2"
+        self.assertIn("not audited with flash_attention_2", self.judge(ends, model=model)[1])
+        states = {**self.leaks, "module": "Qwen3_5GatedDeltaNet", "kind": "state"}
+        self.assertIn("carries its state", self.judge({"position_ids": states, "all": states}, model=model)[0])
+
+    def test_a_model_around_one_that_is_isolated_alone(self):
+        from transformers import AutoModelForImageTextToText
+
+        model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
+        ends = {"position_ids": self.isolated, "all": self.isolated}
+        self.assertEqual(self.judge(ends, model=model)[1], "its type was not audited, only qwen3_5_text")
+
+    def test_every_leak_in_the_matrix_names_a_module(self):
+        for name, entry in load_support_matrix().types.items():
+            for found in entry.get("builtin", {}).values():
+                if found["verdict"] == "leaks":
+                    self.assertNotEqual(found["module"], "not found", name)
