@@ -173,11 +173,11 @@ class PackedVisionTesterMixin(PackedModelTesterMixin):
             lambda _, args, kwargs: seen.append(set(kwargs)), with_kwargs=True
         )
         model(**packed_batch(self.documents), num_items_in_batch=torch.tensor(7))
-        self.assertEqual(len(seen), 2)
+        model(**self.padded(self.documents, "right"), packs_padding=True)
+        self.assertEqual(len(seen), 4)
+        unwanted = {"cu_seqlens", "seq_idx", "cu_seq_lens_q", "boundaries", "max_length_q"}
         for names in seen:
-            self.assertFalse(
-                names & {"cu_seqlens", "seq_idx", "cu_seq_lens_q", "boundaries", "num_items_in_batch", "max_length_q"}
-            )
+            self.assertFalse(names & (unwanted | {"num_items_in_batch", "packs_padding"}))
 
     def test_loss_is_a_mean_over_the_step(self):
         _, model = self.models()

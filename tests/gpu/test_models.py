@@ -2,12 +2,13 @@
 
 import copy
 import unittest
+import warnings
 
 import pytest
 import torch
 from accelerate import dispatch_model
 from gpu_tester import kept, lengths_of, report, synchronising_is_an_error
-from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
+from packed_model_tester import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from packed_vision_tester import document as make_document
 from packed_vision_tester import vision_config
 from parameterized import parameterized
@@ -183,6 +184,32 @@ class CudaModelsTest(unittest.TestCase):
                 continue
             with synchronising_is_an_error():
                 model(**batch).loss.backward()
+
+    @parameterized.expand([(family,) for family in FAMILIES])
+    def test_padding_is_packed(self, family):
+        """The packed row's results, and one wait for the mask."""
+        _, model = self.models(family, torch.bfloat16)
+        documents = make_documents(LENGTHS)
+        row = on_gpu(packed_batch(documents))
+        for side in ("left", "right"):
+            batch = on_gpu({**padded_batch(documents, side), "use_cache": False})
+            packed, padded = model(**row), model(**batch)
+            real = batch["attention_mask"].bool()
+            self.assertLess(relative_error(padded.logits[real], packed.logits[0]), 1e-2)
+            self.assertFalse(padded.logits[~real].any())
+            self.assertLess(relative_error(padded.loss, packed.loss), 1e-3)
+            want, got = gradients(model, packed.loss), gradients(model, padded.loss)
+            self.assertLess(total_relative_error(got, want), 1e-2)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            self.addCleanup(torch.cuda.set_sync_debug_mode, "default")
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "use_cache")}
+            model.model(**inputs).last_hidden_state.sum().backward()
+            torch.cuda.set_sync_debug_mode("default")
+        waits = [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]
+        self.assertEqual(len(waits), 1, waits)
 
     @parameterized.expand([("on_the_gpu", None), ("spread_by_accelerate", 1)])
     def test_patch_a_model_that_is_there(self, _, on_the_host):

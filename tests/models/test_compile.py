@@ -1,13 +1,15 @@
 """`torch.compile` of packed rows and `torch.export` of unpacked ones."""
 
 import unittest
+from unittest import mock
 
 import torch
-from packed_model_tester import gradients, packed_batch, relative_error, total_relative_error
+from packed_model_tester import gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from packed_vision_tester import TINY
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
+from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
@@ -79,6 +81,28 @@ class CompileTest(unittest.TestCase):
         arguments = {"input_ids": row[None], "use_cache": False}
         exported = torch.export.export(model, (), arguments)
         self.assertLess(relative_error(exported.module()(**arguments).logits, model(**arguments).logits), 1e-6)
+
+    @parameterized.expand(FAMILIES)
+    def test_export_of_a_padded_batch(self, _, cls, config):
+        """The graph computes padding, as it cannot depend on where that is."""
+        model = self.model(cls, config).eval()
+        batch = {name: x for name, x in padded_batch(make_documents(70, 9), "right").items() if name != "labels"}
+        batch["use_cache"] = False
+        with mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
+            exported = torch.export.export(model, (), batch)
+            looked.assert_not_called()
+        real = batch["attention_mask"].bool()
+        expected = model(**batch, packs_padding=False).logits
+        actual = exported.module()(**batch).logits
+        self.assertLess(relative_error(actual[real], expected[real]), 1e-6)
+        self.assertTrue(actual[~real].any())
+
+    def test_compiled_padded_batch(self):
+        model = self.model(*FAMILIES[2][1:])
+        batch = padded_batch(make_documents(70, 9), "right")
+        with mock.patch.object(PaddedBatch, "from_attention_mask") as looked:
+            torch.compile(model, backend="eager")(**batch, use_cache=False)
+            looked.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import sys
 import tempfile
 
 import torch
-from packed_model_tester import alone, gradients, packed_batch, relative_error, total_relative_error
+from packed_model_tester import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from packed_padding_tester import computed_tokens
 from packed_patch_tester import (
     BUILTINS,
     COMPOSITE,
@@ -29,6 +30,16 @@ from transformers_packed.models.base import ONLY_FASTER, REPLACEMENTS
 
 
 class PatchTest(PatchTestCase):
+    def test_padding_is_packed_while_patched(self):
+        model = builtin_model()
+        batch = {**padded_batch(documents(), "left"), "use_cache": False}
+        expected = model(**batch)
+        for change, tokens in ((patch_model, sum(map(len, documents()))), (unpatch_model, batch["labels"].numel())):
+            with computed_tokens(change(model)) as seen:
+                output = model(**batch)
+            self.assertEqual(seen, {tokens})
+            self.assertLess(relative_error(output.loss, expected.loss), 1e-5)
+
     @parameterized.expand(CONFIGS)
     def test_packed_is_alone_and_back(self, family):
         """The whole way on one object: built-in, patched twice, unpatched twice; weights never move."""

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 from packed_model_tester import relative_error, total_relative_error
+from packed_padding_tester import computed_tokens
 from parameterized import parameterized
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from training.trainer_arms import CONFIGS, Samples, build_trainer, train
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 
 HERE = Path(__file__).parent
@@ -47,6 +51,40 @@ class TrainerTest(unittest.TestCase):
         *padded, _ = train("padded", "qwen3_5", self.directory)
         *packed, _ = train("packed", "qwen3_5", self.directory, **options)
         self.check_same_training(padded, packed)
+
+    @parameterized.expand(["qwen3_5", "qwen3_next_moe"])
+    def test_padded_batches_through_our_model(self, family):
+        """Trained and evaluated with a padding collator, and no token of padding computed."""
+        *padded, builtin = train("padded", family, self.directory)
+        trainer = build_trainer("padded_ours", family, self.directory)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        real, collate = [], trainer.data_collator
+
+        def count(features):
+            real.append(sum(len(feature["input_ids"]) for feature in features))
+            return collate(features)
+
+        trainer.data_collator = count
+        with computed_tokens(trainer.model) as seen:
+            trainer.train()
+        self.assertLessEqual(seen, set(real))
+        updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        self.check_same_training(padded, (updates, losses), bar=1e-4 if family.endswith("moe") else 1e-6)
+
+        # Transformers' own collator, which pads with the tokenizer.
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1}, "<unk>")), pad_token="<pad>"
+        )
+        for side in ("left", "right"):
+            tokenizer.padding_side = side
+            results = []
+            for each in (builtin, trainer):
+                each.data_collator = DataCollatorForSeq2Seq(tokenizer)
+                with computed_tokens(each.model) as seen:
+                    results.append(each.evaluate()["eval_loss"])
+            self.assertEqual(seen, {sum(len(row["input_ids"]) for row in Samples(7).rows)})
+            self.assertLess(abs(results[1] - results[0]) / results[0], 1e-5)
 
     def test_the_comparison_can_fail(self):
         """The same training without boundaries moves the parameters elsewhere, by a hundred times the bar and more."""

@@ -1,4 +1,4 @@
-"""Train one model with the stock Trainer, padded through the built-in class or packed through ours.
+"""Train one model with the stock Trainer: `padded` through the built-in class, `packed` or `padded_ours` through ours.
 
 Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, so that torchrun can start it in several processes.
 """
@@ -72,12 +72,14 @@ def collate_padded(features):
 
 def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Trainer:
     set_seed(0)
+    collator = collate_padded
     if arm == "padded":
-        model, collator = AutoModelForCausalLM.from_config(CONFIGS[family]()), collate_padded
+        model = AutoModelForCausalLM.from_config(CONFIGS[family]())
     else:
         with transformers_packed.registered():
             model = AutoModelForCausalLM.from_config(CONFIGS[family]())
-        collator = transformers_packed.DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+        if arm == "packed":
+            collator = transformers_packed.DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
     args = TrainingArguments(
         output_dir,
         **{

@@ -61,6 +61,17 @@ class PackedModelMixin:
         super().__init__(config, *args, **kwargs)
         convert(self)
 
+    @property
+    def packs_padding(self) -> bool:
+        """Whether a padded batch runs as a packed row where no cache is involved; set on a model, it holds for its parts."""
+        return vars(self).get("_packs_padding", True)
+
+    @packs_padding.setter
+    def packs_padding(self, value: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, PackedModelMixin):
+                vars(module)["_packs_padding"] = value
+
     @classmethod
     def is_custom_code(cls) -> bool:
         # The weights are the built-in's, so Transformers' weight conversions and initialisation apply as they stand.

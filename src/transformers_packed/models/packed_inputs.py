@@ -28,16 +28,19 @@ class PackingKwargs(TransformersKwargs, total=False):
             The length of the row's last document, if that is padding: it is left out of router statistics.
         boundaries ([`SequenceBoundaries`], *optional*):
             The same with a host copy, as models hand it to their layers.
+        packs_padding (`bool`, *optional*):
+            Whether this call computes the real tokens of a padded batch only; by default as the model's attribute says.
     """
 
     cu_seqlens: torch.IntTensor | None
     padding_tokens: int | None
     boundaries: SequenceBoundaries | None
+    packs_padding: bool | None
 
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
-_NOT_FOR_VISION = {*METADATA, "boundaries", "num_items_in_batch", "shift_labels"}
+_NOT_FOR_VISION = {*METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
 def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:

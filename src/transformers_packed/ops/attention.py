@@ -91,6 +91,13 @@ def attention(
     return run("attention", impl, table, module, query, key, value, **options)
 
 
+def serves_packed_rows(name: str, device: torch.device) -> bool:
+    """Whether the attention implementation `name` can keep documents apart on `device`."""
+    if name == "flex_attention":
+        return device.type == "cuda"
+    return name in IMPLEMENTATIONS or is_flash_attention_requested(requested_attention_implementation=name)
+
+
 def _flash_attention(module, query, key, value, *, boundaries, eager, **kwargs):
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     return interface(module, query, key, value, None, **(kwargs | boundaries.layer_kwargs()))

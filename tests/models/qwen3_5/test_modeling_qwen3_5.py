@@ -3,6 +3,7 @@ import unittest
 import torch
 from packed_heads_tester import PackedHeadsTesterMixin
 from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from packed_padding_tester import PackedPaddingTesterMixin
 from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -32,7 +33,7 @@ def tiny_config(**kwargs) -> Qwen3_5TextConfig:
     )
 
 
-class Qwen3_5ModelTest(PackedModelTesterMixin, unittest.TestCase):
+class Qwen3_5ModelTest(PackedPaddingTesterMixin, PackedModelTesterMixin, unittest.TestCase):
     builtin_class = builtin.Qwen3_5ForCausalLM
     packed_class = packed.Qwen3_5ForCausalLM
 
@@ -74,7 +75,7 @@ class Qwen3_5PositionIdsTest(unittest.TestCase):
         self.assertGreater(relative_error(single, expected), 1e-2)
 
 
-class Qwen3_5VisionTest(PackedVisionTesterMixin, unittest.TestCase):
+class Qwen3_5VisionTest(PackedPaddingTesterMixin, PackedVisionTesterMixin, unittest.TestCase):
     builtin_class = builtin.Qwen3_5ForConditionalGeneration
     packed_class = packed.Qwen3_5ForConditionalGeneration
 

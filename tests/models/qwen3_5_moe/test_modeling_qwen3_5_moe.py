@@ -2,6 +2,7 @@ import unittest
 
 import torch
 from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from packed_padding_tester import PackedPaddingRouterTesterMixin
 from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
 from parameterized import parameterized
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
@@ -38,7 +39,9 @@ class RouterStatisticsTesterMixin:
                 model(input_ids=row["input_ids"], padding_tokens=4)
 
 
-class Qwen3_5MoeModelTest(RouterStatisticsTesterMixin, PackedModelTesterMixin, unittest.TestCase):
+class Qwen3_5MoeModelTest(
+    PackedPaddingRouterTesterMixin, RouterStatisticsTesterMixin, PackedModelTesterMixin, unittest.TestCase
+):
     builtin_class = builtin.Qwen3_5MoeForCausalLM
     packed_class = packed.Qwen3_5MoeForCausalLM
     is_moe = True
@@ -57,7 +60,9 @@ class Qwen3_5MoeModelTest(RouterStatisticsTesterMixin, PackedModelTesterMixin, u
         self.assertLess(int(batch["input_ids"].max()), VOCAB_SIZE)
 
 
-class Qwen3_5MoeVisionTest(RouterStatisticsTesterMixin, PackedVisionTesterMixin, unittest.TestCase):
+class Qwen3_5MoeVisionTest(
+    PackedPaddingRouterTesterMixin, RouterStatisticsTesterMixin, PackedVisionTesterMixin, unittest.TestCase
+):
     builtin_class = builtin.Qwen3_5MoeForConditionalGeneration
     packed_class = packed.Qwen3_5MoeForConditionalGeneration
     is_moe = True

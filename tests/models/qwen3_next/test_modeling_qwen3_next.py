@@ -3,6 +3,7 @@ import unittest
 import torch
 from packed_heads_tester import PackedHeadsTesterMixin
 from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from packed_padding_tester import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
 from parameterized import parameterized
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
@@ -36,7 +37,7 @@ def tiny_config(**kwargs) -> Qwen3NextConfig:
     )
 
 
-class Qwen3NextModelTest(PackedModelTesterMixin, unittest.TestCase):
+class Qwen3NextModelTest(PackedPaddingTesterMixin, PackedModelTesterMixin, unittest.TestCase):
     """Every layer with a dense MLP."""
 
     builtin_class = builtin.Qwen3NextForCausalLM
@@ -46,7 +47,7 @@ class Qwen3NextModelTest(PackedModelTesterMixin, unittest.TestCase):
         return tiny_config(mlp_only_layers=[0, 1, 2, 3])
 
 
-class Qwen3NextMoeModelTest(PackedModelTesterMixin, unittest.TestCase):
+class Qwen3NextMoeModelTest(PackedPaddingRouterTesterMixin, PackedModelTesterMixin, unittest.TestCase):
     """Every layer with a mixture of experts, as in the released checkpoints."""
 
     builtin_class = builtin.Qwen3NextForCausalLM

@@ -32,6 +32,7 @@ from ..packed_inputs import (
     resolve_boundaries,
     without_packing,
 )
+from ..padding import PackedGenerationMixin, padded_batch
 
 
 @replaces_builtin
@@ -240,6 +241,19 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
         )
+        padded = padded_batch(
+            self,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if padded is not None:
+            boundaries = padded.boundaries
+            input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
+            position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
@@ -263,14 +277,18 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             use_cache=use_cache,
             **kwargs,
         )
-        if boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
+        if padded is not None:
+            outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
+            if outputs.get("router_logits") is not None:
+                outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
+        elif boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
             # Tail padding is no load to balance.
             outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
         return outputs
 
 
 @replaces_builtin
-class Qwen3_5ForCausalLM(PackedModelMixin, builtin.Qwen3_5ForCausalLM):
+class Qwen3_5ForCausalLM(PackedGenerationMixin, builtin.Qwen3_5ForCausalLM):
     @can_return_tuple
     def forward(
         self,
@@ -329,6 +347,13 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         **kwargs: Unpack[PackingKwargs],
     ):
         return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+
+    def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            # The built-in cannot count a row without any real token: the first one stands in.
+            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
+            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
 
     def forward(
         self,
@@ -390,7 +415,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
 
 
 @replaces_builtin
-class Qwen3_5ForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForConditionalGeneration):
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 

@@ -11,6 +11,7 @@ from ..base import PackedModelMixin, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
+from ..padding import PackedGenerationMixin
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
     Qwen3NextDecoderLayer,
@@ -56,7 +57,7 @@ class Qwen3_5TextModel(Qwen3NextModel):
 
 
 @replaces_builtin
-class Qwen3_5ForCausalLM(PackedModelMixin, builtin.Qwen3_5ForCausalLM):
+class Qwen3_5ForCausalLM(PackedGenerationMixin, builtin.Qwen3_5ForCausalLM):
     @can_return_tuple
     def forward(
         self,
@@ -115,6 +116,13 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         **kwargs: Unpack[PackingKwargs],
     ):
         return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+
+    def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            # The built-in cannot count a row without any real token: the first one stands in.
+            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
+            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
 
     def forward(
         self,
@@ -176,7 +184,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
 
 
 @replaces_builtin
-class Qwen3_5ForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForConditionalGeneration):
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 

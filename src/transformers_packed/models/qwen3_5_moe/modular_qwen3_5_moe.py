@@ -6,9 +6,10 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
-from ..base import PackedModelMixin, replaces_builtin
+from ..base import replaces_builtin
 from ..heads import loss_without_logits, skips_logits
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries
+from ..padding import PackedGenerationMixin
 from ..qwen3_5.modular_qwen3_5 import (
     Qwen3_5Attention,
     Qwen3_5DecoderLayer,
@@ -59,7 +60,7 @@ class Qwen3_5MoeModel(Qwen3_5Model):
 
 
 @replaces_builtin
-class Qwen3_5MoeForConditionalGeneration(PackedModelMixin, builtin.Qwen3_5MoeForConditionalGeneration):
+class Qwen3_5MoeForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5MoeForConditionalGeneration):
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 

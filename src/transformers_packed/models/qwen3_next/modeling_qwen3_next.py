@@ -25,6 +25,7 @@ from ...ops import (
 from ..base import PackedModelMixin, is_plain, only_faster, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
+from ..padding import PackedGenerationMixin, padded_batch
 
 
 @replaces_builtin
@@ -235,6 +236,19 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             past_key_values=past_key_values,
             use_cache=use_cache,
         )
+        padded = padded_batch(
+            self,
+            kwargs,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+        if padded is not None:
+            boundaries = padded.boundaries
+            input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
+            position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
@@ -258,14 +272,18 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             use_cache=use_cache,
             **kwargs,
         )
-        if boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
+        if padded is not None:
+            outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
+            if outputs.get("router_logits") is not None:
+                outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
+        elif boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
             # Tail padding is no load to balance.
             outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
         return outputs
 
 
 @replaces_builtin
-class Qwen3NextForCausalLM(PackedModelMixin, builtin.Qwen3NextForCausalLM):
+class Qwen3NextForCausalLM(PackedGenerationMixin, builtin.Qwen3NextForCausalLM):
     @can_return_tuple
     def forward(
         self,
@@ -394,6 +412,8 @@ class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuesti
                 got=f"a packed row of {boundaries.num_documents} documents",
                 fix="Use a padded batch for question answering.",
             )
+        # The loss is over all tokens of a row, so what stands at padding counts.
+        kwargs["packs_padding"] = False
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

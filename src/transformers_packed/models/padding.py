@@ -1,0 +1,116 @@
+"""A padded batch runs as a packed row: its real tokens are gathered at the embedding and put back at the output.
+
+Nothing is computed for padding then; hidden states and router logits are zero there. That is left out where somebody
+would notice more than that: where a cache is filled, hidden states or attention weights are returned, or a graph is
+recorded, and where attention is not causal or cannot keep documents apart.
+"""
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMixin
+from transformers.utils.import_utils import is_tracing
+
+from ..boundaries import SequenceBoundaries
+from ..ops.attention import serves_packed_rows
+from .base import PackedModelMixin
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """The real tokens of a padded batch `[B, T]`, `N` in all.
+
+    Args:
+        boundaries ([`SequenceBoundaries`]):
+            One document for each row that has a real token.
+        slots (`torch.LongTensor` of shape `[N]`):
+            The place of each real token in the flattened batch.
+        shape (`tuple[int, int]`):
+            `(B, T)`.
+    """
+
+    boundaries: SequenceBoundaries
+    slots: torch.Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def from_attention_mask(cls, attention_mask: torch.Tensor, device: torch.device) -> "PaddedBatch | None":
+        """From a mask `[B, T]`; waits once for the mask, and no more for `device`.
+
+        `None` when there is nothing to leave out (only ones, only zeros), when a row's ones are not one run, and for
+        values other than 0 and 1.
+        """
+        mask = attention_mask.to("cpu")
+        real = mask == 1
+        runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        lengths = real.sum(1)
+        if bool((real | (mask == 0)).logical_not().any()) or bool((runs > 1).any()):
+            return None
+        if int(lengths.sum()) in (0, real.numel()):
+            return None
+        boundaries = SequenceBoundaries.from_lengths(lengths[lengths > 0])
+        slots = real.flatten().nonzero()[:, 0]
+        return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), tuple(mask.shape))
+
+    def pack(self, padded: torch.Tensor | None) -> torch.Tensor | None:
+        """Tokens `[B, T, ...]` to `[1, N, ...]`; nothing stays nothing."""
+        return None if padded is None else padded.flatten(0, 1).index_select(0, self.slots)[None]
+
+    def pack_position_ids(self, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Ids `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]` to those of the row; without any each document counts from 0."""
+        if position_ids is None:
+            return self.boundaries.position_ids
+        rows = position_ids.expand(*position_ids.shape[:-2], *self.shape)
+        return rows.flatten(-2).index_select(-1, self.slots).unsqueeze(-2)
+
+    def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Real tokens `[N, ...]` to `[B * T, ...]`, with zeros at padding."""
+        rows, length = self.shape
+        return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
+
+
+def padded_batch(
+    model: Any,
+    kwargs: dict[str, Any],
+    *,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    attention_mask: Any,
+    past_key_values: Any,
+    use_cache: bool | None,
+) -> PaddedBatch | None:
+    """What to pack of these arguments of a text model's forward, or `None` to run them as they are.
+
+    Takes `packs_padding` out of `kwargs`, with which a call overrides the model's own.
+    """
+    allowed = kwargs.pop("packs_padding", None)
+    if not (model.packs_padding if allowed is None else allowed):
+        return None
+    tokens = input_ids if inputs_embeds is None else inputs_embeds
+    if tokens is None or past_key_values is not None:
+        return None
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
+        return None
+    config = model.config
+    # As the built-in forward settles it.
+    cached = config.use_cache if use_cache is None else use_cache
+    if cached and not (model.gradient_checkpointing and model.training):
+        return None
+    if any(kwargs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
+        return None
+    causal = kwargs.get("is_causal")
+    if not (getattr(config, "is_causal", True) if causal is None else causal):
+        return None
+    if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
+        return None
+    return PaddedBatch.from_attention_mask(attention_mask, tokens.device)
+
+
+class PackedGenerationMixin(PackedModelMixin):
+    """For models that generate: `generate` does not pack, with a cache or without."""
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "packs_padding": False}
