@@ -5,7 +5,7 @@ import unittest
 from unittest import mock
 
 import torch
-from fused_cases import CASES, LOSS, boundaries_of, cast, errors, guarded_buffers, named
+from fused_cases import CASES, LOSS, boundaries_of, cast, errors, guarded_buffers, named, relative
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -408,8 +408,8 @@ UNSERVED = [
     ("norm_float64", lambda impl: rms_norm(HALF, HALF[0, 0], impl=impl), "not torch.float64"),
     (
         "norm_dtypes",
-        lambda impl: rms_norm(ones(2, 4), ones(4), residual=ones(2, 4, dtype=BFLOAT16), impl=impl),
-        "wants one dtype, not torch.float32 beside torch.bfloat16",
+        lambda impl: rms_norm(ones(2, 4), ones(4), residual=ones(2, 4, dtype=torch.float64), impl=impl),
+        "not torch.float64",
     ),
     (
         "gated_norm_dtypes",
@@ -475,6 +475,23 @@ class BadInputTest(InterpretedKernelsTest):
             normed_rotary(query_gate, key, weight, weight.bfloat16(), cos, sin, impl="triton")
         with self.assertRaisesRegex(ValueError, "no gradients of cos and sin"):
             normed_rotary(query_gate, key, weight, weight, cos.requires_grad_(), sin, impl="triton")
+
+
+class AutocastTest(InterpretedKernelsTest):
+    def test_a_stream_in_another_precision(self):
+        """Under autocast a layer's result is in bfloat16 and the stream in float32."""
+        generator = torch.Generator().manual_seed(0)
+        x, residual = (torch.randn(3, 7, 48, generator=generator) for _ in range(2))
+        weight, x = torch.randn(48, generator=generator), x.bfloat16()
+        results = {}
+        for impl in ("reference", "triton"):
+            leaves = [y.detach().clone().requires_grad_() for y in (x, residual, weight)]
+            normed, stream = rms_norm(leaves[0], leaves[2], residual=leaves[1], impl=impl)
+            (normed.square().sum() + stream.sin().sum()).backward()
+            results[impl] = [normed.detach(), stream.detach(), *(y.grad for y in leaves)]
+        for actual, expected in zip(results["triton"], results["reference"], strict=True):
+            self.assertEqual(actual.dtype, expected.dtype)
+            self.assertLess(relative(actual, expected), 1e-6 if actual.dtype == torch.float32 else 1e-2)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,12 @@ def _rms_norm_triton(hidden_states, weight, eps, *, residual, offset):
     return normed.view(shape), stream.view(shape)
 
 
+def _verify_gated(hidden_states, gate, weight, eps):
+    if gate.dtype != hidden_states.dtype:
+        return False, f"wants one dtype, not {hidden_states.dtype} beside {gate.dtype}"
+    return _verify(hidden_states)
+
+
 def _gated_rms_norm_triton(hidden_states, gate, weight, eps):
     from .triton_kernels.norm import RMSNorm
 
@@ -143,9 +149,8 @@ def _gated_rms_norm_triton(hidden_states, gate, weight, eps):
 
 
 def _verify(hidden_states, *args, residual=None, **kwargs):
-    others = [x.dtype for x in (*args, residual) if isinstance(x, torch.Tensor) and x.ndim == hidden_states.ndim]
-    if any(dtype != hidden_states.dtype for dtype in others):
-        return False, f"wants one dtype, not {hidden_states.dtype} beside {others[0]}"
+    if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
+        return False, "serves float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:
         return False, f"serves widths up to 16384, not {hidden_states.shape[-1]}"
     return verify_triton(hidden_states)
@@ -156,6 +161,6 @@ RMS_NORM = {
     "reference": Implementation(_rms_norm_reference, always),
 }
 GATED_RMS_NORM = {
-    "triton": Implementation(_gated_rms_norm_triton, _verify),
+    "triton": Implementation(_gated_rms_norm_triton, _verify_gated),
     "reference": Implementation(_gated_rms_norm_reference, always),
 }

@@ -4,3 +4,19 @@ No kernel is autotuned: block sizes follow from the widths of a model, never fro
 new row compiles anything. Offsets of rows are 64-bit. Nothing is added up by atomics, so that a run can be repeated bit
 for bit.
 """
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+
+
+def on_its_device(function: Callable) -> Callable:
+    """Decorator: launch where the first tensor is, which need not be the current device. Backward runs there anyway."""
+
+    @wraps(function)
+    def launch(*args, **kwargs):
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, torch.Tensor))):
+            return function(*args, **kwargs)
+
+    return launch

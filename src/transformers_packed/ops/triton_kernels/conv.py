@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from . import on_its_device
+
 
 # Tokens of a tile; tiles of a program of the backward, which adds up the gradient of the weight in registers.
 _TOKENS = 32
@@ -123,6 +125,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
     """Of `x` `[T, channels]`, `weight` `[channels, W]` and `position` `[T]` int32."""
 
     @staticmethod
+    @on_its_device
     def forward(ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float):
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from . import on_its_device
 from .norm import programs_for
 
 
@@ -72,6 +73,7 @@ class DecayAndRate(torch.autograd.Function):
     """Of `a` and `b` `[tokens, heads]`, `A_log` and `dt_bias` `[heads]`; `g` is float32."""
 
     @staticmethod
+    @on_its_device
     def forward(ctx, a, b, a_log, dt_bias):
         a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
         a_log, dt_bias = a_log.contiguous(), dt_bias.contiguous()

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from . import on_its_device
+
 
 _BLOCK = 2048
 
@@ -43,6 +45,7 @@ class GatedProduct(torch.autograd.Function):
     """`x * sigmoid(gate)`, or with `silu` `x * silu(gate)`, of tensors of one shape."""
 
     @staticmethod
+    @on_its_device
     def forward(ctx, gate, x, silu: bool):
         gate, x = gate.contiguous(), x.contiguous()
         y = torch.empty_like(x)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from . import on_its_device
+
 
 # Elements of a tile, and programs of the backward for each multiprocessor.
 _TILE = 2048
@@ -85,12 +87,18 @@ class RMSNorm(torch.autograd.Function):
     """Of `x`, `residual`, `gate` `[rows, width]` and `weight` `[width]`; with a residual the sum is returned too."""
 
     @staticmethod
+    @on_its_device
     def forward(ctx, x, weight, residual, gate, eps: float, offset: float):
         x, weight = x.contiguous(), weight.contiguous()
         residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
         rows, width = x.shape
-        y = torch.empty_like(x)
-        total = x if residual is None else torch.empty_like(x)
+        ctx.dtypes = x.dtype, x.dtype
+        total = x
+        if residual is not None:
+            # Under autocast the layers' results are in low precision, and the stream is not.
+            ctx.dtypes = x.dtype, residual.dtype
+            total = torch.empty(x.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
+        y = torch.empty_like(total)
         r = torch.empty(rows, dtype=torch.float32, device=x.device)
         tile = _tile(width)
         grid = (triton.cdiv(rows, tile["ROWS"]),)
@@ -114,7 +122,8 @@ class RMSNorm(torch.autograd.Function):
         dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _backward[(programs,)](dy, dsum, x, gate, weight, r, dx, dgate, dweight, rows, width, tiles, **ctx.options)
         dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, dx if ctx.options["RESIDUAL"] else None, dgate, None, None
+        dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None
 
 
 def programs_for(tiles: int, device: torch.device) -> int:

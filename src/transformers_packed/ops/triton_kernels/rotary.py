@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from . import on_its_device
 from .norm import programs_for
 
 
@@ -113,6 +114,7 @@ class NormedRotary(torch.autograd.Function):
     """Of queries with gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, `cos` and `sin` `[T, rotary]`."""
 
     @staticmethod
+    @on_its_device
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps: float):
         q, k, q_weight, k_weight, cos, sin = (x.contiguous() for x in (q, k, q_weight, k_weight, cos, sin))
         length, q_heads, _, dim = q.shape

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import on_its_device
+
 
 @triton.jit
 def _softmax_minus_target(
@@ -45,6 +47,7 @@ def _softmax_minus_target(
             tl.store(logits_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def softmax_minus_target(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, gradient_too: bool
 ) -> torch.Tensor:
