@@ -20,11 +20,22 @@ from .models.patch import patch_model, unpatch_model
 
 if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
+    from .training.configure import configure_packing
+    from .training.metrics import PackingMetricsCallback
+    from .training.packed_trainer import PackedTrainer, PackedTrainingArguments
     from .training.packing_state import PackingStateCallback
 
 
 # Imported when they are asked for: they bring Trainer along, and with it PEFT and triton.
-_LATE = {"AuditReport": ".audit", "PackingStateCallback": ".training.packing_state", "audit_model": ".audit"}
+_LATE = {
+    "AuditReport": ".audit",
+    "PackedTrainer": ".training.packed_trainer",
+    "PackedTrainingArguments": ".training.packed_trainer",
+    "PackingMetricsCallback": ".training.metrics",
+    "PackingStateCallback": ".training.packing_state",
+    "audit_model": ".audit",
+    "configure_packing": ".training.configure",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,13 +50,17 @@ __all__ = [
     "AuditReport",
     "DataCollatorWithFlattening",
     "IterablePackingDataset",
+    "PackedTrainer",
+    "PackedTrainingArguments",
     "PackingCost",
     "PackingDataset",
+    "PackingMetricsCallback",
     "PackingPlan",
     "PackingStateCallback",
     "SequenceBoundaries",
     "pack_dataset",
     "audit_model",
+    "configure_packing",
     "patch_model",
     "plan_packing",
     "register",
