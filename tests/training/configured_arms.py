@@ -58,7 +58,11 @@ def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str
     if kind == "sft":
         options = {"bf16": False, "gradient_checkpointing": False, "max_length": MAX_LENGTH, **options}
         return SFTTrainer(
-            model, SFTConfig(directory, **options), processing_class=tokenizer(), train_dataset=samples, peft_config=lora
+            model,
+            SFTConfig(directory, **options),
+            processing_class=tokenizer(),
+            train_dataset=samples,
+            peft_config=lora,
         )
     if lora is not None:
         model = get_peft_model(model, lora)

@@ -292,7 +292,10 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     lengths = arrow_lengths(dataset, "input_ids")
     if lengths is not None:
         return lengths
-    loader = DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, collate_fn=_count_tokens)
+    # With a generator of its own it leaves the global one, and so what is drawn in training, as it was.
+    loader = DataLoader(
+        dataset, batch_size=_PASS_BATCH, num_workers=num_proc, collate_fn=_count_tokens, generator=torch.Generator()
+    )
     lengths = np.empty(len(dataset), np.int64)
     done = 0
     with _progress(None, len(dataset)) as bar:

@@ -59,6 +59,8 @@ class PackingMetricsCallback(TrainerCallback):
         self.trainer = trainer
         self.row_tokens = row_tokens
         self._handle = None
+        self._total, self._seconds = [0, 0, 0, 0], 0.0
+        self._paused, self._since, self._mark = 0.0, 0.0, 0.0
         self._clear()
 
     def _clear(self) -> None:
