@@ -34,6 +34,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import configure as module
+from transformers_packed.training import reasons
 from transformers_packed.training.metrics import PackingMetricsCallback
 
 
@@ -299,8 +300,14 @@ class ReasonsTest(ConfigureTestCase):
         rows = [{**row, "pixel_values": [[0.0]]} for row in Samples(6).rows]
         self.check(self.trainer(model, rows), "a processor's columns pixel_values, for which .*Gemma3For")
 
+    def test_family_that_leaks_although_patched(self):
+        """None does, so that an entry of the matrix is made up."""
+        entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
+        matrix = mock.Mock(types={"qwen3_5_text": entry})
+        with mock.patch.object(reasons, "load_support_matrix", return_value=matrix):
+            self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
+
     def test_family_that_would_leak(self):
-        """By the support matrix: it has no entry of its own here, so one is made up."""
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
             self.check(trainer, r"a model that leaks \(attends across\)")

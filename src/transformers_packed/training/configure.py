@@ -111,17 +111,17 @@ reference (causal convolution), per_document(sdpa) (attention)
         )
     if packing == "off":
         return _leave(trainer, 'Packing off, training stays as it was: packing="off".')
-    automatic = packing == "auto"
     reason = reason_against(trainer, packing)
     if reason is None:
-        rows = is_packed(trainer.train_dataset)
-        dataset = trainer.train_dataset
+        dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
         if packing == "packing":
-            dataset = _packed_dataset(trainer, rows, max_length, plan_options)
-        reason = _isolate(trainer, automatic)
+            dataset, packed = _packed_dataset(trainer, packed, max_length, plan_options), True
+        line = _line(trainer, dataset, packed)
+        collator, reason = _isolate(trainer, automatic=packing == "auto")
     if reason is None:
-        return _apply(trainer, dataset, packed=rows or packing == "packing")
-    if not automatic:
+        _apply(trainer, dataset, collator, packed)
+        return _say(trainer, line)
+    if packing != "auto":
         raise reason.error()
     return _leave(trainer, reason.line())
 
@@ -150,37 +150,31 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
         return batch
 
 
-def _isolate(trainer: Trainer, automatic: bool) -> Reason | None:
-    """Patch the model, and choose what the collator tells it; or say why its documents would not be kept apart."""
-    reason = None
+def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlattening | None, Reason | None]:
+    """Patch the model. The collator that tells it enough, or why its documents would not be kept apart."""
     try:
         patch_model(trainer.model)
     except (ValueError, ImportError) as error:
         message = str(error).removeprefix("patch_model: ").rstrip(".")
-        reason = Reason(
-            "a model that can be packed", f"a model that cannot be patched ({message})", "Use padded batches."
-        )
-    if has_our_classes(trainer.model):
-        trainer_collator = _collator(trainer, **_EVERYTHING, model=transformers_model(trainer.model))
-    elif reason is None:
-        # It keeps documents apart by itself, if the audits found so, with more or with less of what it is told.
-        for options in (_EVERYTHING, {}):
-            trainer_collator = _collator(trainer, **options)
-            leak, doubt = judge(transformers_model(trainer.model), trainer_collator)
-            if leak is None and doubt is None:
-                break
-        if leak is not None:
-            reason = Reason(
-                "a model that keeps documents apart", f"a model that leaks ({leak})", "Use padded batches."
-            )
-        elif doubt is not None and automatic:
-            fix = "Measure it with transformers_packed.audit_model(model)."
-            reason = Reason("a model that keeps documents apart", f"a model of which nobody knows: {doubt}", fix)
-        elif doubt is not None:
-            logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
-    if reason is None:
-        trainer.data_collator = trainer_collator
-    return reason
+        got = f"a model that cannot be patched ({message})"
+        return None, Reason("a model that can be packed", got, "Use padded batches.")
+    model = transformers_model(trainer.model)
+    if has_our_classes(model):
+        return _collator(trainer, **_EVERYTHING, model=model), None
+    # It keeps documents apart by itself if the audits found so, with more or with less of what it is told.
+    for options in (_EVERYTHING, {}):
+        collator = _collator(trainer, **options)
+        leak, doubt = judge(model, collator)
+        if leak is None and doubt is None:
+            return collator, None
+    expected = "a model that keeps documents apart"
+    if leak is not None:
+        return None, Reason(expected, f"a model that leaks ({leak})", "Use padded batches.")
+    if automatic:
+        fix = "Measure it with transformers_packed.audit_model(model)."
+        return None, Reason(expected, f"a model of which nobody knows: {doubt}", fix)
+    logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
+    return collator, None
 
 
 def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
@@ -232,9 +226,9 @@ def _has_cost(model: torch.nn.Module) -> bool:
     return True
 
 
-def _apply(trainer: Trainer, dataset: Any, packed: bool) -> Trainer:
+def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
-    line = _line(trainer, dataset, packed)
+    trainer.data_collator = collator
     if dataset is not trainer.train_dataset:
         trainer.train_dataset = dataset
         if isinstance(dataset, PackingDataset):
@@ -253,7 +247,6 @@ def _apply(trainer: Trainer, dataset: Any, packed: bool) -> Trainer:
     callback = PackingMetricsCallback(trainer, row_tokens=max_length if packed else None)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
-    return _say(trainer, line)
 
 
 def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:

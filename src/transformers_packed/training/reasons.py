@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..audit.matrix import load_support_matrix
 from ..audit.state import text_config, transformers_model
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
@@ -167,6 +168,19 @@ def _check_model(trainer: Trainer) -> Reason | None:
     return None
 
 
+def _check_measured(trainer: Trainer) -> Reason | None:
+    """What the audit measured of the type with `patch_model`; `patch_model` itself knows what it was not made for."""
+    model = transformers_model(trainer.model)
+    types = load_support_matrix().types
+    entry = types.get(model.config.model_type) or types.get(text_config(model).model_type)
+    if entry is None or "ours" not in entry or entry["ours"]["all"]["verdict"] != "leaks":
+        return None
+    where = entry["ours"]["all"]["module"]
+    return Reason(
+        "a model that keeps documents apart", f"{type(model).__name__}, which leaks in {where}", "Use padded batches."
+    )
+
+
 def _check_attention(trainer: Trainer) -> Reason | None:
     return way_of_isolation(trainer)[1]
 
@@ -299,6 +313,7 @@ _ALWAYS: tuple[Callable[[Trainer], Reason | None], ...] = (
     _check_model,
     _check_collator,
     _check_samples,
+    _check_measured,
     _check_attention,
     _check_metrics,
 )
