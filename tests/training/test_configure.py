@@ -120,7 +120,6 @@ class SameTrainingTest(ConfigureTestCase):
             results.append(said(train, trainer)[1][0])
         self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
 
-    @pytest.mark.slow
     @parameterized.expand(
         [
             (kind, mode, tuning)
@@ -129,6 +128,7 @@ class SameTrainingTest(ConfigureTestCase):
             for tuning in ("full", "lora")
         ]
     )
+    @pytest.mark.slow
     def test_two_processes(self, kind, mode, tuning):
         results = {}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}

@@ -174,7 +174,7 @@ def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlatten
         fix = "Measure it with transformers_packed.audit_model(model)."
         return None, Reason(expected, f"a model of which nobody knows: {doubt}", fix)
     logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
-    return collator, None
+    return _collator(trainer, **_EVERYTHING), None
 
 
 def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
