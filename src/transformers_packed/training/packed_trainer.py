@@ -70,9 +70,8 @@ class PackedTrainer(Trainer):
     >>> from transformers_packed import PackedTrainer, PackedTrainingArguments
     >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
     >>> samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 10)]
-    >>> args = PackedTrainingArguments(
-    ...     tempfile.mkdtemp(), packing=True, max_length=16, use_cpu=True, report_to="none"
-    ... )
+    >>> options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
+    >>> args = PackedTrainingArguments(tempfile.mkdtemp(), packing=True, max_length=16, **options)
     >>> trainer = PackedTrainer(Qwen3_5ForCausalLM(config), args, train_dataset=samples)  # doctest: +ELLIPSIS
     Packing on: fill 91.7%, ...
     >>> len(trainer.train_dataset)
