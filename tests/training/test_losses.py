@@ -141,15 +141,22 @@ class PerDocumentTest(unittest.TestCase):
         given, arguments = hidden_states, {"head": lambda x: x @ weight.T}
         if form == "logits":
             given, arguments = hidden_states @ weight.T, {}
-        largest = {}
+        largest, kept = {}, []
+
+        def keep(x):
+            kept.append((x.dtype, x.shape))
+            return x
+
         for chunk_size in (5, 512):
-            with LargestTensor() as seen:
-                per_document_loss(
-                    given, labels, self.boundaries, chunk_size=chunk_size, **arguments
-                ).losses.sum().backward(retain_graph=True)
+            with LargestTensor() as seen, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                losses, _ = per_document_loss(given, labels, self.boundaries, chunk_size=chunk_size, **arguments)
+                losses.sum().backward(retain_graph=True)
             largest[chunk_size] = seen.elements
         self.assertEqual(largest[5], 5 * VOCAB_SIZE)
         self.assertGreater(largest[512], 5 * VOCAB_SIZE)
+        # Nor do chunks of it wait for backward.
+        self.assertTrue(kept)
+        self.assertFalse([shape for dtype, shape in kept if dtype == torch.float32 and VOCAB_SIZE in shape])
 
     def test_bad_input(self):
         hidden_states, weight, labels = packed_row()
