@@ -269,6 +269,9 @@ class LossNormalizationTest(unittest.TestCase):
             trainer.args.per_device_eval_batch_size = 7
         want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
         self.assertLess(abs(got - want) / want, 1e-5)
+        # TRL's trainers do not count in evaluation.
+        batch = packed.data_collator(packed.eval_dataset.rows)
+        self.assertLess(abs(packed.compute_loss(packed.model, batch).item() - want) / want, 1e-5)
         set_loss_normalization(packed, "token")
         self.assertGreater(abs(packed.evaluate()["eval_loss"] - want) / want, 1e-5)
 
