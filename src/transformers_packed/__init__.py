@@ -21,11 +21,22 @@ from .training.losses import per_document_logps, per_document_loss, set_loss_nor
 
 if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
+    from .training.configure import configure_packing
+    from .training.metrics import PackingMetricsCallback
+    from .training.packed_trainer import PackedTrainer, PackedTrainingArguments
     from .training.packing_state import PackingStateCallback
 
 
 # Imported when they are asked for: they bring Trainer along, and with it PEFT and triton.
-_LATE = {"AuditReport": ".audit", "PackingStateCallback": ".training.packing_state", "audit_model": ".audit"}
+_LATE = {
+    "AuditReport": ".audit",
+    "PackedTrainer": ".training.packed_trainer",
+    "PackedTrainingArguments": ".training.packed_trainer",
+    "PackingMetricsCallback": ".training.metrics",
+    "PackingStateCallback": ".training.packing_state",
+    "audit_model": ".audit",
+    "configure_packing": ".training.configure",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -40,13 +51,17 @@ __all__ = [
     "AuditReport",
     "DataCollatorWithFlattening",
     "IterablePackingDataset",
+    "PackedTrainer",
+    "PackedTrainingArguments",
     "PackingCost",
     "PackingDataset",
+    "PackingMetricsCallback",
     "PackingPlan",
     "PackingStateCallback",
     "SequenceBoundaries",
     "pack_dataset",
     "audit_model",
+    "configure_packing",
     "patch_model",
     "per_document_logps",
     "per_document_loss",
