@@ -16,6 +16,7 @@ from .data.plan import plan_packing
 from .data.streaming import IterablePackingDataset
 from .models.auto import register, registered, unregister
 from .models.patch import patch_model, unpatch_model
+from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
 
 
 if TYPE_CHECKING:
@@ -62,9 +63,12 @@ __all__ = [
     "audit_model",
     "configure_packing",
     "patch_model",
+    "per_document_logps",
+    "per_document_loss",
     "plan_packing",
     "register",
     "registered",
+    "set_loss_normalization",
     "unpatch_model",
     "unregister",
 ]
