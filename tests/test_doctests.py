@@ -38,6 +38,7 @@ class DoctestsTest(unittest.TestCase):
             "ops.norm",
             "ops.per_document",
             "ops.rotary",
+            "training.losses",
         ):
             self.assertGreater(attempted[name], 0, f"no example of {name} ran")
         self.assertGreater(sum(attempted.values()), 20)

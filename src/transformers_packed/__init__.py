@@ -16,15 +16,27 @@ from .data.plan import plan_packing
 from .data.streaming import IterablePackingDataset
 from .models.auto import register, registered, unregister
 from .models.patch import patch_model, unpatch_model
+from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
 
 
 if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
+    from .training.configure import configure_packing
+    from .training.metrics import PackingMetricsCallback
+    from .training.packed_trainer import PackedTrainer, PackedTrainingArguments
     from .training.packing_state import PackingStateCallback
 
 
 # Imported when they are asked for: they bring Trainer along, and with it PEFT and triton.
-_LATE = {"AuditReport": ".audit", "PackingStateCallback": ".training.packing_state", "audit_model": ".audit"}
+_LATE = {
+    "AuditReport": ".audit",
+    "PackedTrainer": ".training.packed_trainer",
+    "PackedTrainingArguments": ".training.packed_trainer",
+    "PackingMetricsCallback": ".training.metrics",
+    "PackingStateCallback": ".training.packing_state",
+    "audit_model": ".audit",
+    "configure_packing": ".training.configure",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,17 +51,24 @@ __all__ = [
     "AuditReport",
     "DataCollatorWithFlattening",
     "IterablePackingDataset",
+    "PackedTrainer",
+    "PackedTrainingArguments",
     "PackingCost",
     "PackingDataset",
+    "PackingMetricsCallback",
     "PackingPlan",
     "PackingStateCallback",
     "SequenceBoundaries",
     "pack_dataset",
     "audit_model",
+    "configure_packing",
     "patch_model",
+    "per_document_logps",
+    "per_document_loss",
     "plan_packing",
     "register",
     "registered",
+    "set_loss_normalization",
     "unpatch_model",
     "unregister",
 ]

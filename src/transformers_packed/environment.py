@@ -52,6 +52,30 @@ def describe_environment() -> str:
     return "\n".join(lines)
 
 
+def planned_implementations(
+    device: torch.device | str, dtype: torch.dtype, attention: str, delta_head_dim: int, attention_head_dim: int
+) -> dict[str, tuple[str | None, str]]:
+    """What would run of each op on a packed row, `{op: (name, "")}`, or `(None, why nothing would)`.
+
+    Args:
+        device (`torch.device` or `str`):
+            Where the model computes.
+        dtype (`torch.dtype`):
+            In what type.
+        attention (`str`):
+            The attention implementation that the model's configuration names.
+        delta_head_dim, attention_head_dim (`int`):
+            The head dimensions of the gated delta rule and of attention.
+    """
+    planned: dict[str, tuple[str | None, str]] = {}
+    for op, table, call, options in _calls(str(device), dtype, delta_head_dim, attention_head_dim):
+        kind, _, name = op.partition(" ")
+        if kind != "attention" or name == attention:
+            runs, refused = _first(table, call, options)
+            planned["attention" if kind == "attention" else op] = (runs, "; ".join(f"{n} {r}" for n, r in refused))
+    return planned
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -69,40 +93,42 @@ def _devices() -> Iterator[tuple[str, str, tuple[torch.dtype, ...]]]:
     yield "cpu", "the CPU", (torch.float32,)
 
 
-def _calls(device: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Implementation], tuple, dict]]:
+def _calls(
+    device: str, dtype: torch.dtype, delta: int = 128, heads: int = 256
+) -> Iterator[tuple[str, dict[str, Implementation], tuple, dict]]:
     """(op, its implementations, arguments, options) of a call of each op on a row of two documents"""
 
-    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.rand(shape, dtype=dtype, device=device, requires_grad=True)
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
 
     options = {"boundaries": SequenceBoundaries.from_lengths([1, 2], device=device)}
-    heads = (random(1, 3, 2, 128), random(1, 3, 2, 128), random(1, 3, 4, 128))
-    gates = (random(1, 3, 4, dtype=torch.float32), random(1, 3, 4))
-    yield "gated delta rule", GATED_DELTA_RULE, (*heads, *gates), options
-    yield "causal convolution", CAUSAL_CONV1D, (random(1, 3, 16), random(16, 4), None, "silu"), options
+    queries = (zeros(1, 3, 2, delta), zeros(1, 3, 2, delta), zeros(1, 3, 4, delta))
+    gates = (zeros(1, 3, 4, dtype=torch.float32), zeros(1, 3, 4))
+    yield "gated delta rule", GATED_DELTA_RULE, (*queries, *gates), options
+    yield "causal convolution", CAUSAL_CONV1D, (zeros(1, 3, 16), zeros(16, 4), None, "silu"), options
     for name, table in ATTENTION.items():
         module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
-        yield f"attention {name}", table, (module, *(random(1, 2, 3, 256) for _ in range(3))), options
+        yield f"attention {name}", table, (module, *(zeros(1, 2, 3, heads) for _ in range(3))), options
     for version, available in FLASH_ATTENTION.items():
         table = {"its own kernel": Implementation(run=None, verify=partial(_verify_flash_attention, available))}
-        yield f"attention {version}", table, (random(1),), options
-    yield from _fused_calls(random, options)
+        yield f"attention {version}", table, (zeros(1),), options
+    yield from _fused_calls(zeros, options)
 
 
-def _fused_calls(random: Callable[..., torch.Tensor], options: dict) -> Iterator[tuple]:
+def _fused_calls(zeros: Callable[..., torch.Tensor], options: dict) -> Iterator[tuple]:
     """As [`_calls`], of the parts of a layer that run in one kernel each."""
-    row, weight, heads = random(1, 3, 256), random(256), random(1, 3, 4)
+    row, weight, heads = zeros(1, 3, 256), zeros(256), zeros(1, 3, 4)
     heads_of_rule = options | {"key_heads": 1, "key_dim": 128, "value_dim": 128}
-    angles = [random(1, 3, 64).detach() for _ in range(2)]
-    yield "convolution to heads", QUERY_KEY_VALUE, (random(1, 3, 384), random(384, 4), None, "silu"), heads_of_rule
-    yield "decay and rate", DECAY_AND_RATE, (heads, heads, random(4), random(4)), {}
+    angles = [zeros(1, 3, 64).detach() for _ in range(2)]
+    yield "convolution to heads", QUERY_KEY_VALUE, (zeros(1, 3, 384), zeros(384, 4), None, "silu"), heads_of_rule
+    yield "decay and rate", DECAY_AND_RATE, (heads, heads, zeros(4), zeros(4)), {}
     yield "norm", RMS_NORM, (row, weight, 1e-6), {"residual": row, "offset": 1.0}
     yield "gated norm", GATED_RMS_NORM, (row, row, weight, 1e-6), {}
-    rotary = (random(1, 3, 2, 512), random(1, 3, 1, 256), weight, weight, *angles, 1e-6)
+    rotary = (zeros(1, 3, 2, 512), zeros(1, 3, 1, 256), weight, weight, *angles, 1e-6)
     yield "norm and rotary positions", NORMED_ROTARY, rotary, {}
     yield "SwiGLU", SWIGLU, (row, row), {}
     yield "gate of attention", SIGMOID_GATE, (row, row), {}
-    yield "head and cross entropy", LINEAR_CROSS_ENTROPY, (row[0], random(8, 256), torch.zeros(3), None), {}
+    yield "head and cross entropy", LINEAR_CROSS_ENTROPY, (row[0], zeros(8, 256), torch.zeros(3), None), {}
 
 
 def _verify_flash_attention(available: Callable[[], bool], tensor: torch.Tensor, **options) -> tuple[bool, str]:
@@ -114,10 +140,17 @@ def _verify_flash_attention(available: Callable[[], bool], tensor: torch.Tensor,
 
 def _verdicts(op: str, table: dict[str, Implementation], call: tuple, options: dict) -> list[str]:
     """A line for what would run, and one for each preferred implementation that would not."""
+    runs, refused = _first(table, call, options)
+    why_not = (f"  {'':<26}   not {name}: it {reason}" for name, reason in refused)
+    return [f"  {op:<26} {runs or 'nothing'}", *why_not]
+
+
+def _first(table: dict[str, Implementation], call: tuple, options: dict) -> tuple[str | None, list[tuple[str, str]]]:
+    """The first implementation that can serve, and those before it with the reason why they cannot."""
     refused = []
     for name, implementation in table.items():
         ok, reason = implementation.verify(*call, **options)
         if ok:
-            return [f"  {op:<26} {name}", *refused]
-        refused.append(f"  {'':<26}   not {name}: it {reason}")
-    return [f"  {op:<26} nothing", *refused]
+            return name, refused
+        refused.append((name, reason))
+    return None, refused

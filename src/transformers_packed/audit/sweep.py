@@ -34,8 +34,8 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
         "class": type(model).__name__,
         "attention": text_config(model)._attn_implementation,
     }
-    # The edges of the chunks of 64, a single token, and less than the convolution; about 200 tokens keep it fast.
-    lengths = [65, 1, 63, max(conv_width(model) - 1, 1), 64]
+    # A single token, less than the convolution, the edges of a chunk of 64, and several chunks; few tokens keep it fast.
+    lengths = [65, 1, 130, max(conv_width(model) - 1, 1), 64]
 
     def verdicts(inputs: tuple[str, ...]) -> dict[str, dict]:
         report = audit_model(model, lengths=lengths, inputs=inputs, seed=seed)

@@ -240,9 +240,9 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
     plan = PackingDataset(dataset, max_length, **kwargs).plan
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
-    lengths = _arrow_lengths(dataset, "input_ids")
+    lengths = arrow_lengths(dataset, "input_ids")
     tables = {name: dataset.data.column(name) for name in dataset.column_names}
-    columns = {name: t for name, t in tables.items() if np.array_equal(_arrow_lengths(dataset, name), lengths)}
+    columns = {name: t for name, t in tables.items() if np.array_equal(arrow_lengths(dataset, name), lengths)}
     if left_out := sorted(tables.keys() - columns):
         logger.warning_once(
             f"pack_dataset: the columns {', '.join(left_out)} do not have one value per token and are left out."
@@ -289,10 +289,13 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
                 )
             return np.asarray(dataset.with_format("numpy")[column])
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
-    lengths = _arrow_lengths(dataset, "input_ids")
+    lengths = arrow_lengths(dataset, "input_ids")
     if lengths is not None:
         return lengths
-    loader = DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, collate_fn=_count_tokens)
+    # With a generator of its own it leaves the global one, and so what is drawn in training, as it was.
+    loader = DataLoader(
+        dataset, batch_size=_PASS_BATCH, num_workers=num_proc, collate_fn=_count_tokens, generator=torch.Generator()
+    )
     lengths = np.empty(len(dataset), np.int64)
     done = 0
     with _progress(None, len(dataset)) as bar:
@@ -311,7 +314,7 @@ def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
     return [len(sample["input_ids"]) for sample in samples]
 
 
-def _arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
+def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
     """List lengths of a column of a `datasets.Dataset` from the offsets in its table; `None` if it has none."""
     table = getattr(getattr(dataset, "data", None), "table", None)
     # A transform makes samples of the table's rows that nobody knows before it has run.

@@ -8,7 +8,7 @@ not at all.
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from inspect import getattr_static
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -204,6 +204,7 @@ def _attributes(call: str, name: str, module: torch.nn.Module, cls: type) -> dic
     """What has to change in the module's own attributes with its class: a `forward` that is bound to the old one.
 
     accelerate's hooks set a `forward` that calls a bound `_old_forward`; without the hook that remains as `forward`.
+    TRL's trainers set one that runs the base model under a head of its own, or else what was bound.
     """
     own, old = vars(module), type(module)
     for key, value in own.items():
@@ -213,6 +214,8 @@ def _attributes(call: str, name: str, module: torch.nn.Module, cls: type) -> dic
     if "forward" not in own or old.forward is cls.forward:
         return {}
     wrapper = own["forward"]
+    if (rebound := _rebound(wrapper, module, cls)) is not None:
+        return {"forward": rebound}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
     if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
@@ -224,6 +227,21 @@ def _attributes(call: str, name: str, module: torch.nn.Module, cls: type) -> dic
         "forward": update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound),
         "_old_forward": bound,
     }
+
+
+def _rebound(wrapper: Any, module: torch.nn.Module, cls: type) -> MethodType | None:
+    """TRL's `forward` of `module` with that of `cls` inside, or `None` if `wrapper` is not TRL's."""
+    function = getattr(wrapper, "__func__", None)
+    if not isinstance(function, FunctionType) or not function.__globals__.get("__name__", "").startswith("trl."):
+        return None
+    cells = function.__closure__ or ()
+    old = MethodType(type(module).forward, module)
+    if not any(cell.cell_contents == old for cell in cells):
+        return None
+    closure = tuple(CellType(MethodType(cls.forward, module)) if cell.cell_contents == old else cell for cell in cells)
+    rebound = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__, closure=closure)
+    rebound.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(update_wrapper(rebound, cls.forward), module)
 
 
 def _not_ours(call: str, name: str, cls: type, key: str) -> ValueError:

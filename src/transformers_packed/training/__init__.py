@@ -1,1 +1,1 @@
-"""`transformers-packed train`: fine-tune a supported model on packed rows. Sits on top of data, models and ops."""
+"""What sits on top of data, models and ops: losses of documents, resuming, a guard, and `transformers-packed train`."""

@@ -1,0 +1,294 @@
+"""`configure_packing`: padding-free or packed training for a Trainer that exists already, in one line.
+
+First everything that may stand in the way is looked for (`reasons.py`), then the model is patched, which changes all of it
+or nothing, and only then the Trainer itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from tqdm.auto import tqdm
+from transformers import Trainer
+from transformers.utils import logging
+
+from ..audit.state import transformers_model
+from ..data.collator import DataCollatorWithFlattening
+from ..data.cost import PackingCost
+from ..data.dataset import PackingDataset, arrow_lengths
+from ..data.streaming import IterablePackingDataset
+from ..errors import input_error
+from ..models.patch import patch_model
+from .guard import judge
+from .metrics import PackingMetricsCallback
+from .reasons import (
+    CALL,
+    Reason,
+    has_items,
+    has_our_classes,
+    is_packed,
+    is_sft_trainer,
+    reason_against,
+    way_of_isolation,
+)
+
+
+logger = logging.get_logger(__name__)
+
+_MODES = ("auto", "packing", "padding_free", "off")
+_EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+# Samples that are read for an estimate of the padding where lengths do not stand in a table.
+_ESTIMATED_FROM = 128
+
+
+def configure_packing(
+    trainer: Trainer, packing: str = "auto", max_length: int | None = None, **plan_options: Any
+) -> Trainer:
+    """Train without padding: patch the model where its family needs it, and swap the collator and the dataset.
+
+    To be called between building a Trainer and `trainer.train()`. One line says what is on, or why nothing is. From then
+    on `trainer.args.packing` and `trainer.args.padding_free` tell what is active, and the log has figures on it
+    ([`PackingMetricsCallback`]).
+
+    * `"padding_free"`: the samples of a batch are laid end to end in one row. Batches, steps and learning rate stay what
+      they were; only the padding is not computed.
+    * `"packing"`: rows of up to `max_length` tokens are planned over the whole dataset ([`PackingDataset`], or
+      [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows then. Rows are read in the
+      order of the plan (`train_sampling_strategy="sequential"`), and their number makes all batches full.
+    * `"auto"`: padding-free if that is safe and of use, by what the audit measured of the model. Otherwise the Trainer is
+      left as it was. Rows that are packed already (TRL's `packing=True`, [`PackingDataset`]) stay packed.
+    * `"off"`: nothing.
+
+    With `TRANSFORMERS_PACKED_DISABLE_AUTO=1` in the environment `"auto"` does nothing.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer, or TRL's `SFTTrainer`, before training.
+        packing (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"packing"`, `"padding_free"` or `"off"`.
+        max_length (`int`, *optional*):
+            Tokens of a row for `"packing"`; by default `trainer.args.max_length`.
+        plan_options:
+            Further arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `"packing"`, such as `overlong`.
+
+    Returns:
+        `transformers.Trainer`: the same object.
+
+    Raises:
+        `ValueError`: `"packing"` or `"padding_free"` cannot be honoured, with the reason and the argument to change; bad
+        arguments. The Trainer is as it was then.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
+    >>> from transformers_packed import configure_packing
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 10)]
+    >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=4, use_cpu=True, report_to="none")
+    >>> trainer = Trainer(Qwen3_5ForCausalLM(config), args, train_dataset=samples)
+    >>> trainer = configure_packing(trainer)
+    Padding-free on: about 1.4 x fewer tokens computed than in padded batches; isolation by reference (gated delta rule), \
+reference (causal convolution), per_document(sdpa) (attention)
+    >>> trainer.args.padding_free, trainer.args.packing
+    (True, False)
+
+    ```
+    """
+    if not isinstance(trainer, Trainer):
+        raise input_error(CALL, expected="a transformers.Trainer", got=type(trainer).__name__, fix="Build one first.")
+    if packing not in _MODES:
+        raise input_error(CALL, expected=f"packing to be one of {_MODES}", got=repr(packing), fix="Choose one.")
+    if packing != "packing" and (max_length is not None or plan_options):
+        given = ["max_length"] * (max_length is not None) + sorted(plan_options)
+        raise input_error(
+            CALL,
+            expected=f'packing="packing" beside {", ".join(given)}',
+            got=f'packing="{packing}"',
+            fix='Leave them out, or pass packing="packing".',
+        )
+    if packing == "off":
+        return _leave(trainer, 'Packing off, training stays as it was: packing="off".')
+    reason = reason_against(trainer, packing)
+    if reason is None:
+        dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
+        if packing == "packing":
+            dataset, packed = _packed_dataset(trainer, packed, max_length, plan_options), True
+        line = _line(trainer, dataset, packed)
+        collator, reason = _isolate(trainer, automatic=packing == "auto")
+    if reason is None:
+        _apply(trainer, dataset, collator, packed)
+        return _say(trainer, line)
+    if packing != "auto":
+        raise reason.error()
+    return _leave(trainer, reason.line())
+
+
+class CausalLabelsCollator(DataCollatorWithFlattening):
+    """Our collator with the labels of `DataCollatorForLanguageModeling(mlm=False)`: the tokens, save those of padding.
+
+    Args:
+        ignored_token (`int`, *optional*):
+            The padding token. It is no target anywhere, even where it stands for something else.
+        kwargs:
+            Arguments of [`DataCollatorWithFlattening`].
+    """
+
+    def __init__(self, ignored_token: int | None, **kwargs):
+        super().__init__(**kwargs)
+        self.ignored_token = ignored_token
+
+    def __call__(self, features: list, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
+        batch = super().__call__(features, return_tensors, separator_id)
+        tokens = batch["input_ids"]
+        not_targets = batch["position_ids"] == 0
+        if self.ignored_token is not None:
+            not_targets = not_targets | (tokens == self.ignored_token)
+        batch["labels"] = torch.where(not_targets, -100, tokens)
+        return batch
+
+
+def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlattening | None, Reason | None]:
+    """Patch the model. The collator that tells it enough, or why its documents would not be kept apart."""
+    try:
+        patch_model(trainer.model)
+    except (ValueError, ImportError) as error:
+        message = str(error).removeprefix("patch_model: ").rstrip(".")
+        got = f"a model that cannot be patched ({message})"
+        return None, Reason("a model that can be packed", got, "Use padded batches.")
+    model = transformers_model(trainer.model)
+    if has_our_classes(model):
+        return _collator(trainer, **_EVERYTHING, model=model), None
+    # It keeps documents apart by itself if the audits found so, with more or with less of what it is told.
+    for options in (_EVERYTHING, {}):
+        collator = _collator(trainer, **options)
+        leak, doubt = judge(model, collator)
+        if leak is None and doubt is None:
+            return collator, None
+    expected = "a model that keeps documents apart"
+    if leak is not None:
+        return None, Reason(expected, f"a model that leaks ({leak})", "Use padded batches.")
+    if automatic:
+        fix = "Measure it with transformers_packed.audit_model(model)."
+        return None, Reason(expected, f"a model of which nobody knows: {doubt}", fix)
+    logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
+    return _collator(trainer, **_EVERYTHING), None
+
+
+def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
+    """Ours in the place of the Trainer's. The model has been judged already, so it needs no guard."""
+    current = trainer.data_collator
+    if isinstance(current, DataCollatorWithFlattening):
+        return current
+    kind = type(current)
+    if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
+        return CausalLabelsCollator(current.tokenizer.pad_token_id, on_leak="ignore", **options)
+    return DataCollatorWithFlattening(on_leak="ignore", **options)
+
+
+def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, options: dict[str, Any]) -> Any:
+    dataset, args = trainer.train_dataset, trainer.args
+    if rows:
+        if max_length is not None or options:
+            raise input_error(
+                CALL,
+                expected="a dataset that is still to be packed beside max_length and other options",
+                got=f"one of packed rows ({type(dataset).__name__})",
+                fix="Leave the options out, or pass the samples.",
+            )
+        return dataset
+    max_length = getattr(args, "max_length", None) if max_length is None else max_length
+    if max_length is None:
+        raise input_error(
+            CALL, expected="max_length, the tokens of a row", got="none", fix="Pass max_length=8192, for example."
+        )
+    if not has_items(dataset):
+        return IterablePackingDataset(dataset, max_length, **options)
+    if "balance" not in options and not _has_cost(trainer.model):
+        options = {**options, "balance": True}
+    defaults = {
+        "world_size": args.world_size,
+        # Every batch of every process is full then.
+        "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
+        "balance": trainer.model.config,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+    }
+    return PackingDataset(dataset, max_length, **{**defaults, **options})
+
+
+def _has_cost(model: torch.nn.Module) -> bool:
+    try:
+        PackingCost.from_config(model.config)
+    except ValueError:
+        return False
+    return True
+
+
+def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
+    args = trainer.args
+    trainer.data_collator = collator
+    if dataset is not trainer.train_dataset:
+        trainer.train_dataset = dataset
+        if isinstance(dataset, PackingDataset):
+            args.train_sampling_strategy = "sequential"
+    if isinstance(dataset, IterableDataset):
+        # accelerate would read rows in one process and cut them at their batch dimension, which is 1.
+        args.accelerator_config.dispatch_batches = False
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+    if is_sft_trainer(trainer):
+        trainer.padding_free = True
+        if args.eval_packing is None:
+            args.eval_packing = args.packing
+    args.packing, args.padding_free = packed, True
+    max_length = getattr(dataset, "max_length", None) or getattr(getattr(dataset, "plan", None), "max_length", None)
+    trainer.remove_callback(PackingMetricsCallback)
+    callback = PackingMetricsCallback(trainer, row_tokens=max_length if packed else None)
+    # First, so that the callbacks that report find its figures in the log.
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
+    isolation = f"isolation by {way_of_isolation(trainer)[0]}"
+    if not packed:
+        batch_size = trainer.args.per_device_train_batch_size
+        saved = _estimated_saving(dataset, batch_size)
+        known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
+        return f"Padding-free on: {known}{isolation}"
+    if isinstance(dataset, PackingDataset):
+        plan, args = dataset.plan, trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return (
+            f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
+            f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "
+            f"per epoch; {isolation}"
+        )
+    return f"Packing on: {isolation}"
+
+
+def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
+    """Tokens of padded batches in random order over those without padding; `None` for a stream."""
+    if not has_items(dataset) or not len(dataset):
+        return None
+    lengths = arrow_lengths(dataset, "input_ids")
+    if lengths is None:
+        numbers = np.unique(np.linspace(0, len(dataset) - 1, _ESTIMATED_FROM).astype(int))
+        lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
+    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
+    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** batch_size
+    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths) / lengths.mean())
+
+
+def _leave(trainer: Trainer, line: str) -> Trainer:
+    """Say the line; of the Trainer only the two arguments that tell what is active may be new."""
+    for name in ("packing", "padding_free"):
+        if not hasattr(trainer.args, name) or getattr(trainer.args, name) is None:
+            setattr(trainer.args, name, False)
+    return _say(trainer, line)
+
+
+def _say(trainer: Trainer, line: str) -> Trainer:
+    if trainer.is_world_process_zero():
+        tqdm.write(line)
+    return trainer

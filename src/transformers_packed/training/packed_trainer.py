@@ -1,0 +1,124 @@
+"""`PackedTrainer`: a Trainer that trains without padding by itself, and evaluates document by document."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import reduce
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..errors import input_error
+from .configure import configure_packing
+
+
+@dataclass
+class PackedTrainingArguments(TrainingArguments):
+    """`TrainingArguments` that say how [`PackedTrainer`] packs.
+
+    Args:
+        packing (`bool`, *optional*):
+            Pack the dataset to rows of up to `max_length` tokens; `per_device_train_batch_size` counts rows then.
+        padding_free (`bool`, *optional*):
+            Lay the samples of a batch end to end. By default that is done where it is safe; `False` leaves batches padded.
+        max_length (`int`, *optional*):
+            Tokens of a packed row.
+
+    After the Trainer is built, `packing` and `padding_free` say what is active.
+
+    Raises:
+        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`.
+    """
+
+    packing: bool | None = field(default=None, metadata={"help": "Pack the dataset to rows of max_length tokens."})
+    padding_free: bool | None = field(default=None, metadata={"help": "Lay the samples of a batch end to end."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packing and (self.padding_free is False or self.max_length is None):
+            raise input_error(
+                "PackedTrainingArguments",
+                expected="max_length and no padding_free=False beside packing=True",
+                got=f"padding_free={self.padding_free}, max_length={self.max_length}",
+                fix="Packed rows hold no padding; pass max_length, the tokens of a row.",
+            )
+
+    @property
+    def packing_mode(self) -> str:
+        """The `packing` argument of [`configure_packing`] that these arguments ask for."""
+        if self.packing:
+            return "packing"
+        return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
+
+
+class PackedTrainer(Trainer):
+    """`Trainer` with [`configure_packing`] built in.
+
+    Takes the arguments of `Trainer`. With [`PackedTrainingArguments`] these say what to do, with plain
+    `TrainingArguments` it is `packing="auto"`. The loss of an evaluation is the mean over all targets of the dataset, where
+    `Trainer`'s is the mean of its batches' means. `compute_metrics` and `predict` get a document per row, padded with -100.
+
+    Raises:
+        `ValueError`: what the arguments ask for cannot be honoured.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import PackedTrainer, PackedTrainingArguments
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 10)]
+    >>> options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
+    >>> args = PackedTrainingArguments(tempfile.mkdtemp(), packing=True, max_length=16, **options)
+    >>> trainer = PackedTrainer(Qwen3_5ForCausalLM(config), args, train_dataset=samples)  # doctest: +ELLIPSIS
+    Packing on: fill 91.7%, ...
+    >>> len(trainer.train_dataset)
+    3
+
+    ```
+    """
+
+    restores_documents = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._evaluated: list[torch.Tensor] = []
+        packing = getattr(self.args, "packing_mode", "auto")
+        configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""
+        cumulative = inputs.get("cu_seq_lens_q")
+        cumulative = cumulative.tolist() if cumulative is not None else None
+        labels = inputs.get("labels")
+        targets = None if labels is None else (labels[..., 1:] != -100).sum()
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and targets is not None:
+            targets = targets.to(loss)
+            # A batch without a target has a loss that is not a number.
+            self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
+        if cumulative is not None:
+            logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
+        return loss, logits, labels
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if self._evaluated and name in output.metrics:
+            total, targets = reduce(torch.stack(self._evaluated).sum(0), "sum").tolist()
+            output.metrics[name] = total / targets if targets else float("nan")
+        self._evaluated = []
+        return output
+
+
+def _by_document(row: Any, cumulative: list[int]) -> Any:
+    """From `[1, T, ...]` to `[documents, longest, ...]`, filled up with -100; tuples of such tensors one by one."""
+    if isinstance(row, tuple | list):
+        return type(row)(_by_document(x, cumulative) for x in row)
+    if row.ndim < 2 or row.shape[:2] != (1, cumulative[-1]):
+        return row
+    documents = row[0].split([end - start for start, end in zip(cumulative, cumulative[1:], strict=False)])
+    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)

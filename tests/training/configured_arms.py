@@ -1,0 +1,113 @@
+"""Train one model in Trainer or SFTTrainer, padded through the built-in class or as `configure_packing` sets it up.
+
+Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, so that torchrun can start it in several processes.
+"""
+
+import sys
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from transformers_packed import PackingDataset, configure_packing
+
+
+if __name__ == "__main__":
+    from trainer_arms import CONFIGS, Samples, collate_padded
+else:
+    from training.trainer_arms import CONFIGS, Samples, collate_padded
+
+
+STEPS = 10
+MAX_LENGTH = 128
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 61)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str = "", **arguments) -> Trainer:
+    """A padded Trainer, as a user builds it."""
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    samples = Dataset.from_list(Samples().rows)
+    if kind == "sft":
+        options = {"bf16": False, "gradient_checkpointing": False, "max_length": MAX_LENGTH, **options}
+        return SFTTrainer(
+            model,
+            SFTConfig(directory, **options),
+            processing_class=tokenizer(),
+            train_dataset=samples,
+            peft_config=lora,
+        )
+    if lora is not None:
+        model = get_peft_model(model, lora)
+    return Trainer(model, TrainingArguments(directory, **options), train_dataset=samples, data_collator=None)
+
+
+def collate_rows(rows: list) -> dict:
+    """Samples, or the samples of packed rows, as a padded batch."""
+    return collate_padded([sample for row in rows for sample in (row if isinstance(row, list) else [row])])
+
+
+def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
+    if arm == "packed":
+        return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "packing" else None)
+    trainer.data_collator = collate_rows
+    if mode == "packing":
+        args = trainer.args
+        trainer.train_dataset = PackingDataset(
+            trainer.train_dataset,
+            MAX_LENGTH,
+            world_size=args.world_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps * args.per_device_train_batch_size,
+            balance=trainer.model.config,
+            seed=args.seed,
+        )
+        args.train_sampling_strategy = "sequential"
+    return trainer
+
+
+def train(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
+    """The change of each parameter that is trained, and the log."""
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    trainer.train()
+    updates = {name: p.detach() - before[name] for name, p in trained.items()}
+    return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    kind, arm, mode, tuning, output = sys.argv[1:]
+    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    torch.set_num_threads(1)
+    trainer = configure(build(kind, tuning, directory=f"{output}.trainer"), arm, mode)
+    updates, log = train(trainer)
+    if trainer.is_world_process_zero():
+        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size}, output)
+    # Without this a process may end while a thread of its group still runs, and abort.
+    torch.distributed.destroy_process_group()

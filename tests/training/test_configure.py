@@ -1,0 +1,483 @@
+"""`configure_packing`: what it turns on trains as padded batches do; what it declines stays untouched."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.data_loader import DataLoaderShard
+from datasets import Dataset
+from packed_model_tester import total_relative_error
+from packed_patch_tester import ours, snapshot
+from parameterized import parameterized
+from training.configured_arms import STEPS, build, configure, tokenizer, train
+from training.trainer_arms import CONFIGS, Samples
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    IterablePackingDataset,
+    PackingDataset,
+    configure_packing,
+    pack_dataset,
+    unpatch_model,
+)
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.training import configure as module
+from transformers_packed.training import reasons
+from transformers_packed.training.metrics import PackingMetricsCallback
+
+
+HERE = Path(__file__).parent
+FIGURES = {"tokens_per_second", "documents_per_row", "padding_avoided"}
+UPDATE_BAR = 1e-6
+
+
+def said(call, *args, **kwargs) -> tuple[str, object]:
+    """What was printed, and what was returned."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        result = call(*args, **kwargs)
+    return stdout.getvalue(), result
+
+
+class ConfigureTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def build(self, kind="trainer", *args, **kwargs) -> Trainer:
+        return build(kind, *args, directory=self.directory, **kwargs)
+
+    def trainer(self, model=None, dataset=None, collator=None, args=None, **kwargs) -> Trainer:
+        """A Trainer that could be packed, save for what is given."""
+        options = {"per_device_train_batch_size": 3, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        options |= {"max_steps": 1, "save_strategy": "no"}
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model
+        dataset = Samples(6) if dataset is None else dataset
+        args = TrainingArguments(self.directory, **options | (args or {}))
+        return Trainer(model, args, train_dataset=dataset, data_collator=collator, **kwargs)
+
+
+class SameTrainingTest(ConfigureTestCase):
+    @parameterized.expand(
+        [
+            (kind, mode, tuning, accumulation)
+            for kind in ("trainer", "sft")
+            for mode in ("padding_free", "packing")
+            for tuning in ("full", "lora")
+            for accumulation in (1, 4)
+        ]
+    )
+    def test_the_padded_runs_updates(self, kind, mode, tuning, accumulation):
+        """Ten steps of SGD in float32 on the same samples per step."""
+        want, log = train(configure(self.build(kind, tuning, accumulation), "padded", mode))
+        _, trainer = said(configure, self.build(kind, tuning, accumulation), "packed", mode)
+        _, (got, packed_log) = said(train, trainer)
+        self.assertEqual([len(log), len(packed_log)], [STEPS, STEPS])
+        for entry, padded in zip(packed_log, log, strict=True):
+            self.assertLess(abs(entry["loss"] - padded["loss"]) / padded["loss"], 1e-5)
+            self.assertLessEqual(FIGURES, set(entry))
+        self.assertLess(total_relative_error(got, want), UPDATE_BAR)
+        self.assertGreater(min(update.abs().max() for update in want.values()), 0)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [mode == "packing", True])
+
+    @parameterized.expand(["trainer", "sft"])
+    def test_the_comparison_can_fail(self, kind):
+        """The same training with the built-in classes, which are not told of boundaries, is a hundred times off."""
+        want, _ = train(configure(self.build(kind), "padded", "padding_free"))
+        _, trainer = said(configure, self.build(kind), "packed", "padding_free")
+        unpatch_model(trainer.model)
+        collate = trainer.data_collator
+        names = ("input_ids", "labels", "position_ids")
+        trainer.data_collator = lambda features: {name: collate(features)[name] for name in names}
+        _, (leaking, _) = said(train, trainer)
+        self.assertGreater(total_relative_error(leaking, want), 100 * UPDATE_BAR)
+
+    def test_labels_of_the_language_modeling_collator(self):
+        """All tokens are targets, save its padding token, even where that ends a sample."""
+        rows = [{"input_ids": [*row["input_ids"][:-1], 0]} for row in Samples(12).rows]
+        collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+        results = []
+        for packed in (False, True):
+            torch.manual_seed(0)
+            trainer = self.trainer(
+                dataset=rows, collator=collator, args={"max_steps": 2, "optim": "sgd", "learning_rate": 0.3}
+            )
+            if packed:
+                said(configure_packing, trainer)
+                self.assertTrue(trainer.args.padding_free)
+            results.append(said(train, trainer)[1][0])
+        self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
+
+    @parameterized.expand(
+        [
+            (kind, mode, tuning)
+            for kind in ("trainer", "sft")
+            for mode in ("padding_free", "packing")
+            for tuning in ("full", "lora")
+        ]
+    )
+    @pytest.mark.slow
+    def test_two_processes(self, kind, mode, tuning):
+        results = {}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        for arm in ("padded", "packed"):
+            output = f"{self.directory}/{arm}.pt"
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+            result = subprocess.run(
+                [*command, str(HERE / "configured_arms.py"), kind, arm, mode, tuning, output],
+                capture_output=True,
+                text=True,
+                env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            )
+            self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+            results[arm] = torch.load(output)
+            self.assertEqual(results[arm]["processes"], 2)
+        # One line at the start and one at the end, of one process.
+        self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in result.stdout.splitlines()), 2)
+        self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
+        self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
+
+
+class SetUpTest(ConfigureTestCase):
+    def test_auto_says_so_in_one_line(self):
+        trainer = self.trainer()
+        output, result = said(configure_packing, trainer)
+        self.assertIs(result, trainer)
+        self.assertRegex(
+            output,
+            r"^Padding-free on: about 1\.\d x fewer tokens computed than in padded batches; isolation by reference "
+            r"\(gated delta rule\), reference \(causal convolution\), per_document\(sdpa\) \(attention\)\n$",
+        )
+        self.assertTrue(ours(trainer.model))
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, True])
+
+    def test_packing_says_rows_and_steps(self):
+        trainer = self.trainer(dataset=Samples(48), args={"per_device_train_batch_size": 2, "max_steps": -1})
+        trainer.args.num_train_epochs = 2
+        output, _ = said(configure_packing, trainer, "packing", 128)
+        plan = trainer.train_dataset.plan
+        self.assertEqual(len(plan) % 2, 0)
+        self.assertIn(f"Packing on: fill {plan.fill:.1%}, about ", output)
+        self.assertIn(f"{len(plan)} rows of at most 128 tokens, {len(plan) // 2} steps per epoch", output)
+        self.assertEqual(output.count("\n"), 1)
+        said(trainer.train)
+        self.assertEqual((trainer.state.global_step, trainer.state.epoch), (len(plan), 2.0))
+
+    def test_estimate_is_what_the_sampler_pads(self):
+        lengths = np.random.default_rng(0).integers(1, 100, 500).tolist()
+        rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
+        batches = np.random.default_rng(1).choice(lengths, (20000, 4))
+        want = batches.max(1).mean() / np.mean(lengths)
+        self.assertLess(abs(module._estimated_saving(Dataset.from_list(rows), 4) - want) / want, 0.01)
+        self.assertLess(abs(module._estimated_saving(rows, 4) - want) / want, 0.1)
+
+    def test_a_family_that_needs_no_patch(self):
+        config = LlamaConfig(**{k: v for k, v in CONFIGS["qwen3_5"]().to_dict().items() if k in ("vocab_size",)})
+        config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
+        config.num_key_value_heads, config.head_dim = 2, 16
+        trainer = self.trainer(AutoModelForCausalLM.from_config(config))
+        output, _ = said(configure_packing, trainer)
+        self.assertIn("isolation by sdpa attention with a mask made from position_ids", output)
+        said(trainer.train)
+        self.assertEqual(trainer.state.global_step, 1)
+
+    def test_a_family_that_is_unpacked(self):
+        torch.manual_seed(0)
+        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("gpt_oss")))
+        output, _ = said(configure_packing, trainer)
+        self.assertIn("isolation by running the model on each document alone", output)
+        said(trainer.train)
+        self.assertEqual(trainer.state.global_step, 1)
+
+    def test_trl_rows_that_are_packed_already(self):
+        trainer = self.build("sft", packing=True, packing_strategy="bfd")
+        dataset = trainer.train_dataset
+        output, _ = said(configure_packing, trainer)
+        self.assertTrue(output.startswith("Packing on: isolation by"), output)
+        self.assertIs(trainer.train_dataset, dataset)
+        said(trainer.train)
+        self.assertEqual(trainer.state.global_step, STEPS)
+
+    def test_our_rows_and_collator_in_sft(self):
+        rows = PackingDataset(Samples(24), max_length=128)
+        trainer = self.build("sft")
+        trainer.train_dataset, trainer.data_collator = rows, DataCollatorWithFlattening()
+        collator = trainer.data_collator
+        said(configure_packing, trainer)
+        self.assertIs(trainer.data_collator, collator)
+        self.assertTrue(trainer.args.packing)
+        said(trainer.train)
+
+    def test_evaluation_in_sft_keeps_its_packing(self):
+        trainer = self.build("sft")
+        said(configure_packing, trainer, "packing")
+        self.assertEqual([trainer.args.packing, trainer.args.eval_packing], [True, False])
+        metrics = trainer.evaluate(Dataset.from_list(Samples(5).rows))
+        self.assertGreater(metrics["eval_loss"], 0)
+
+    @parameterized.expand([("padding_free", None), ("packing", 128)])
+    def test_streams_are_not_dispatched(self, mode, max_length):
+        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
+        trainer = self.trainer(dataset=stream, args={"max_steps": 2})
+        output, _ = said(configure_packing, trainer, mode, max_length)
+        self.assertEqual(output.count("\n"), 1)
+        self.assertIs(trainer.args.accelerator_config.dispatch_batches, False)
+        self.assertIs(type(trainer.get_train_dataloader()), DataLoaderShard)
+        self.assertEqual(isinstance(trainer.train_dataset, IterablePackingDataset), mode == "packing")
+        said(trainer.train)
+        self.assertEqual(trainer.state.global_step, 2)
+
+    def test_again_changes_nothing(self):
+        trainer = self.trainer()
+        said(configure_packing, trainer)
+        said(configure_packing, trainer)
+        self.assertEqual(sum(isinstance(c, PackingMetricsCallback) for c in trainer.callback_handler.callbacks), 1)
+
+    def test_the_guard_is_left_out(self):
+        before = list(transformers.trainer.DEFAULT_CALLBACKS)
+        said(configure_packing, self.trainer())
+        self.assertEqual(transformers.trainer.DEFAULT_CALLBACKS, before)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+class ReasonsTest(ConfigureTestCase):
+    """Auto mode leaves the Trainer as it was and says why in one line; an explicit request is an error."""
+
+    def state(self, trainer: Trainer) -> dict:
+        args = {k: v for k, v in vars(trainer.args).items() if k not in ("packing", "padding_free")}
+        return {
+            "trainer": {k: id(v) for k, v in vars(trainer).items()},
+            "args": {k: repr(v) for k, v in args.items()},
+            "accelerator": {k: repr(v) for k, v in vars(trainer.accelerator.dataloader_config).items()},
+            "callbacks": [id(c) for c in trainer.callback_handler.callbacks],
+            "defaults": list(transformers.trainer.DEFAULT_CALLBACKS),
+            "collator": repr(getattr(trainer.data_collator, "__dict__", None)),
+            "model": snapshot(trainer.model),
+            "config": trainer.model.config.to_dict(),
+            "random": torch.random.get_rng_state().tolist(),
+        }
+
+    def check(self, trainer: Trainer, message: str, explicit: str | None = "padding_free", **options):
+        before = self.state(trainer)
+        output, _ = said(configure_packing, trainer)
+        self.assertRegex(output, rf"^Packing off, training stays as it was: .*{message}.*\n$")
+        self.assertEqual(output.count("\n"), 1)
+        self.assertEqual(self.state(trainer), before)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
+        if explicit is not None:
+            with self.assertRaisesRegex(ValueError, f"^configure_packing: expected .*{message}"):
+                configure_packing(trainer, explicit, **options)
+            self.assertEqual(self.state(trainer), before)
+
+    def test_custom_collator(self):
+        collator = transformers.DataCollatorForTokenClassification(tokenizer())
+        self.check(self.trainer(collator=collator), r"custom data collator \(DataCollatorForTokenClassification\)")
+        self.check(self.trainer(collator=lambda rows: {}), r"custom data collator \(<lambda>\)")
+
+    def test_vision_dataset_of_trl(self):
+        trainer = self.build("sft")
+        trainer._is_vision_dataset = True
+        self.check(trainer, "a processor that makes the model's inputs from images")
+
+    def test_columns_of_a_processor(self):
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+        rows = [{**row, "pixel_values": [[0.0]]} for row in Samples(6).rows]
+        self.check(self.trainer(model, rows), "a processor's columns pixel_values, for which .*Gemma3For")
+
+    def test_family_that_leaks_although_patched(self):
+        """None does, so that an entry of the matrix is made up."""
+        entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
+        matrix = mock.Mock(types={"qwen3_5_text": entry})
+        with mock.patch.object(reasons, "load_support_matrix", return_value=matrix):
+            self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
+
+    def test_family_that_would_leak(self):
+        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
+        with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
+            self.check(trainer, r"a model that leaks \(attends across\)")
+
+    def test_family_that_is_not_causal(self):
+        model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))
+        self.check(self.trainer(model), "cannot be patched .*BertLMHeadModel: its attention looks both ways")
+
+    def test_family_that_was_never_audited(self):
+        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
+        with mock.patch.object(module, "judge", return_value=(None, "no model of the type llama was audited")):
+            self.check(trainer, "nobody knows: no model of the type llama was audited", explicit=None)
+            with mock.patch.object(module.logger, "warning") as warning:
+                said(configure_packing, trainer, "padding_free")
+        self.assertIn("no model of the type llama", warning.call_args[0][0])
+        self.assertTrue(trainer.args.padding_free)
+
+    @parameterized.expand([("flex_attention", "needs CUDA tensors"), ("paged|sdpa", "not known")])
+    def test_attention_that_cannot_isolate(self, attention, why):
+        trainer = self.trainer()
+        trainer.model.config._attn_implementation_internal = attention
+        name = attention.replace("|", r"\|")
+        self.check(trainer, rf'attn_implementation="{name}" \(.*{why}.*Load the model with attn_implementation="sdpa"')
+
+    def test_logits(self):
+        self.check(self.trainer(compute_metrics=lambda p: {}), "compute_metrics, which needs the logits")
+        trainer = self.trainer(compute_metrics=lambda p: {}, args={"prediction_loss_only": True})
+        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
+
+    def test_sequence_classification(self):
+        config = CONFIGS["qwen3_5"]()
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        self.check(self.trainer(model), r"sequence classification \(Qwen3_5\w*ForSequenceClassification\)")
+        rows = [{"input_ids": row["input_ids"], "labels": 1} for row in Samples(6).rows]
+        self.check(self.trainer(dataset=rows), r"one label each \(sequence classification\)")
+
+    def test_no_language_model(self):
+        model = transformers.AutoModelForTokenClassification.from_config(tiny_config("llama"))
+        self.check(self.trainer(model), "ForTokenClassification, which is not a causal language model")
+
+    def test_loss_that_does_not_shift(self):
+        self.check(self.trainer(AutoModelForCausalLM.from_config(tiny_config("trocr"))), "does not shift labels")
+
+    def test_own_loss(self):
+        trainer = self.trainer()
+        own = OwnLoss(trainer.model, trainer.args, train_dataset=Samples(6))
+        self.check(own, "a compute_loss of its own", explicit=None)
+        self.check(self.trainer(compute_loss_func=lambda *a, **k: 0), "a compute_loss_func of its own", explicit=None)
+        said(configure_packing, own, "padding_free")
+        self.assertTrue(own.args.padding_free)
+
+    def test_batch_of_one(self):
+        trainer = self.trainer(args={"per_device_train_batch_size": 1})
+        self.check(trainer, "per_device_train_batch_size=1", explicit=None)
+        said(configure_packing, trainer, "padding_free")
+
+    def test_data_parallel(self):
+        trainer = self.trainer()
+        trainer.args._n_gpu = 2
+        with mock.patch.object(TrainingArguments, "n_gpu", 2):
+            self.check(trainer, "sees 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
+
+    def test_context_parallelism(self):
+        trainer = self.trainer()
+        trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
+        self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
+        self.check(trainer, "cp_size=2, which cuts rows")
+
+    def test_dispatched_stream(self):
+        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
+        trainer = self.trainer(dataset=stream, args={"accelerator_config": {"dispatch_batches": True}})
+        self.check(trainer, "dispatch_batches=True")
+
+    def test_wrapped_rows_of_trl(self):
+        trainer = self.build("sft", packing=True, packing_strategy="wrapped")
+        before = self.state(trainer)
+        output, _ = said(configure_packing, trainer)
+        self.assertIn('packing_strategy="wrapped", which has lost where documents begin', output)
+        self.assertEqual(self.state(trainer), before)
+        self.assertTrue(trainer.args.packing)
+
+    def test_samples(self):
+        self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
+        self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
+        rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
+        self.check(self.trainer(dataset=rows), "remove_unused_columns=True takes away")
+
+    def test_switched_off(self):
+        self.check_off(lambda trainer: configure_packing(trainer, "off"), 'packing="off"')
+        with mock.patch.dict(os.environ, {"TRANSFORMERS_PACKED_DISABLE_AUTO": "1"}):
+            self.check_off(configure_packing, "TRANSFORMERS_PACKED_DISABLE_AUTO is set")
+            trainer = self.trainer()
+            said(configure_packing, trainer, "padding_free")
+            self.assertTrue(trainer.args.padding_free)
+
+    def check_off(self, call, message):
+        trainer = self.trainer()
+        before = self.state(trainer)
+        self.assertIn(message, said(call, trainer)[0])
+        self.assertEqual(self.state(trainer), before)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
+
+    def test_model_that_cannot_be_patched(self):
+        trainer = self.trainer()
+        layer = trainer.model.model.layers[0].linear_attn
+        layer.forward = lambda *args, **kwargs: None
+        self.check(trainer, "cannot be patched .*layers.0.linear_attn .*with a forward of its own")
+
+    @parameterized.expand(
+        [
+            ("mode", {"packing": "always"}, "packing to be one of"),
+            ("no_max_length", {"packing": "packing"}, "expected max_length"),
+            ("too_long", {"packing": "packing", "max_length": 16}, "overlong"),
+            ("beside_auto", {"max_length": 16}, r'packing="packing" beside max_length'),
+            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "beside overlong"),
+        ]
+    )
+    def test_bad_arguments(self, _, arguments, message):
+        trainer = self.trainer(dataset=Samples(24))
+        before = self.state(trainer)
+        with self.assertRaisesRegex(ValueError, message):
+            configure_packing(trainer, **arguments)
+        self.assertEqual(self.state(trainer), before)
+
+    def test_packing_without_a_dataset_or_of_packed_rows(self):
+        trainer = self.trainer()
+        trainer.train_dataset = None
+        with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
+            configure_packing(trainer, "packing", 128)
+        trainer.train_dataset = PackingDataset(Samples(24), 128)
+        with self.assertRaisesRegex(ValueError, "still to be packed"):
+            configure_packing(trainer, "packing", 128)
+        with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
+            configure_packing("trainer")
+
+
+class FusedHeadTest(ConfigureTestCase):
+    """TRL puts a forward on the model that runs the base model, or else the forward that was there."""
+
+    @parameterized.expand(["full", "lora"])
+    def test_there_and_back(self, tuning):
+        trainer = self.build("sft", tuning)
+        model = trainer.model.get_base_model() if isinstance(trainer.model, peft.PeftModel) else trainer.model
+        function = model.forward.__func__
+        row = {"input_ids": torch.arange(1, 13)[None], "position_ids": torch.arange(6).repeat(2)[None]}
+        with torch.no_grad():
+            alone = torch.cat(
+                [model(input_ids=row["input_ids"][:, part]).logits for part in (slice(6), slice(6, 12))], 1
+            )
+            said(configure_packing, trainer)
+            logits = model(**row, use_cache=False).logits
+            fused = model(**row, labels=row["input_ids"], fused_lm_head=True)
+            self.assertLess((logits - alone).abs().max(), 1e-5)
+            want = alone[0, :5].log_softmax(-1).gather(1, row["input_ids"][0, 1:6, None])[:, 0]
+            self.assertLess((fused.log_probs[0, :5] - want).abs().max(), 1e-5)
+            unpatch_model(trainer.model)
+            self.assertIsNot(model.forward.__func__, function)
+            self.assertIs(model.forward.__wrapped__, type(model).forward)
+            self.assertGreater((model(**row, use_cache=False).logits - alone).abs().max(), 1e-3)
+
+
+class ReportedTest(ConfigureTestCase):
+    def test_reporters_see_the_figures(self):
+        seen = []
+
+        class Reporter(trainer_callback.TrainerCallback):
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                seen.append(dict(logs))
+
+        trainer = self.trainer(args={"max_steps": 2, "logging_steps": 1}, callbacks=[Reporter()])
+        said(configure_packing, trainer)
+        said(trainer.train)
+        self.assertEqual(len([logs for logs in seen if set(logs) >= FIGURES]), 2)

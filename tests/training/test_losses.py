@@ -1,0 +1,338 @@
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from packed_model_tester import relative_error, total_relative_error
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.loss_arms import build_sample_trainer, updates_and_losses
+from training.train_records import assistant, make_tokenizer, records, user
+from training.trainer_arms import CONFIGS, build_trainer
+from transformers import AutoModelForCausalLM, Trainer
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackingDataset,
+    SequenceBoundaries,
+    per_document_logps,
+    per_document_loss,
+    registered,
+    set_loss_normalization,
+)
+from transformers_packed.training.examples import make_samples
+
+
+VOCAB_SIZE, HIDDEN_SIZE = 61, 16
+# The documents are a completion, a prompt alone, one token, targets in the middle, tail padding.
+LENGTHS = (9, 4, 1, 30, 7)
+TARGETS = (range(3, 9), (), range(1), (0, 5, 6, 7, 20, 29), ())
+COUNTS = [6, 0, 0, 5, 0]
+
+
+def packed_row(dtype=torch.float32):
+    """Hidden states `[1, T, hidden]`, a head's weight, labels `[1, T]`."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(1, sum(LENGTHS), HIDDEN_SIZE, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator).to(dtype)
+    tokens = torch.randint(0, VOCAB_SIZE, (sum(LENGTHS),), generator=generator)
+    labels = [torch.full((n,), -100) for n in LENGTHS]
+    for document, ids, targets in zip(labels, tokens.split(LENGTHS), TARGETS, strict=True):
+        document[list(targets)] = ids[list(targets)]
+    return hidden_states.requires_grad_(), weight.requires_grad_(), torch.cat(labels)[None]
+
+
+def sums_alone(logits, labels):
+    """The loss of each document alone, summed over its targets, in the dtype of `logits`."""
+    sums = []
+    for document, targets in zip(logits[0].split(LENGTHS), labels[0].split(LENGTHS), strict=True):
+        sums.append(F.cross_entropy(document[:-1], targets[1:], reduction="sum"))
+    return torch.stack(sums)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The elements of the largest float32 tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+class PerDocumentTest(unittest.TestCase):
+    boundaries = SequenceBoundaries.from_lengths(LENGTHS)
+
+    @parameterized.expand([(form, size) for form in ("logits", "head") for size in (1, 7, 512)])
+    def test_equals_documents_alone(self, form, chunk_size):
+        """Values and gradients, with weights that differ from document to document."""
+        hidden_states, weight, labels = packed_row()
+        weights = torch.tensor([1.0, 5.0, 7.0, -2.0, 3.0])
+        want = sums_alone(hidden_states @ weight.T, labels)
+        expected = torch.autograd.grad((want * weights).sum(), (hidden_states, weight))
+        for normalization in ("sum", "mean"):
+            counts = torch.tensor(COUNTS) if normalization == "mean" else torch.ones(5)
+            if form == "head":
+                given, arguments = hidden_states, {"head": lambda x: x @ weight.T}
+            else:
+                given, arguments = hidden_states @ weight.T, {}
+            arguments |= {"normalization": normalization, "chunk_size": chunk_size}
+            losses, got_counts = per_document_loss(given, labels, self.boundaries, **arguments)
+            self.assertEqual(got_counts.tolist(), COUNTS)
+            self.assertEqual(losses.shape, (5,))
+            self.assertLess(relative_error(losses * counts, want), 1e-6)
+            self.assertEqual([losses[i].item() for i in (1, 2, 4)], [0.0, 0.0, 0.0])
+            actual = torch.autograd.grad((losses * counts * weights).sum(), (hidden_states, weight))
+            for x, y in zip(actual, expected, strict=True):
+                self.assertLess(relative_error(x, y), 1e-6)
+
+    def test_logps(self):
+        hidden_states, weight, labels = packed_row()
+        logits = hidden_states @ weight.T
+        for boundaries in (self.boundaries, self.boundaries.cu_seqlens):
+            logps = per_document_logps(logits, labels, boundaries)
+            self.assertLess(relative_error(logps.sums, -sums_alone(logits, labels)), 1e-6)
+            self.assertEqual(logps.token_counts.tolist(), COUNTS)
+        # Each token's log-probability stands where the token stands.
+        normalized, start = logits.log_softmax(-1)[0], 0
+        expected = torch.zeros(sum(LENGTHS))
+        for length, targets in zip(LENGTHS, TARGETS, strict=True):
+            for t in targets:
+                if t > 0:
+                    expected[start + t] = normalized[start + t - 1, labels[0, start + t]]
+            start += length
+        self.assertEqual(logps.per_token.shape, labels.shape)
+        self.assertLess(relative_error(logps.per_token[0], expected), 1e-6)
+        self.assertTrue(torch.equal(logps.per_token[0] != 0, expected != 0))
+
+    def test_no_target_at_all(self):
+        hidden_states, weight, labels = packed_row()
+        for arguments in ({"head": lambda x: x @ weight.T}, {}):
+            given = hidden_states if arguments else hidden_states @ weight.T
+            losses, counts = per_document_loss(given, torch.full_like(labels, -100), self.boundaries, **arguments)
+            self.assertEqual((losses.tolist(), counts.tolist()), ([0.0] * 5, [0] * 5))
+            losses.sum().backward()
+            self.assertEqual(hidden_states.grad.abs().max(), 0)
+
+    @parameterized.expand([(torch.bfloat16,), (torch.float16,), (torch.float64,)])
+    def test_dtypes(self, dtype):
+        """Sums are at least float32: those of the same logits widened first."""
+        hidden_states, weight, labels = packed_row(dtype)
+        logits = (hidden_states @ weight.T).detach().requires_grad_()
+        wide = torch.promote_types(dtype, torch.float32)
+        losses, _ = per_document_loss(logits, labels, self.boundaries, normalization="sum")
+        self.assertEqual(losses.dtype, wide)
+        self.assertLess(relative_error(losses, sums_alone(logits.to(wide), labels)), 1e-6)
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+        self.assertEqual(gradient.dtype, dtype)
+
+    @parameterized.expand([("logits",), ("head",)])
+    def test_no_float32_copy_of_the_logits(self, form):
+        hidden_states, weight, labels = packed_row(torch.bfloat16)
+        given, arguments = hidden_states, {"head": lambda x: x @ weight.T}
+        if form == "logits":
+            given, arguments = hidden_states @ weight.T, {}
+        largest, kept = {}, []
+
+        def keep(x):
+            kept.append((x.dtype, x.shape))
+            return x
+
+        for chunk_size in (5, 512):
+            with LargestTensor() as seen, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                losses, _ = per_document_loss(given, labels, self.boundaries, chunk_size=chunk_size, **arguments)
+                losses.sum().backward(retain_graph=True)
+            largest[chunk_size] = seen.elements
+        self.assertEqual(largest[5], 5 * VOCAB_SIZE)
+        self.assertGreater(largest[512], 5 * VOCAB_SIZE)
+        # Nor do chunks of it wait for backward.
+        self.assertTrue(kept)
+        self.assertFalse([shape for dtype, shape in kept if dtype == torch.float32 and VOCAB_SIZE in shape])
+
+    def test_bad_input(self):
+        hidden_states, weight, labels = packed_row()
+        logits = hidden_states @ weight.T
+        for message, arguments in (
+            ("per_document_loss: expected logits", (logits[0], labels, self.boundaries)),
+            ("per_document_loss: expected logits", (logits, labels[:, 1:], self.boundaries)),
+            ("per_document_loss: expected logits", (logits, labels.float(), self.boundaries)),
+            ("boundaries of the row's 51 tokens", (logits, labels, SequenceBoundaries.from_lengths([51, 1]))),
+            ("ends at the row's 51 tokens", (logits, labels, torch.tensor([0, 50]))),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                per_document_loss(*arguments)
+        with self.assertRaisesRegex(ValueError, "chunk_size of at least 1"):
+            per_document_logps(logits, labels, self.boundaries, chunk_size=0)
+        with self.assertRaisesRegex(ValueError, 'normalization "mean" or "sum", got \'token\''):
+            per_document_loss(logits, labels, self.boundaries, normalization="token")
+
+
+class MasksTest(unittest.TestCase):
+    """Completion-only and assistant-only masks from records to a row's losses, against the built-in class alone."""
+
+    RECORDS = (
+        {"messages": [user("a b"), assistant("first answer"), user("and now"), assistant("a second one")]},
+        {"messages": [user("only one"), assistant("turn")]},
+        {"prompt": "Once upon", "completion": " a time there was"},
+        {"prompt": "1 +", "completion": " 2"},
+        {"text": "all of it"},
+    )
+
+    @parameterized.expand(["samples", "packing_dataset"])
+    def test_packed_losses(self, form):
+        tokenizer = make_tokenizer()
+        samples = [make_samples(records(r), tokenizer, 4096).data[0] for r in self.RECORDS]
+        samples = [{name: column.tolist() for name, column in sample.items()} for sample in samples]
+        first = samples[0]["labels"]
+        turns = sum(a == -100 and b != -100 for a, b in zip(first, first[1:], strict=False))
+        self.assertEqual(turns, 2, "the mask has no hole")
+
+        config = CONFIGS["qwen3_5"]()
+        config.vocab_size = len(tokenizer)
+        torch.manual_seed(0)
+        builtin = AutoModelForCausalLM.from_config(config)
+        with registered():
+            packed = AutoModelForCausalLM.from_config(config)
+        packed.load_state_dict(builtin.state_dict())
+
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=16, pad_token_id=0)
+        total = sum(len(sample["input_ids"]) for sample in samples)
+        rows = [samples] if form == "samples" else PackingDataset(samples, max_length=total // 2 + 30, seed=1)
+        self.assertGreaterEqual(len(rows), 1 if form == "samples" else 2)
+        seen = 0
+        for row in (rows[i] for i in range(len(rows))):
+            batch = collator(row)
+            output = packed(**batch)
+            losses, counts = per_document_loss(output.logits, batch["labels"], batch["cu_seqlens"])
+            self.assertLess(relative_error((losses * counts).sum() / counts.sum(), output.loss), 1e-6)
+            hidden_states = packed.model(**{n: x for n, x in batch.items() if n != "labels"}).last_hidden_state
+            by_head, _ = per_document_loss(
+                hidden_states, batch["labels"], batch["cu_seqlens"], head=packed.lm_head, chunk_size=8
+            )
+            for i, sample in enumerate(row):
+                alone = {name: torch.tensor([sample[name]]) for name in ("input_ids", "labels")}
+                expected = builtin(**alone).loss
+                self.assertLess(relative_error(losses[i], expected), 1e-5)
+                self.assertLess(relative_error(by_head[i], expected), 1e-5)
+                self.assertEqual(counts[i], (alone["labels"][:, 1:] != -100).sum())
+                seen += 1
+        self.assertEqual(seen, len(samples))
+
+
+class LossNormalizationTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def check_same_training(self, got, want, steps, bar=1e-6):
+        self.assertEqual(len(want[1]), steps)
+        for actual, expected in zip(got[1], want[1], strict=True):
+            self.assertLess(abs(actual - expected) / expected, 1e-5)
+        self.assertLess(total_relative_error(got[0], want[0]), bar)
+
+    def test_sample_mean_of_packed_rows_equals_that_of_padded_batches(self):
+        """10 steps of SGD with accumulation over unequal rows; another mean moves the parameters elsewhere."""
+        want = updates_and_losses(build_sample_trainer("padded", self.directory, max_steps=10))
+        trainer = build_sample_trainer("packed", self.directory, max_steps=10)
+        got = updates_and_losses(trainer)
+        self.check_same_training(got, want, 10)
+        self.assertEqual(type(trainer).__name__, "Trainer")
+
+        trainer = build_sample_trainer("packed", self.directory, max_steps=10)
+        set_loss_normalization(trainer, "token")
+        self.assertIs(type(trainer), Trainer)
+        self.assertIsNone(trainer.compute_loss_func)
+        token_mean = updates_and_losses(trainer)
+        self.assertGreater(total_relative_error(token_mean[0], want[0]), 1e-2)
+
+    def test_padded_batches(self):
+        """A row of a padded batch is a document, so ours runs there too."""
+        want = updates_and_losses(build_sample_trainer("padded", self.directory, max_steps=3))
+        trainer = build_sample_trainer("padded", self.directory, max_steps=3)
+        trainer.__class__ = Trainer
+        set_loss_normalization(trainer, "sample")
+        self.check_same_training(updates_and_losses(trainer), want, 3)
+
+    def test_evaluate(self):
+        padded, packed = (build_sample_trainer(arm, self.directory) for arm in ("padded", "packed"))
+        for trainer in (padded, packed):
+            trainer.args.per_device_eval_batch_size = 7
+        want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
+        self.assertLess(abs(got - want) / want, 1e-5)
+        # TRL's trainers do not count in evaluation.
+        batch = packed.data_collator(packed.eval_dataset.rows)
+        self.assertLess(abs(packed.compute_loss(packed.model, batch).item() - want) / want, 1e-5)
+        set_loss_normalization(packed, "token")
+        self.assertGreater(abs(packed.evaluate()["eval_loss"] - want) / want, 1e-5)
+
+    def test_auxiliary_loss_of_experts(self):
+        """It is added as the model adds it to its own loss."""
+        losses = {}
+        for normalization in ("token", "sample"):
+            trainer = build_trainer("packed", "qwen3_next_moe", self.directory, per_device_eval_batch_size=1)
+            trainer.model.config.output_router_logits = True
+            trainer.model.router_aux_loss_coef = 3.0
+            trainer.eval_dataset.rows = trainer.eval_dataset.rows[:1]
+            set_loss_normalization(trainer, normalization)
+            # With one document both means are the same.
+            losses[normalization] = trainer.evaluate()["eval_loss"]
+        self.assertGreater(losses["token"], 9)
+        self.assertLess(abs(losses["sample"] - losses["token"]) / losses["token"], 1e-6)
+
+    def test_two_processes(self):
+        output = f"{self.directory}/results.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        result = subprocess.run(
+            [*command, str(Path(__file__).with_name("loss_arms.py")), output],
+            capture_output=True,
+            text=True,
+            env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        )
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        results = torch.load(output)
+        self.assertEqual(results["processes"], 2)
+        self.check_same_training(results["packed"], results["padded"], 10)
+
+    def test_what_cannot_be(self):
+        def build(**arguments):
+            return build_trainer("packed", "qwen3_5", self.directory, max_steps=1, **arguments)
+
+        with self.assertRaisesRegex(ValueError, 'normalization "token" or "sample", got \'row\''):
+            set_loss_normalization(build(), "row")
+        with self.assertRaisesRegex(ValueError, "without another loss, got label_smoothing_factor"):
+            set_loss_normalization(build(label_smoothing_factor=0.1), "sample")
+        trainer = build()
+        trainer.compute_loss_func = print
+        with self.assertRaisesRegex(ValueError, "without another loss, got compute_loss_func"):
+            set_loss_normalization(trainer, "sample")
+        trainer = build()
+        trainer.model_accepts_loss_kwargs = False
+        with self.assertRaisesRegex(ValueError, "Qwen3_5ForCausalLM, which takes no num_items_in_batch"):
+            set_loss_normalization(trainer, "token")
+
+        class OwnLoss(Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return model(**inputs).loss
+
+        trainer = build()
+        trainer.__class__ = OwnLoss
+        set_loss_normalization(trainer, "sample")
+        with self.assertRaisesRegex(ValueError, "got OwnLoss, which computes its own loss"):
+            trainer.train()
+        trainer = build()
+        set_loss_normalization(trainer, "sample")
+        collate = trainer.data_collator
+        trainer.data_collator = lambda features: {n: x for n, x in collate(features).items() if n != "labels"}
+        with self.assertRaisesRegex(ValueError, "batches with labels .* got none"):
+            trainer.train()

@@ -1,0 +1,224 @@
+"""`PackedTrainer` and its arguments, and the figures that packing adds to the log."""
+
+import contextlib
+import io
+import tempfile
+import time
+import unittest
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+from training.trainer_arms import CONFIGS, Samples, collate_padded
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingCost, configure_packing, patch_model
+from transformers_packed.training import metrics
+
+
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+class TrainerTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def args(self, cls=PackedTrainingArguments, **options):
+        defaults = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "max_steps": 4}
+        defaults |= {"logging_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+        return cls(self.directory, **defaults | {"disable_tqdm": True} | options)
+
+    def build(self, cls=PackedTrainer, args=None, **options):
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        samples = {"train_dataset": Samples(24), "eval_dataset": Samples(8)}
+        with quiet():
+            return cls(model, args or self.args(), **samples | options)
+
+
+class PackedTrainerTest(TrainerTestCase):
+    @parameterized.expand(
+        [
+            ("auto", {}, (False, True)),
+            ("padding_free", {"padding_free": True}, (False, True)),
+            ("packing", {"packing": True, "max_length": 128}, (True, True)),
+            ("off", {"padding_free": False}, (False, False)),
+        ]
+    )
+    def test_what_the_arguments_ask_for(self, mode, options, active):
+        args = self.args(**options)
+        self.assertEqual(args.packing_mode, mode)
+        trainer = self.build(args=args)
+        self.assertEqual((args.packing, args.padding_free), active)
+        self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "packing")
+        if mode != "off":
+            with quiet():
+                trainer.train()
+            self.assertIn("tokens_per_second", trainer.state.log_history[0])
+
+    def test_plain_arguments_mean_auto(self):
+        args = self.args(TrainingArguments)
+        self.build(args=args)
+        self.assertTrue(args.padding_free)
+
+    @parameterized.expand([({"packing": True},), ({"packing": True, "max_length": 8, "padding_free": False},)])
+    def test_contradictions(self, options):
+        with self.assertRaisesRegex(ValueError, "PackedTrainingArguments: expected max_length"):
+            self.args(**options)
+
+    def test_on_the_command_line(self):
+        line = ["--output_dir", self.directory, "--packing", "true", "--max_length", "64"]
+        (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
+        self.assertEqual((args.packing, args.max_length, args.padding_free), (True, 64, None))
+
+    def test_evaluation_is_the_mean_over_all_targets(self):
+        trainer = self.build()
+        losses, targets = 0.0, 0
+        with torch.no_grad():
+            for row in Samples(8).rows:
+                labels = torch.tensor([row["labels"]])
+                count = int((labels[:, 1:] != -100).sum())
+                if count:
+                    loss = trainer.model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss
+                    losses, targets = losses + count * float(loss), targets + count
+        self.assertAlmostEqual(trainer.evaluate()["eval_loss"], losses / targets, places=5)
+        # The mean of the batches' means, which the stock Trainer reports, is another number.
+        stock = self.build(Trainer, self.args(TrainingArguments), data_collator=collate_padded).evaluate()["eval_loss"]
+        self.assertGreater(abs(stock - losses / targets), 1e-4)
+
+    def test_metrics_get_a_document_per_row(self):
+        seen = []
+        trainer = self.build(compute_metrics=lambda prediction: seen.append(prediction) or {})
+        trainer.evaluate()
+        (prediction,) = seen
+        rows = Samples(8).rows
+        longest = max(len(row["input_ids"]) for row in rows)
+        self.assertEqual(prediction.predictions.shape, (8, longest, 61))
+        self.assertEqual(prediction.label_ids.shape, (8, longest))
+        for row, logits, labels in zip(rows, prediction.predictions, prediction.label_ids, strict=True):
+            length = len(row["input_ids"])
+            with torch.no_grad():
+                alone = trainer.model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+            self.assertLess((torch.tensor(logits[:length]) - alone).abs().max(), 1e-5)
+            self.assertTrue((logits[length:] == -100).all() and (labels[length:] == -100).all())
+            self.assertEqual(labels[1:length].tolist(), row["labels"][1:])
+
+
+class FiguresTest(TrainerTestCase):
+    def log(self, trainer) -> list[dict]:
+        with quiet() as stdout:
+            trainer.train()
+        self.summary = stdout.getvalue().splitlines()[-1]
+        return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+    def batches(self, trainer) -> list[list[int]]:
+        """The lengths of the documents that the model is given, batch by batch."""
+        seen = []
+        collate = trainer.data_collator
+
+        def collect(features):
+            batch = collate(features)
+            seen.append(batch["cu_seq_lens_q"].diff().tolist())
+            return batch
+
+        trainer.data_collator = collect
+        return seen
+
+    def test_counts_are_those_of_the_batches(self):
+        trainer = self.build(args=self.args(gradient_accumulation_steps=2))
+        seen = self.batches(trainer)
+        log = self.log(trainer)
+        self.assertEqual(len(log), 2)
+        for entry, batches in zip(log, (seen[:4], seen[4:8]), strict=True):
+            tokens, padded = sum(map(sum, batches)), sum(len(b) * max(b) for b in batches)
+            self.assertAlmostEqual(entry["padding_avoided"], 1 - tokens / padded, places=4)
+            self.assertEqual(entry["documents_per_row"], 3.0)
+            self.assertNotIn("packing_fill", entry)
+            self.assertNotIn("rank_imbalance", entry)
+            self.assertNotIn("share_of_peak", entry)
+        documents, tokens = sum(map(len, seen[:8])), sum(map(sum, seen[:8]))
+        self.assertIn(f"Padding-free: {documents} documents with {tokens:,} tokens in ", self.summary)
+        self.assertIn("ran causal_conv1d: reference; gated_delta_rule: reference; attention:", self.summary)
+
+    def test_fill_of_rows(self):
+        trainer = self.build(args=self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1))
+        plan = trainer.train_dataset.plan
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
+        self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
+        self.assertIn(f"Packing: 24 documents with {plan.tokens:,} tokens", self.summary)
+        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+
+    def test_position_ids_alone(self):
+        """Families that take no lengths are counted by their position ids."""
+        trainer = self.build(Trainer, self.args(TrainingArguments))
+        patch_model(trainer.model)
+        with quiet():
+            configure_packing(trainer)
+        trainer.data_collator.return_flash_attn_kwargs = False
+        log = self.log(trainer)
+        self.assertEqual(log[0]["documents_per_row"], 3.0)
+        self.assertGreater(log[0]["padding_avoided"], 0.05)
+
+    def test_time_of_evaluation_is_not_counted(self):
+        speeds = {}
+        for seconds in (0.0, 1.5):
+            trainer = self.build(args=self.args(eval_strategy="steps", eval_steps=1))
+            trainer.evaluate = lambda *args, seconds=seconds, trainer=trainer, **kwargs: (
+                time.sleep(seconds),
+                trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {}),
+                {"eval_loss": 1.0},
+            )[-1]
+            speeds[seconds] = self.log(trainer)[-1]["tokens_per_second"]
+        # Two evaluations of 1.5 s would make steps of some hundredths of a second slower by far more.
+        self.assertGreater(speeds[1.5], speeds[0.0] / 4)
+
+    def test_imbalance_and_share_of_peak(self):
+        """Two ranks, of which the second has the other's lengths once more: costs and figures by hand."""
+        trainer = self.build()
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
+        callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
+        args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
+        cost = PackingCost.from_config(trainer.model.config)
+
+        def other_rank(values):
+            return torch.cat([values, values * 2])
+
+        with (
+            mock.patch.object(metrics, "gather", other_rank),
+            mock.patch.object(metrics, "_peak", return_value=1e9),
+            mock.patch.object(metrics.time, "perf_counter", side_effect=[10.0, 10.0, 12.0, 12.0, 12.0]),
+        ):
+            callback.on_train_begin(args, None, None)
+            lengths = [64, 128]
+            batch = {
+                "input_ids": torch.zeros(1, 192, dtype=torch.long),
+                "cu_seq_lens_q": torch.tensor([0, 64, 192]),
+                "max_length_q": 128,
+            }
+            trainer.model.train()
+            callback._count(trainer.model, (), batch)
+            callback.on_step_end(args, None, None)
+            figures = callback._figures(args)
+        callback._handle.remove()
+        self.assertEqual(figures["tokens_per_second"], round(3 * 192 / 2.0, 1))
+        self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
+        self.assertEqual(figures["rank_imbalance"], round(2 / 1.5 - 1, 4))
+        # Lengths that fill whole chunks, so that the callback's estimate of the chunks is exact. All weights are trained.
+        want = 3 * 3 * cost.documents(lengths).sum() / 2.0 / 2 / 1e9
+        self.assertAlmostEqual(figures["share_of_peak"], want, places=4)
+
+    @parameterized.expand(
+        [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Odd", None)]
+    )
+    def test_peaks(self, name, peak):
+        args = mock.Mock(device=torch.device("cuda"), bf16=True)
+        with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
+            self.assertEqual(metrics._peak(args, None), peak)
+        model = mock.Mock(dtype=torch.float32)
+        self.assertIsNone(metrics._peak(mock.Mock(device=torch.device("cpu"), bf16=True), model))
+        self.assertIsNone(metrics._peak(mock.Mock(device=torch.device("cuda"), bf16=False, fp16=False), model))

@@ -1,0 +1,272 @@
+"""TRL's trainers with a registered model, against the built-in class on padded batches of the same samples."""
+
+import copy
+import tempfile
+import unittest
+from importlib.metadata import version
+
+import torch
+from packed_model_tester import total_relative_error
+from parameterized import parameterized
+from training.train_records import MARKED, assistant, make_tokenizer, user
+from training.trainer_arms import CONFIGS, Samples, collate_padded
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.utils import is_datasets_available, is_peft_available
+from transformers.utils.import_utils import _is_package_available
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackingDataset,
+    pack_dataset,
+    registered,
+    set_loss_normalization,
+)
+
+
+HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
+if HAS_TRL:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+ROW = 96
+SGD = {
+    "max_steps": 6,
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
+def build_model(arm: str, vocab_size: int):
+    set_seed(0)
+    config = CONFIGS["qwen3_5"]()
+    config.vocab_size = vocab_size
+    if arm == "padded":
+        return AutoModelForCausalLM.from_config(config)
+    with registered():
+        return AutoModelForCausalLM.from_config(config)
+
+
+def documents(feature):
+    """The samples of a row of `PackingDataset` (a list) or of TRL (joined, with `seq_lengths`), or a sample itself."""
+    if isinstance(feature, list):
+        return feature
+    lengths = feature.get("seq_lengths", [len(feature["input_ids"])])
+    columns = [torch.tensor(feature[name]).split(lengths) for name in ("input_ids", "labels")]
+    return [{"input_ids": i.tolist(), "labels": t.tolist()} for i, t in zip(*columns, strict=True)]
+
+
+def unpacking_collator(features):
+    """A padded batch of all samples of some rows."""
+    return collate_padded([document for feature in features for document in documents(feature)])
+
+
+def updates_and_losses(trainer):
+    set_seed(0)  # what GRPO generates depends on it
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@unittest.skipUnless(HAS_TRL, 'needs trl, datasets and peft: pip install -e ".[dev]"; written for TRL 1.16.0')
+class TRLTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def check_same_training(self, packed, padded, bar=1e-6):
+        """Both trainers: losses of each step, and the change of the parameters together, which is returned."""
+        (updates, losses), (want, expected) = updates_and_losses(packed), updates_and_losses(padded)
+        message = f"TRL {version('trl')}"
+        self.assertEqual(len(expected), packed.args.max_steps, message)
+        for actual, loss in zip(losses, expected, strict=True):
+            self.assertLess(abs(actual - loss), 1e-5 * max(abs(loss), 1), message)
+        self.assertGreater(sum(x.abs().sum() for x in want.values()), 0)
+        self.assertLess(total_relative_error(updates, want), bar, message)
+        return want
+
+
+class SFTTest(TRLTestCase):
+    def build(self, arm, dataset, collator=None, tokenizer=None, peft_config=None, **arguments):
+        tokenizer = tokenizer or make_tokenizer()
+        return SFTTrainer(
+            build_model(arm, len(tokenizer)),
+            args=SFTConfig(
+                self.directory,
+                **{
+                    **SGD,
+                    "max_length": None,
+                    "per_device_train_batch_size": 2,
+                    "gradient_accumulation_steps": 2,
+                    **arguments,
+                },
+            ),
+            train_dataset=dataset,
+            data_collator=collator,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
+
+    def padded_rows(self, packed, **arguments):
+        """The built-in class on padded batches of what stands in the rows of another trainer, in the same order."""
+        trainer = self.build("padded", Dataset.from_list(Samples().rows), unpacking_collator, **arguments)
+        trainer.train_dataset = packed.train_dataset
+        return trainer
+
+    def samples(self):
+        return Dataset.from_list(Samples().rows)
+
+    @parameterized.expand(["trl", "ours"])
+    def test_padding_free(self, collator):
+        """Of TRL's collator, or of ours in its place."""
+        if collator == "trl":
+            packed = self.build("packed", self.samples(), padding_free=True)
+        else:
+            flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+            packed = self.build("packed", self.samples(), flatten)
+        batch = packed.data_collator([packed.train_dataset[i] for i in range(3)])
+        self.assertEqual(batch["input_ids"].shape[0], 1)
+        self.assertIn("seq_idx", batch)
+        self.check_same_training(packed, self.build("padded", self.samples()))
+
+    @parameterized.expand([("full",), ("lora",)])
+    def test_packing(self, method):
+        """Best-fit-decreasing rows of several documents."""
+        peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "in_proj_qkv"]) if method == "lora" else None
+        options = {"peft_config": peft_config}
+        packed = self.build("packed", self.samples(), packing=True, max_length=ROW, **options)
+        self.assertGreater(max(len(row["seq_lengths"]) for row in packed.train_dataset), 2)
+        self.check_same_training(packed, self.padded_rows(packed, **copy.deepcopy(options)))
+
+    @parameterized.expand(["pack_dataset_trl", "pack_dataset_ours", "packing_dataset"])
+    def test_our_rows(self, form):
+        flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+        if form == "packing_dataset":
+            packed = self.build("packed", self.samples(), flatten)
+            packed.train_dataset = PackingDataset(packed.train_dataset, max_length=ROW)
+            first = packed.train_dataset[0]
+            self.assertIsInstance(first, list)
+        else:
+            rows = pack_dataset(self.samples(), max_length=ROW)
+            if form == "pack_dataset_trl":
+                packed = self.build("packed", rows, padding_free=True)
+            else:
+                packed = self.build("packed", rows, flatten)
+            self.assertIn("seq_lengths", packed.train_dataset.column_names)
+        self.check_same_training(packed, self.padded_rows(packed))
+
+    def test_assistant_only_loss(self):
+        """TRL's mask of the assistant's tokens, in packed rows."""
+        chats = [
+            {"messages": [user("a" * i), assistant("b" * (i % 5 + 1)), user("c"), assistant("d" * (i % 3 + 1))]}
+            for i in range(1, 25)
+        ]
+        options = {"assistant_only_loss": True, "tokenizer": make_tokenizer(MARKED)}
+        packed = self.build("packed", Dataset.from_list(chats), packing=True, max_length=200, **options)
+        labels = packed.train_dataset[0]["labels"]
+        answers = sum(a == -100 and b != -100 for a, b in zip(labels, labels[1:], strict=False))
+        self.assertEqual(answers, 2 * len(packed.train_dataset[0]["seq_lengths"]))
+        padded = self.build("padded", Dataset.from_list(chats), unpacking_collator, **options)
+        padded.train_dataset = packed.train_dataset
+        self.check_same_training(packed, padded)
+
+    def test_sample_mean(self):
+        packed = self.build("packed", self.samples(), packing=True, max_length=ROW)
+        padded, by_token = self.padded_rows(packed), self.padded_rows(packed)
+        for trainer in (packed, padded):
+            set_loss_normalization(trainer, "sample")
+        sample_mean = self.check_same_training(packed, padded)
+        token_mean, _ = updates_and_losses(by_token)
+        self.assertGreater(total_relative_error(token_mean, sample_mean), 1e-2)
+
+    def test_sample_mean_beside_another_loss(self):
+        trainer = self.build("packed", self.samples(), padding_free=True, loss_type="dft")
+        with self.assertRaisesRegex(ValueError, "got loss_type='dft'"):
+            set_loss_normalization(trainer, "sample")
+
+    def test_a_name_instead_of_a_model(self):
+        """TRL looks up a checkpoint's class in `transformers` itself, past the Auto classes: README says so."""
+        build_model("packed", len(make_tokenizer())).save_pretrained(self.directory)
+        with registered():
+            trainer = SFTTrainer(
+                self.directory,
+                args=SFTConfig(self.directory, **SGD, padding_free=True, max_length=None),
+                train_dataset=self.samples(),
+                processing_class=make_tokenizer(),
+            )
+        self.assertEqual(type(trainer.model).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
+
+    def test_the_comparison_can_fail(self):
+        """Without boundaries the parameters move elsewhere, and the built-in class cannot take TRL's rows at all."""
+        packed = self.build("packed", self.samples(), padding_free=True)
+        padded, _ = updates_and_losses(self.build("padded", self.samples()))
+        collate = packed.data_collator
+        packed.data_collator = lambda features: {
+            **{name: x for name, x in collate(features).items() if name in ("input_ids", "labels")},
+            "attention_mask": torch.ones_like(collate(features)["input_ids"]),
+        }
+        leaking, _ = updates_and_losses(packed)
+        self.assertGreater(total_relative_error(leaking, padded), 1e-4)
+        with self.assertRaisesRegex(ValueError, "can't keep packed sequences apart"):
+            self.build("padded", self.samples(), padding_free=True).train()
+
+
+class PreferenceTest(TRLTestCase):
+    """Padded batches, as these trainers make them: a registered model gives what the built-in class gives."""
+
+    def test_dpo(self):
+        trainers = []
+        for arm in ("packed", "padded"):
+            tokenizer = make_tokenizer()
+            pairs = [{"prompt": "q" * i, "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 17)]
+            options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+            trainers.append(
+                DPOTrainer(
+                    build_model(arm, len(tokenizer)),
+                    ref_model=build_model(arm, len(tokenizer)),
+                    args=DPOConfig(self.directory, **SGD, **options),
+                    train_dataset=Dataset.from_list(pairs),
+                    processing_class=tokenizer,
+                )
+            )
+        self.check_same_training(*trainers)
+        with self.assertRaisesRegex(ValueError, "expected a trainer without another loss, got loss_type"):
+            set_loss_normalization(trainers[0], "sample")
+
+    def test_grpo(self):
+        trainers, completions = [], {"packed": [], "padded": []}
+        for arm in completions:
+            tokenizer = make_tokenizer()
+
+            def reward(completion_ids, seen=completions[arm], **kwargs):
+                seen.append(completion_ids)
+                return [float(sum(ids) % 7) for ids in completion_ids]
+
+            options = {
+                "per_device_train_batch_size": 4,
+                "num_generations": 4,
+                "max_completion_length": 8,
+                "temperature": 1.0,
+            }
+            trainers.append(
+                GRPOTrainer(
+                    build_model(arm, len(tokenizer)),
+                    reward_funcs=reward,
+                    args=GRPOConfig(self.directory, **{**SGD, "max_steps": 3}, **options),
+                    train_dataset=Dataset.from_list([{"prompt": "q" * i} for i in range(1, 9)]),
+                    processing_class=tokenizer,
+                )
+            )
+        self.check_same_training(*trainers, bar=1e-4)
+        self.assertEqual(completions["packed"], completions["padded"])
+        self.assertEqual(len(completions["packed"]), 3)
