@@ -7,6 +7,7 @@ it to models that exist.
 """
 
 import torch
+import transformers
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
@@ -20,6 +21,17 @@ def replaces_builtin(cls: type) -> type:
     if ".modular_" not in cls.__module__:
         REPLACEMENTS[builtin] = cls
     return cls
+
+
+def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
+    return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
+
+
+def has_our_classes(model: torch.nn.Module) -> bool:
+    """Whether a module of `model` is of a class in `REPLACEMENTS` or one derived from it."""
+    ours = tuple(REPLACEMENTS.values())
+    return any(isinstance(module, ours) for module in model.modules())
 
 
 def become(module: torch.nn.Module, cls: type) -> None:
