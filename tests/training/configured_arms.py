@@ -17,9 +17,9 @@ from transformers_packed import PackingDataset, configure_packing
 
 
 if __name__ == "__main__":
-    from trainer_arms import CONFIGS, Samples, collate_padded
+    from trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
 else:
-    from training.trainer_arms import CONFIGS, Samples, collate_padded
+    from training.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
 
 
 STEPS = 10
@@ -42,16 +42,7 @@ def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": accumulation,
-        "optim": "sgd",
-        "learning_rate": 0.3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
+        **OPTIONS,
         **arguments,
     }
     samples = Dataset.from_list(Samples().rows)
@@ -92,21 +83,12 @@ def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
     return trainer
 
 
-def train(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
-    """The change of each parameter that is trained, and the log."""
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    before = {name: p.detach().clone() for name, p in trained.items()}
-    trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trained.items()}
-    return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
 if __name__ == "__main__":
     kind, arm, mode, tuning, output = sys.argv[1:]
     sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
     torch.set_num_threads(1)
     trainer = configure(build(kind, tuning, directory=f"{output}.trainer"), arm, mode)
-    updates, log = train(trainer)
+    updates, log = updates_and_log(trainer)
     if trainer.is_world_process_zero():
         torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size}, output)
     # Without this a process may end while a thread of its group still runs, and abort.

@@ -15,7 +15,7 @@ from transformers_packed import set_loss_normalization
 
 # A script finds only its own directory.
 sys.path.append(str(Path(__file__).parents[1]))
-from training.trainer_arms import build_trainer
+from training.trainer_arms import build_trainer, updates_and_log
 
 
 class PaddedSampleMean(Trainer):
@@ -58,10 +58,8 @@ def build_sample_trainer(arm: str, output_dir: str, family: str = "qwen3_5", **a
 
 def updates_and_losses(trainer: Trainer) -> tuple[dict, list[float]]:
     """Train; the change of each parameter and the logged losses."""
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log]
 
 
 if __name__ == "__main__":

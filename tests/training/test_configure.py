@@ -3,11 +3,8 @@
 import contextlib
 import io
 import os
-import subprocess
-import sys
 import tempfile
 import unittest
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -20,8 +17,8 @@ from datasets import Dataset
 from packed_model_tester import total_relative_error
 from packed_patch_tester import ours, snapshot
 from parameterized import parameterized
-from training.configured_arms import STEPS, build, configure, tokenizer, train
-from training.trainer_arms import CONFIGS, Samples
+from training.configured_arms import STEPS, build, configure, tokenizer
+from training.trainer_arms import CONFIGS, Samples, run_in_two_processes, updates_and_log
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
 
 from transformers_packed import (
@@ -34,11 +31,10 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import configure as module
-from transformers_packed.training import reasons
+from transformers_packed.training import guard
 from transformers_packed.training.metrics import PackingMetricsCallback
 
 
-HERE = Path(__file__).parent
 FIGURES = {"tokens_per_second", "documents_per_row", "padding_avoided"}
 UPDATE_BAR = 1e-6
 
@@ -81,9 +77,9 @@ class SameTrainingTest(ConfigureTestCase):
     )
     def test_the_padded_runs_updates(self, kind, mode, tuning, accumulation):
         """Ten steps of SGD in float32 on the same samples per step."""
-        want, log = train(configure(self.build(kind, tuning, accumulation), "padded", mode))
+        want, log = updates_and_log(configure(self.build(kind, tuning, accumulation), "padded", mode))
         _, trainer = said(configure, self.build(kind, tuning, accumulation), "packed", mode)
-        _, (got, packed_log) = said(train, trainer)
+        _, (got, packed_log) = said(updates_and_log, trainer)
         self.assertEqual([len(log), len(packed_log)], [STEPS, STEPS])
         for entry, padded in zip(packed_log, log, strict=True):
             self.assertLess(abs(entry["loss"] - padded["loss"]) / padded["loss"], 1e-5)
@@ -95,13 +91,13 @@ class SameTrainingTest(ConfigureTestCase):
     @parameterized.expand(["trainer", "sft"])
     def test_the_comparison_can_fail(self, kind):
         """The same training with the built-in classes, which are not told of boundaries, is a hundred times off."""
-        want, _ = train(configure(self.build(kind), "padded", "padding_free"))
+        want, _ = updates_and_log(configure(self.build(kind), "padded", "padding_free"))
         _, trainer = said(configure, self.build(kind), "packed", "padding_free")
         unpatch_model(trainer.model)
         collate = trainer.data_collator
         names = ("input_ids", "labels", "position_ids")
         trainer.data_collator = lambda features: {name: collate(features)[name] for name in names}
-        _, (leaking, _) = said(train, trainer)
+        _, (leaking, _) = said(updates_and_log, trainer)
         self.assertGreater(total_relative_error(leaking, want), 100 * UPDATE_BAR)
 
     def test_labels_of_the_language_modeling_collator(self):
@@ -117,7 +113,7 @@ class SameTrainingTest(ConfigureTestCase):
             if packed:
                 said(configure_packing, trainer)
                 self.assertTrue(trainer.args.padding_free)
-            results.append(said(train, trainer)[1][0])
+            results.append(said(updates_and_log, trainer)[1][0])
         self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
 
     @parameterized.expand(
@@ -131,21 +127,11 @@ class SameTrainingTest(ConfigureTestCase):
     @pytest.mark.slow
     def test_two_processes(self, kind, mode, tuning):
         results = {}
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
         for arm in ("padded", "packed"):
             output = f"{self.directory}/{arm}.pt"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            result = subprocess.run(
-                [*command, str(HERE / "configured_arms.py"), kind, arm, mode, tuning, output],
-                capture_output=True,
-                text=True,
-                env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            )
-            self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-            results[arm] = torch.load(output)
-            self.assertEqual(results[arm]["processes"], 2)
+            printed, results[arm] = run_in_two_processes(self, "configured_arms.py", kind, arm, mode, tuning, output)
         # One line at the start and one at the end, of one process.
-        self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in result.stdout.splitlines()), 2)
+        self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in printed.splitlines()), 2)
         self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
         self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
 
@@ -304,7 +290,7 @@ class ReasonsTest(ConfigureTestCase):
         """None does, so that an entry of the matrix is made up."""
         entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
         matrix = mock.Mock(types={"qwen3_5_text": entry})
-        with mock.patch.object(reasons, "load_support_matrix", return_value=matrix):
+        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
             self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
 
     def test_family_that_would_leak(self):

@@ -1,9 +1,5 @@
-import os
-import subprocess
-import sys
 import tempfile
 import unittest
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +8,7 @@ from parameterized import parameterized
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.loss_arms import build_sample_trainer, updates_and_losses
 from training.train_records import assistant, make_tokenizer, records, user
-from training.trainer_arms import CONFIGS, build_trainer
+from training.trainer_arms import CONFIGS, build_trainer, run_in_two_processes
 from transformers import AutoModelForCausalLM, Trainer
 
 from transformers_packed import (
@@ -291,17 +287,7 @@ class LossNormalizationTest(unittest.TestCase):
 
     def test_two_processes(self):
         output = f"{self.directory}/results.pt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        result = subprocess.run(
-            [*command, str(Path(__file__).with_name("loss_arms.py")), output],
-            capture_output=True,
-            text=True,
-            env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        )
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-        results = torch.load(output)
-        self.assertEqual(results["processes"], 2)
+        _, results = run_in_two_processes(self, "loss_arms.py", output)
         self.check_same_training(results["packed"], results["padded"], 10)
 
     def test_what_cannot_be(self):

@@ -1,9 +1,5 @@
-import os
-import subprocess
-import sys
 import tempfile
 import unittest
-from pathlib import Path
 
 import torch
 from packed_model_tester import relative_error, total_relative_error
@@ -11,11 +7,8 @@ from packed_padding_tester import computed_tokens
 from parameterized import parameterized
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from training.trainer_arms import CONFIGS, Samples, build_trainer, train
+from training.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes, train
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
-
-
-HERE = Path(__file__).parent
 
 
 class TrainerTest(unittest.TestCase):
@@ -140,16 +133,6 @@ class TrainerTest(unittest.TestCase):
         results = {}
         for arm in ("padded", "packed"):
             output = f"{self.directory}/{arm}.pt"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-            result = subprocess.run(
-                [*command, str(HERE / "trainer_arms.py"), arm, family, output],
-                capture_output=True,
-                text=True,
-                env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            )
-            self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-            results[arm] = torch.load(output)
-            self.assertEqual(results[arm]["processes"], 2)
+            _, results[arm] = run_in_two_processes(self, "trainer_arms.py", arm, family, output)
         padded, packed = ((results[arm]["updates"], results[arm]["losses"]) for arm in ("padded", "packed"))
         self.check_same_training(padded, packed)

@@ -3,7 +3,12 @@
 Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, so that torchrun can start it in several processes.
 """
 
+import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -38,6 +43,21 @@ CONFIGS = {
     "qwen3_5": lambda: Qwen3_5TextConfig(**TINY),
     "qwen3_next": lambda: Qwen3NextConfig(**TINY, mlp_only_layers=[0, 1]),
     "qwen3_next_moe": lambda: Qwen3NextConfig(**TINY, **EXPERTS),
+}
+
+
+# As far as possible nothing but the gradients decides what a step does.
+OPTIONS = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
 }
 
 
@@ -86,29 +106,43 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
             "max_steps": 20,
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 2,
-            "optim": "sgd",
-            "learning_rate": 0.3,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
+            **OPTIONS,
             **arguments,
         },
     )
     return Trainer(model=model, args=args, train_dataset=Samples(), eval_dataset=Samples(7), data_collator=collator)
 
 
+def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
+    """Train; the change of each parameter that is trained, and the log entries that have a loss."""
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    trainer.train()
+    updates = {name: p.detach() - before[name] for name, p in trained.items()}
+    return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_in_two_processes(test: TestCase, script: str, *arguments: str) -> tuple[str, Any]:
+    """What a script beside this one prints under torchrun, and what it saves as the file that its last argument names."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, str(Path(__file__).with_name(script)), *arguments],
+        capture_output=True,
+        text=True,
+        env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+    )
+    test.assertEqual(result.returncode, 0, result.stderr[-3000:])
+    saved = torch.load(arguments[-1])
+    test.assertEqual(saved["processes"], 2)
+    return result.stdout, saved
+
+
 def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, list[float], Trainer]:
     """The change of each parameter, the logged losses, and the trainer."""
     trainer = build_trainer(arm, family, output_dir, **arguments)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log], trainer
 
 
 if __name__ == "__main__":

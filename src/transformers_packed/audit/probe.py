@@ -25,9 +25,10 @@ import transformers
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
+from ..models.base import transformers_model
 from .locate import NOT_FINITE, locate_alone, locate_backward, locate_forward, relative_change
 from .report import SOURCES, AuditReport, Leak, SourceResult
-from .state import audit_state, transformers_model
+from .state import audit_state
 
 
 # How many times its measured noise a figure may be.

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-
-def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
-    return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
+from ..models.base import transformers_model
 
 
 def text_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:

@@ -7,6 +7,7 @@ it to models that exist.
 """
 
 import torch
+import transformers
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
@@ -28,6 +29,17 @@ def only_faster(cls: type) -> type:
     """Class decorator: as [`replaces_builtin`], but a module that cannot become `cls` may stay what it is."""
     ONLY_FASTER.add(replaces_builtin(cls))
     return cls
+
+
+def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
+    return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
+
+
+def has_our_classes(model: torch.nn.Module) -> bool:
+    """Whether a module of `model` is of a class in `REPLACEMENTS` that keeps documents apart, or one derived from it."""
+    ours = tuple(set(REPLACEMENTS.values()) - ONLY_FASTER)
+    return any(isinstance(module, ours) for module in model.modules())
 
 
 def become(module: torch.nn.Module, cls: type) -> None:

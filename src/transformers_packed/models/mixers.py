@@ -39,6 +39,12 @@ def family_of(cls: type) -> str | None:
     return None
 
 
+def families_of(model: torch.nn.Module) -> set[str]:
+    """The families of all modules of a model, and of the classes that theirs derive from."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    return {family_of(base) for base in bases} - {None}
+
+
 def announce(family: str) -> None:
     """Put our classes of a family of `MIXERS` or `UNPACKED` into `base.REPLACEMENTS`, once."""
     for name in (*MIXERS.get(family, ()), *language_models(family)):

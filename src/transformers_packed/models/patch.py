@@ -15,7 +15,7 @@ import torch
 
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
-from .base import ONLY_FASTER, REPLACEMENTS, become
+from .base import ONLY_FASTER, REPLACEMENTS, become, has_our_classes, transformers_model
 from .families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
 
@@ -77,7 +77,7 @@ def patch_model(model: Model) -> Model:
         # Copies of a built-in class, as libraries generate them, are told by the name.
         related=lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__),
     )
-    if not any(isinstance(module, ours) for module in model.modules()):
+    if not has_our_classes(model):
         _check_isolated(model)
     return model
 
@@ -87,10 +87,9 @@ def _announce_families(model: torch.nn.Module) -> None:
     # These bring triton along, which importing this package may not.
     from transformers import PreTrainedModel
 
-    from .mixers import announce, family_of, packed_class, text_model
+    from .mixers import announce, families_of, family_of, packed_class, text_model
 
-    bases = {base for module in model.modules() for base in type(module).__mro__}
-    families = {family_of(base) for base in bases} & {*MIXERS, *UNPACKED}
+    families = families_of(model) & {*MIXERS, *UNPACKED}
     for family in families:
         announce(family)
     if not families:
@@ -105,12 +104,10 @@ def _announce_families(model: torch.nn.Module) -> None:
 
 def _check_isolated(model: torch.nn.Module) -> None:
     """Raise unless `model` keeps documents apart without us."""
-    from transformers import PreTrainedModel
-
     from .mixers import family_of
 
     got, fix = type(model).__name__, "Only models of Transformers can be patched."
-    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    outermost = transformers_model(model)
     if outermost is not None:
         families = [family for family in map(family_of, type(outermost).__mro__) if family]
         if any(family in ISOLATED for family in families):

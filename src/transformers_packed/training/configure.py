@@ -13,12 +13,12 @@ from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.utils import logging
 
-from ..audit.state import transformers_model
 from ..data.collator import DataCollatorWithFlattening
 from ..data.cost import PackingCost
 from ..data.dataset import PackingDataset, arrow_lengths
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
+from ..models.base import has_our_classes, transformers_model
 from ..models.patch import patch_model
 from .guard import judge
 from .metrics import PackingMetricsCallback
@@ -26,7 +26,6 @@ from .reasons import (
     CALL,
     Reason,
     has_items,
-    has_our_classes,
     is_packed,
     is_sft_trainer,
     reason_against,
@@ -206,16 +205,14 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
         )
     if not has_items(dataset):
         return IterablePackingDataset(dataset, max_length, **options)
-    if "balance" not in options and not _has_cost(trainer.model):
-        options = {**options, "balance": True}
     defaults = {
         "world_size": args.world_size,
         # Every batch of every process is full then.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
-        "balance": trainer.model.config,
+        "balance": trainer.model.config if _has_cost(trainer.model) else True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
-    return PackingDataset(dataset, max_length, **{**defaults, **options})
+    return PackingDataset(dataset, max_length, **(defaults | options))
 
 
 def _has_cost(model: torch.nn.Module) -> bool:

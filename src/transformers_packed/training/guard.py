@@ -13,9 +13,10 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from ..audit.matrix import load_support_matrix
-from ..audit.state import text_config, transformers_model
+from ..audit.state import text_config
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
+from ..models.base import has_our_classes, transformers_model
 
 
 logger = logging.get_logger(__name__)
@@ -79,7 +80,7 @@ def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening) ->
     inner = transformers_model(model)
     if inner is None or collator.on_leak == "ignore":
         return
-    if any(type(module).__module__.startswith(__package__.partition(".")[0] + ".") for module in inner.modules()):
+    if has_our_classes(inner):
         return
     leak, doubt = judge(inner, collator)
     if leak is not None:
@@ -95,12 +96,8 @@ def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening) ->
 
 def judge(model: PreTrainedModel, collator: DataCollatorWithFlattening) -> tuple[ValueError | None, str | None]:
     """The complaint if the model leaks with what the collator gives; or else what is not known of it."""
-    types = load_support_matrix().types
-    model_type = model.config.model_type
-    inside = model_type not in types
-    if inside:
-        model_type = text_config(model).model_type
-    entry = types.get(model_type)
+    model_type, entry = audited(model)
+    inside = model_type != model.config.model_type
     if entry is None or "not_built" in entry:
         return None, f"no model of the type {model.config.model_type} was audited"
     source = _source(collator)
@@ -123,6 +120,15 @@ def judge(model: PreTrainedModel, collator: DataCollatorWithFlattening) -> tuple
         return None, f"its type leaks in {name} with {entry['attention']}, but was not audited with {implementation}"
     how = _HOW.get(found["kind"], "lets documents change one another")
     return _complaint(model, entry, source, f"{name} ({found['module']}) {how}"), None
+
+
+def audited(model: PreTrainedModel) -> tuple[str, dict | None]:
+    """The type by which the matrix knows a model, its own or else that of its text part, and its entry if it has one."""
+    types = load_support_matrix().types
+    model_type = model.config.model_type
+    if model_type not in types:
+        model_type = text_config(model).model_type
+    return model_type, types.get(model_type)
 
 
 def _complaint(model: PreTrainedModel, entry: dict, source: str, what: str) -> ValueError:

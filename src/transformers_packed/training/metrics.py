@@ -12,8 +12,8 @@ from accelerate.utils import gather
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
-from ..audit.state import transformers_model
 from ..data.cost import PackingCost
+from ..models.base import transformers_model
 from ..ops.dispatch import implementations_used
 
 

@@ -17,16 +17,17 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..audit.matrix import load_support_matrix
-from ..audit.state import text_config, transformers_model
+from ..audit.state import text_config
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
 from ..data.streaming import IterablePackingDataset
 from ..environment import planned_implementations
 from ..errors import input_error
-from ..models.base import REPLACEMENTS
+from ..models.auto import FAMILIES
+from ..models.base import transformers_model
 from ..models.families import MIXERS, UNPACKED
-from ..models.mixers import family_of
+from ..models.mixers import families_of, family_of
+from .guard import audited
 
 
 CALL = "configure_packing"
@@ -91,21 +92,16 @@ def has_items(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
-def has_our_classes(model: torch.nn.Module) -> bool:
-    ours = tuple(REPLACEMENTS.values())
-    return any(isinstance(module, ours) for module in model.modules())
-
-
 def way_of_isolation(trainer: Trainer) -> tuple[str, Reason | None]:
     """How the documents of this Trainer's model will be kept apart once it is patched, and what is in the way."""
     model = transformers_model(trainer.model)
     config = text_config(model)
     attention = config._attn_implementation
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
-    families = {family_of(base) for module in model.modules() for base in type(module).__mro__}
+    families = families_of(model)
     if families & set(UNPACKED):
         return "running the model on each document alone", None
-    hybrid = families & {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+    hybrid = families & set(FAMILIES)
     delta, heads = getattr(config, "linear_key_head_dim", None) or 128, getattr(config, "head_dim", None) or 128
     planned = planned_implementations(trainer.args.device, _compute_dtype(trainer), attention, delta, heads)
     if flash:
@@ -171,8 +167,7 @@ def _check_model(trainer: Trainer) -> Reason | None:
 def _check_measured(trainer: Trainer) -> Reason | None:
     """What the audit measured of the type with `patch_model`; `patch_model` itself knows what it was not made for."""
     model = transformers_model(trainer.model)
-    types = load_support_matrix().types
-    entry = types.get(model.config.model_type) or types.get(text_config(model).model_type)
+    _, entry = audited(model)
     if entry is None or "ours" not in entry or entry["ours"]["all"]["verdict"] != "leaks":
         return None
     where = entry["ours"]["all"]["module"]
