@@ -98,8 +98,8 @@ def main() -> int:
             continue
     label = "+".join(name for name in KERNELS if name in machine)
     results = []
-    runs = [(name, False, "sdpa") for name in args.model]
-    runs += [(name, True, attention) for attention in args.attn for name in args.model]
+    runs = [(name, True, attention) for attention in args.attn for name in args.model]
+    runs += [(name, False, "sdpa") for name in args.model]
     for run in runs:
         results.append(audit(*run, args.device))
         torch.cuda.empty_cache()

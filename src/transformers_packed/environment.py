@@ -55,7 +55,7 @@ def describe_environment() -> str:
 def planned_implementations(
     device: torch.device | str, dtype: torch.dtype, attention: str, delta_head_dim: int, attention_head_dim: int
 ) -> dict[str, tuple[str | None, str]]:
-    """What would run of each op on a packed row, `{op: (name, "")}`, or `(None, why nothing would)`.
+    """What would run of each op that keeps documents apart, `{op: (name, "")}`, or `(None, why nothing would)`.
 
     Args:
         device (`torch.device` or `str`):
@@ -68,11 +68,17 @@ def planned_implementations(
             The head dimensions of the gated delta rule and of attention.
     """
     planned: dict[str, tuple[str | None, str]] = {}
+    names = {
+        "gated delta rule": "gated delta rule",
+        "causal convolution": "causal convolution",
+        "convolution to heads": "causal convolution",
+        f"attention {attention}": "attention",
+    }
     for op, table, call, options in _calls(str(device), dtype, delta_head_dim, attention_head_dim):
-        kind, _, name = op.partition(" ")
-        if kind != "attention" or name == attention:
-            runs, refused = _first(table, call, options)
-            planned["attention" if kind == "attention" else op] = (runs, "; ".join(f"{n} {r}" for n, r in refused))
+        runs, refused = _first(table, call, options) if op in names else (None, [])
+        # The reference of the convolution to heads is the causal convolution.
+        if op in names and (op, runs) != ("convolution to heads", "reference"):
+            planned[names[op]] = (runs, "; ".join(f"{name} {reason}" for name, reason in refused))
     return planned
 
 

@@ -51,8 +51,8 @@ def every_second(x):
 class InterpretedTest(InterpretedKernelsTest):
     def setUp(self):
         super().setUp()
-        # What a kernel's program does for several tiles, it does for a few tokens too.
-        self.enterContext(mock.patch("transformers_packed.ops.triton_kernels.conv._TILES", 2))
+        # What a kernel's program does for its runs of many tokens, it does for runs of a few too.
+        self.enterContext(mock.patch("transformers_packed.ops.triton_kernels.conv._TOKENS", 6))
 
     def assert_same_bits(self, actual, expected, message=None):
         for a, b in zip(actual, expected, strict=True):
@@ -421,6 +421,7 @@ UNSERVED = [
     ("decay_float64", lambda impl: decay_and_rate(HALF, HALF, HALF[0, 0], HALF[0, 0], impl=impl), "not torch.float64"),
     ("conv_bias", lambda impl: convolve(ones(1, 5, 48), ones(48, 4), ones(48), impl=impl), "without a bias"),
     ("conv_activation", lambda impl: convolve(ones(1, 5, 48), ones(48, 4), None, "gelu", impl=impl), "SiLU"),
+    ("conv_width", lambda impl: convolve(ones(1, 5, 48), ones(48, 5), impl=impl), "up to 4 tokens, not 5"),
     (
         "conv_heads",
         lambda impl: convolve(ones(1, 5, 72), ones(72, 4), key_dim=24, value_dim=24, impl=impl),

@@ -221,6 +221,8 @@ def _triton_query_key_value(hidden_states, weight, bias, activation, *, key_head
 def _verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
     if bias is not None or activation not in ("silu", "swish"):
         return False, "serves SiLU without a bias only"
+    if weight.shape[1] > 4:
+        return False, f"serves windows of up to 4 tokens, not {weight.shape[1]}"
     if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
         return False, f"wants heads of one power of two of channels, from 16 to 256, not {key_dim} and {value_dim}"
     return verify_triton(hidden_states)

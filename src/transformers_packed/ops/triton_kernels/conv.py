@@ -4,10 +4,10 @@ and values, and the unit length of queries and keys.
     a_t = sum_s weight[:, W - 1 - s] * x_{t - s}    over shifts s that stay inside the document
     y_t = silu(a_t)                                 q_t, k_t: y_t / sqrt(|y_t|^2 + eps) for each head
 
-A program takes the channels of one head and a tile of tokens. Where a document begins is told by each token's position
-in its document: shift `s` is inside if the position is at least `s`. Forward reads `x` once (its shifted tiles are in
-the cache) and writes the three results, each contiguous; backward reads `x` and the three gradients and writes that of
-`x`. It makes `a` again, at each of the tokens that a token reaches, which costs less than to store it.
+A program takes the channels of one head and some runs of tokens, and goes through its runs token by token, with a
+window of up to four tokens in registers. So forward reads `x` and writes the three results, and backward reads `x` and
+the three gradients and writes that of `x`, each about once. Where a document begins is told by each token's position
+in its document: shift `s` is inside if the position is at least `s`.
 """
 
 import torch
@@ -18,107 +18,158 @@ from torch.autograd.function import once_differentiable
 from . import on_its_device
 
 
-# Tokens of a tile; tiles of a program of the backward, which adds up the gradient of the weight in registers.
-_TOKENS = 32
-_TILES = 8
+# Runs of a program, each of which a warp walks, and the tokens of a run.
+_RUNS = 4
+_TOKENS = 64
 
 
 @triton.jit
-def _convolve(x_ptr, stride, weight_ptr, column, token, position, W: tl.constexpr):
-    """`a` `[tokens, channels]` at `token`, with `position` -1 where there is none."""
-    total = tl.zeros((token.shape[0], column.shape[0]), tl.float32)
-    for shift in tl.static_range(W):
-        weight = tl.load(weight_ptr + column * W + (W - 1 - shift)).to(tl.float32)
-        inside = (position >= shift)[:, None]
-        at = (token - shift)[:, None] * stride + column[None, :]
-        total += weight[None, :] * tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    return total
+def _tap(weight_ptr, column, SHIFT: tl.constexpr, W: tl.constexpr):
+    """The weight `[1, channels]` of the token `SHIFT` before; 0 beyond the window."""
+    if SHIFT < W:
+        return tl.load(weight_ptr + column * W + (W - 1 - SHIFT)).to(tl.float32)[None, :]
+    else:
+        return tl.zeros((1, column.shape[0]), tl.float32)
+
+
+@triton.jit
+def _row(x_ptr, stride, column, token, length):
+    """A token `[runs, channels]` of each run; 0 outside of the row."""
+    inside = ((token >= 0) & (token < length))[:, None]
+    return tl.load(x_ptr + token[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _reaches(x, position, SHIFT: tl.constexpr, W: tl.constexpr):
+    """`x` where a token at `position` sees what is `SHIFT` before it, or is seen from there; else 0."""
+    return tl.where((position >= SHIFT)[:, None] & (SHIFT < W), x, 0.0)
+
+
+@triton.jit
+def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Of a head its tensor, the distance of its tokens there, and its columns."""
+    if head < KEY_HEADS:
+        pointer = q_ptr
+        first = head
+    elif head < 2 * KEY_HEADS:
+        pointer = k_ptr
+        first = head - KEY_HEADS
+    else:
+        pointer = v_ptr
+        first = head - 2 * KEY_HEADS
+    stride = tl.where(head < 2 * KEY_HEADS, KEY_HEADS * DIM, VALUE_HEADS * DIM)
+    return pointer, stride, first * DIM + tl.arange(0, DIM)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _forward(
     x_ptr, stride, weight_ptr, position_ptr, q_ptr, k_ptr, v_ptr, length, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     # One dimension, heads first: the others of a grid end at 65,535.
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
-    token = (tl.program_id(0) // heads).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = head * DIM + tl.arange(0, DIM)
+    y_ptr, y_stride, y_column = _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS, VALUE_HEADS, DIM)
+    w0, w1 = _tap(weight_ptr, column, 0, W), _tap(weight_ptr, column, 1, W)
+    w2, w3 = _tap(weight_ptr, column, 2, W), _tap(weight_ptr, column, 3, W)
+    token = ((tl.program_id(0) // heads).to(tl.int64) * RUNS + tl.arange(0, RUNS)) * TOKENS
+    x1 = _row(x_ptr, stride, column, token - 1, length)
+    x2 = _row(x_ptr, stride, column, token - 2, length)
+    x3 = _row(x_ptr, stride, column, token - 3, length)
+    x0 = _row(x_ptr, stride, column, token, length)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
-    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, W)
-    y = a * tl.sigmoid(a)
-    inside = (token < length)[:, None]
-    if head < 2 * KEY_HEADS:
-        y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
-        at = token[:, None] * (KEY_HEADS * DIM) + column[None, :]
-        if head < KEY_HEADS:
-            tl.store(q_ptr + at, y.to(q_ptr.dtype.element_ty), mask=inside)
-        else:
-            tl.store(k_ptr + at - KEY_HEADS * DIM, y.to(k_ptr.dtype.element_ty), mask=inside)
-    else:
-        at = token[:, None] * (VALUE_HEADS * DIM) + (column - 2 * KEY_HEADS * DIM)[None, :]
-        tl.store(v_ptr + at, y.to(v_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _slope(
-    x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, token, position, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """The gradient of `a` at `token`; 0 where `position` is negative."""
-    a = _convolve(x_ptr, stride, weight_ptr, column, token, position, W)
-    sigmoid = tl.sigmoid(a)
-    inside = (position >= 0)[:, None]
-    if head < 2 * KEY_HEADS:
-        at = token[:, None] * (KEY_HEADS * DIM) + column[None, :]
-        if head < KEY_HEADS:
-            dy = tl.load(dq_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        else:
-            dy = tl.load(dk_ptr + at - KEY_HEADS * DIM, mask=inside, other=0.0).to(tl.float32)
-        y = a * sigmoid
-        r = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
-        dy = r * (dy - y * r * r * tl.sum(dy * y, 1)[:, None])
-    else:
-        at = token[:, None] * (VALUE_HEADS * DIM) + (column - 2 * KEY_HEADS * DIM)[None, :]
-        dy = tl.load(dv_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    return dy * sigmoid * (1.0 + a * (1.0 - sigmoid))
+    for _ in range(TOKENS):
+        # What the next token needs is under way while this one is computed.
+        next_x = _row(x_ptr, stride, column, token + 1, length)
+        next_position = tl.load(position_ptr + token + 1, mask=token + 1 < length, other=-1)
+        a = w0 * x0 + w1 * _reaches(x1, position, 1, W)
+        a += w2 * _reaches(x2, position, 2, W) + w3 * _reaches(x3, position, 3, W)
+        y = a * tl.sigmoid(a)
+        if head < 2 * KEY_HEADS:
+            y *= tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
+        at = token[:, None] * y_stride + y_column[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(token < length)[:, None])
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        x0 = next_x
+        position = next_position
+        token += 1
 
 
 @triton.jit(do_not_specialize=["length"])
 def _backward(
     x_ptr, stride, weight_ptr, position_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, length, eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr,
-    TILES: tl.constexpr, TAPS: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
-    program = (tl.program_id(0) // heads).to(tl.int64)
+    program = tl.program_id(0) // heads
     column = head * DIM + tl.arange(0, DIM)
     channels = heads * DIM
-    taps = tl.arange(0, TAPS)
-    dweight = tl.zeros((DIM, TAPS), tl.float32)
-    for tile in range(TILES):
-        token = (program * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
-        here = tl.load(position_ptr + token, mask=token < length, other=-1)
-        dx = tl.zeros((TOKENS, DIM), tl.float32)
-        for shift in tl.static_range(W):
-            # The token `shift` later sees this one, if it is that far inside its document.
-            later = token + shift
-            position = tl.load(position_ptr + later, mask=later < length, other=-1)
-            position = tl.where(position >= shift, position, -1)
-            da = _slope(
-                x_ptr, stride, weight_ptr, dq_ptr, dk_ptr, dv_ptr, head, column, later, position, eps,
-                KEY_HEADS, VALUE_HEADS, DIM, W,
-            )  # fmt: skip
-            dx += da * tl.load(weight_ptr + column * W + (W - 1 - shift)).to(tl.float32)[None, :]
-            x = tl.load(x_ptr + token[:, None] * stride + column[None, :], mask=(here >= 0)[:, None], other=0.0)
-            tap = tl.sum(da * x.to(tl.float32), 0)
-            dweight += tl.where((taps == W - 1 - shift)[None, :], tap[:, None], 0.0)
-        at = token[:, None] * channels + column[None, :]
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(here >= 0)[:, None])
-    at = (program * channels + column)[:, None] * W + taps[None, :]
-    tl.store(dweight_ptr + at, dweight, mask=(taps < W)[None, :])
+    dy_ptr, dy_stride, dy_column = _part(head, dq_ptr, dk_ptr, dv_ptr, KEY_HEADS, VALUE_HEADS, DIM)
+    w0, w1 = _tap(weight_ptr, column, 0, W), _tap(weight_ptr, column, 1, W)
+    w2, w3 = _tap(weight_ptr, column, 2, W), _tap(weight_ptr, column, 3, W)
+    zeros = tl.zeros((RUNS, DIM), tl.float32)
+    dw0 = zeros
+    dw1 = zeros
+    dw2 = zeros
+    dw3 = zeros
+    # From the last token that sees one of the run, backwards: what is known so far of dx at the token, and before it.
+    token = (program.to(tl.int64) * RUNS + tl.arange(0, RUNS)) * TOKENS + TOKENS + 2
+    dx0 = zeros
+    dx1 = zeros
+    dx2 = zeros
+    x0 = _row(x_ptr, stride, column, token, length)
+    x1 = _row(x_ptr, stride, column, token - 1, length)
+    x2 = _row(x_ptr, stride, column, token - 2, length)
+    x3 = _row(x_ptr, stride, column, token - 3, length)
+    dy = _row(dy_ptr, dy_stride, dy_column, token, length)
+    position = tl.load(position_ptr + token, mask=token < length, other=-1)
+    for step in range(TOKENS + 3):
+        next_x = _row(x_ptr, stride, column, token - 4, length)
+        next_dy = _row(dy_ptr, dy_stride, dy_column, token - 1, length)
+        next_position = tl.load(position_ptr + token - 1, mask=(token >= 1) & (token - 1 < length), other=-1)
+        seen1 = _reaches(x1, position, 1, W)
+        seen2 = _reaches(x2, position, 2, W)
+        seen3 = _reaches(x3, position, 3, W)
+        a = w0 * x0 + w1 * seen1 + w2 * seen2 + w3 * seen3
+        sigmoid = tl.sigmoid(a)
+        if head < 2 * KEY_HEADS:
+            y = a * sigmoid
+            r = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
+            dy = r * (dy - y * r * r * tl.sum(dy * y, 1)[:, None])
+        da = dy * sigmoid * (1.0 + a * (1.0 - sigmoid))
+        dx = dx0 + w0 * da
+        dx0 = dx1 + w1 * _reaches(da, position, 1, W)
+        dx1 = dx2 + w2 * _reaches(da, position, 2, W)
+        dx2 = w3 * _reaches(da, position, 3, W)
+        # The first ones belong to the run that follows.
+        if step >= 3:
+            dw0 += da * x0
+            dw1 += da * seen1
+            dw2 += da * seen2
+            dw3 += da * seen3
+            at = token[:, None] * channels + column[None, :]
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(token < length)[:, None])
+        x0 = x1
+        x1 = x2
+        x2 = x3
+        x3 = next_x
+        dy = next_dy
+        position = next_position
+        token -= 1
+    at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
+    tl.store(at, tl.sum(dw0, 0))
+    if W > 1:
+        tl.store(at - 1, tl.sum(dw1, 0))
+    if W > 2:
+        tl.store(at - 2, tl.sum(dw2, 0))
+    if W > 3:
+        tl.store(at - 3, tl.sum(dw3, 0))
 
 
 class ConvolvedQueryKeyValue(torch.autograd.Function):
@@ -133,9 +184,9 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position)
-        ctx.heads, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _TOKENS), eps
-        grid = ((2 * key_heads + value_heads) * triton.cdiv(length, _TOKENS),)
-        _forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.heads)
+        ctx.sizes, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS), eps
+        grid = ((2 * key_heads + value_heads) * triton.cdiv(length, _RUNS * _TOKENS),)
+        _forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS)
         return q, k, v
 
     @staticmethod
@@ -143,13 +194,12 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x, weight, position = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
-        key_heads, value_heads, _, width, tokens = ctx.heads
+        key_heads, value_heads = ctx.sizes[:2]
         dx = x.new_empty(x.shape)
-        programs = triton.cdiv(len(x), tokens * _TILES)
+        programs = triton.cdiv(len(x), _RUNS * _TOKENS)
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
         grid = ((2 * key_heads + value_heads) * programs,)
         _backward[grid](
-            x, x.stride(0), weight, position, dq, dk, dv, dx, dweight, len(x), ctx.eps, *ctx.heads,
-            _TILES, triton.next_power_of_2(width),
-        )  # fmt: skip
+            x, x.stride(0), weight, position, dq, dk, dv, dx, dweight, len(x), ctx.eps, *ctx.sizes, num_warps=_RUNS
+        )
         return dx, dweight.sum(0).to(weight.dtype), None, None, None, None, None
