@@ -185,7 +185,7 @@ CASES = [
         partial(_convolved, key_heads=1, dim=16),
         _make_convolved,
         per_token=1,
-        small=[{"heads": 4, "dim": 16}, {"heads": 3, "dim": 16, "width": 3}],
+        small=[{"heads": 4, "dim": 16}, {"heads": 3, "dim": 16, "width": 3}, {"heads": 3, "dim": 32, "width": 2}],
         released=[],
     ),
     Case(

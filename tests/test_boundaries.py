@@ -6,6 +6,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.models.packed_inputs import resolve_boundaries
 
 
 LENGTHS = [
@@ -173,6 +174,14 @@ class SequenceBoundariesTest(unittest.TestCase):
         self.assertEqual(boundaries.cu_seqlens.device.type, "cpu")
         self.assertIs(moved.cu_seqlens_cpu, boundaries.cu_seqlens_cpu)
         self.assertTrue(moved.same_as(boundaries))
+
+    def test_a_model_takes_boundaries_on_the_host_to_its_tokens(self):
+        tokens = torch.zeros(1, 5, dtype=torch.long, device="meta")
+        inputs = dict.fromkeys(("inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"))
+        for given in ({"cu_seqlens": ids(0, 2, 5)}, {"boundaries": SequenceBoundaries.from_lengths([2, 3])}):
+            boundaries = resolve_boundaries("forward", given, input_ids=tokens, **inputs)
+            self.assertEqual(boundaries.cu_seqlens.device.type, "meta")
+            self.assertEqual(boundaries.lengths, [2, 3])
 
     def test_derived_values_never_read_the_device(self):
         # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.

@@ -128,7 +128,8 @@ def resolve_boundaries(
 ) -> SequenceBoundaries | None:
     """Decide once, at the top of a model, whether its input is a packed row and where its documents are.
 
-    The packing keywords are taken out of `kwargs`, so that a row that is not packed leaves no trace of them.
+    The packing keywords are taken out of `kwargs`, so that a row that is not packed leaves no trace of them. Boundaries
+    that come on the host, which saves a wait for the device, go to where the tokens are.
 
     Raises:
         `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
@@ -137,9 +138,9 @@ def resolve_boundaries(
     given = kwargs.pop("boundaries", None)
     metadata = {name: kwargs.pop(name, None) for name in METADATA}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
-    if given is not None:
-        return given
     tokens = input_ids if input_ids is not None else inputs_embeds
+    if given is not None:
+        return given if tokens is None else given.to(tokens.device, non_blocking=True)
     if tokens is None:
         return None
     rows, total_length = tokens.shape[:2]
@@ -170,7 +171,7 @@ def resolve_boundaries(
     ):
         if value is not None:
             raise input_error(call, expected=f"a packed row ({source}) without {name}", got=name, fix=fix)
-    return boundaries
+    return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
 
 
 def mask_targets_across_documents(
