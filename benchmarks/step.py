@@ -72,11 +72,11 @@ ARMS = {
 PACKAGES = ("flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "liger-kernel", "triton")
 # Kernels by name; the first that matches counts.
 GROUPS = {
-    "gated delta rule": r"gdr|gdn|gated_delta|chunk_|kkt|wy_|cumsum|l2norm",
+    "gated delta rule": r"gdr|gdn|gated_delta|chunk_|kkt|wy_|cumsum|l2norm|prepare_h|group_reduce|decay",
     "convolution": r"conv",
     "attention": r"flash_fwd|flash_bwd|flash::|fmha|attention|rotary",
     "loss": r"softmax_minus|cross_entropy|nll|log_softmax|liger_cross",
-    "norms": r"norm|rms|triton_.*_forward_kernel$",
+    "norms and gates": r"norm|rms|_gate_|swiglu|silu",
     "matmul": r"gemm|nvjet|cutlass|xmma|wgmma|sm90_|matmul|cublas",
 }
 
@@ -314,7 +314,7 @@ def profile(arm: Arm) -> dict[str, float]:
         groups[group] += milliseconds
         groups["all kernels"] += milliseconds
         rest[event.name] = rest.get(event.name, 0.0) + milliseconds
-    for name, milliseconds in sorted(rest.items(), key=lambda item: -item[1])[:25]:
+    for name, milliseconds in sorted(rest.items(), key=lambda item: -item[1])[:40]:
         print(f"    {milliseconds:8.2f} ms  {name[:110]}")
     return {k: round(v, 2) for k, v in groups.items()} | {"host": round(1000 * host, 2), "launches": launches}
 
@@ -377,7 +377,7 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing in every arm")
     parser.add_argument("--profile", action="store_true", help="kernel time by group, and the host's time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("JSON", "PNG"), help="only draw an earlier run")
     args = parser.parse_args()
     if args.plot:
@@ -390,21 +390,21 @@ def main() -> int:
     rate = gemm_rate(args.device)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     print(f"{machine}, best matrix product {rate / 1e12:.0f} TFLOP/s", versions())
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": machine,
-        "versions": versions(),
-        "gemm_flops_per_second": rate,
-        "runs": [],
-    }
+    report = {"machine": machine, "versions": versions(), "runs": []}
+    if args.output and args.output.exists():
+        earlier = json.loads(args.output.read_text())
+        if any(earlier[key] != report[key] for key in ("machine", "versions")):
+            parser.error(f"{args.output} holds runs of another machine or of other versions; name another file")
+        report = earlier
     for model in args.models:
         for tokens in args.tokens:
             for distribution in args.lengths:
-                report["runs"].append(measure(model, distribution, tokens, args, rate))
-                report["implementations"] = implementations_used()
+                run = {"command": " ".join(["python", *sys.argv]), "gemm_flops_per_second": rate}
+                run |= measure(model, distribution, tokens, args, rate)
+                report["runs"].append(run | {"implementations": implementations_used()})
                 if args.output:
                     args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(report["implementations"])
+    print(implementations_used())
     return 0
 
 

@@ -49,7 +49,7 @@ class EnvironmentTest(unittest.TestCase):
 
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     def test_what_the_fused_ops_would_run_on_a_gpu(self):
-        with mock.patch("transformers_packed.ops.kernels._on_gpu", lambda tensor: True):
+        with mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True):
             lines = environment.describe_environment().splitlines()
         choices = {tuple(line.split()) for line in lines if not line.strip().startswith("not ")}
         for op in FUSED:

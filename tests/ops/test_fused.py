@@ -456,7 +456,7 @@ class BadInputTest(InterpretedKernelsTest):
         with self.assertRaisesRegex(ValueError, f"{op}: expected impl="):
             case.op("fla", *inputs)
         with (
-            mock.patch("transformers_packed.ops.kernels._on_gpu", lambda tensor: False),
+            mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: False),
             self.assertRaisesRegex(ValueError, f"{op}: expected .* got triton: needs CUDA tensors"),
         ):
             case.op("triton", *inputs)

@@ -10,6 +10,10 @@ import torch
 import transformers
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ..ops.linear import can_share_input, shared_input_linears
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 REPLACEMENTS: dict[type, type] = {}
 # Those of them that are only faster: documents are kept apart without them.
@@ -53,6 +57,23 @@ def become(module: torch.nn.Module, cls: type) -> None:
 def is_plain(module: torch.nn.Module, cls: type) -> bool:
     """Whether the module runs the forward of `cls` and nothing else: no adapter, and no forward of its own."""
     return type(module) is cls and "forward" not in vars(module)
+
+
+def is_bare_linear(module: torch.nn.Module) -> bool:
+    """Whether the module is a linear layer that nothing hooks into, so that its weight says all that it does."""
+    if not is_plain(module, torch.nn.Linear) or type(module.weight) not in (torch.nn.Parameter, torch.Tensor):
+        return False
+    state = vars(module)
+    return not any(state[hooks] for hooks in _HOOKS)
+
+
+def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """What each of these linear layers makes of `hidden_states`, in one step of autograd where that is possible."""
+    if not torch.compiler.is_compiling() and all(is_bare_linear(layer) and layer.bias is None for layer in layers):
+        weights = [layer.weight for layer in layers]
+        if can_share_input(hidden_states, weights):
+            return shared_input_linears(hidden_states, *weights)
+    return tuple(layer(hidden_states) for layer in layers)
 
 
 def convert(model: torch.nn.Module) -> None:

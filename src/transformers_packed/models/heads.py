@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
-from .base import is_plain
+from .base import is_bare_linear
 
 
 def classify_documents(
@@ -73,10 +73,7 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
         or logits_to_keep
     ):
         return False
-    head = model.lm_head
-    plain = is_plain(head, torch.nn.Linear) and type(head.weight.data) is torch.Tensor
-    hooked = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-    return plain and not hooked and model.loss_function is ForCausalLMLoss
+    return is_bare_linear(model.lm_head) and model.loss_function is ForCausalLMLoss
 
 
 class _LogitsOnDemand:

@@ -152,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         losses = hidden_states.new_zeros(len(labels), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden_states) if for_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         buffer = hidden_states.new_empty(min(chunk_size, len(labels)), weight.shape[0])
         for start in range(0, len(labels), chunk_size):
@@ -166,9 +166,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if for_hidden:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if for_weight:
-                _add_product(d_weight, logits.t(), chunk)
+                d_weight = _add_product(d_weight, logits.t(), chunk)
             if for_bias:
                 d_bias += logits.sum(0, dtype=torch.float32)
+        if for_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
         ctx.gradients, ctx.scale = (d_hidden, d_weight, d_bias), scale
         return losses.sum() * scale
 
@@ -192,14 +194,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total += left @ right` with sums in float32 whatever the factors are."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`total + left @ right`, in `total` if there is one, with sums in float32 whatever the factors are."""
+    dtype = torch.float32
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    if total is None:
+        total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    return total.addmm_(left.to(dtype), right.to(dtype))
 
 
 def _torch_softmax_step(logits, labels, label_smoothing, gradient_too):

@@ -69,8 +69,8 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given depends on the
     lengths of the documents, which are different in each row.
     """
-    call = _run if kwargs.get("boundaries") is None else _run_outside_of_graphs
-    return call(op, impl, table, *args, **kwargs)
+    outside = torch.compiler.is_compiling() and kwargs.get("boundaries") is not None
+    return (_run_outside_of_graphs if outside else _run)(op, impl, table, *args, **kwargs)
 
 
 def _run(op, impl, table, *args, **kwargs):

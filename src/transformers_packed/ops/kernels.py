@@ -151,13 +151,13 @@ def _triton_problem() -> str:
     return "has not been tried on AMD GPUs" if torch.version.hip else ""
 
 
-def _on_gpu(tensor: torch.Tensor) -> bool:
+def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
 def verify_triton(tensor: torch.Tensor) -> tuple[bool, str]:
     """Whether this package's own Triton kernels serve a tensor."""
-    if not _on_gpu(tensor):
+    if not on_gpu(tensor):
         return False, "needs CUDA tensors"
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False, f"serves float32, float16 and bfloat16, not {tensor.dtype}"

@@ -22,7 +22,7 @@ from ...ops import (
     sigmoid_gate,
     swiglu,
 )
-from ..base import PackedModelMixin, is_plain, only_faster, replaces_builtin
+from ..base import PackedModelMixin, is_plain, only_faster, project, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import (
@@ -39,8 +39,8 @@ from ..padding import PackedGenerationMixin, padded_batch
 class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
-        z = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
-        return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+        z, mixed_qkv, b, a = project(hidden_states, self.in_proj_z, self.in_proj_qkv, self.in_proj_b, self.in_proj_a)
+        return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
     @force_accelerate_hooks("conv1d")
     def forward(
@@ -83,19 +83,18 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        query, key, value = (
-            x[:, -length:]
-            for x in convolved_query_key_value(
-                mixed_qkv,
-                self.conv1d.weight.squeeze(1),
-                self.conv1d.bias,
-                self.activation,
-                key_heads=self.num_k_heads,
-                key_dim=self.head_k_dim,
-                value_dim=self.head_v_dim,
-                boundaries=boundaries,
-            )
+        query, key, value = convolved_query_key_value(
+            mixed_qkv,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.activation,
+            key_heads=self.num_k_heads,
+            key_dim=self.head_k_dim,
+            value_dim=self.head_v_dim,
+            boundaries=boundaries,
         )
+        if cache_params is not None:
+            query, key, value = (x[:, -length:] for x in (query, key, value))
         g, beta = decay_and_rate(a, b, self.A_log, self.dt_bias)
         output, recurrent_state = gated_delta_rule(
             query,
@@ -111,7 +110,8 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
-        return self.out_proj(output)
+        (output,) = project(output, self.out_proj)
+        return output
 
 
 @replaces_builtin
@@ -128,9 +128,14 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         boundaries = boundaries_from_metadata(f"{type(self).__name__}.forward", hidden_states.shape[1], kwargs)
         shape = hidden_states.shape[:-1]
-        query_gate = self.q_proj(hidden_states).view(*shape, -1, 2 * self.head_dim)
-        key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
+        query_gate, key, value = (
+            x.view(*shape, -1, dim)
+            for x, dim in zip(
+                project(hidden_states, self.q_proj, self.k_proj, self.v_proj),
+                (2 * self.head_dim, self.head_dim, self.head_dim),
+                strict=True,
+            )
+        )
         cos, sin = position_embeddings
         query, key, gate = normed_rotary(
             query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.q_norm.eps
@@ -149,7 +154,8 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
+        (output,) = project(sigmoid_gate(gate.flatten(2), output.flatten(2)), self.o_proj)
+        return output, weights
 
 
 @only_faster
@@ -172,7 +178,8 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.hidden_act not in ("silu", "swish"):
             return super().forward(x)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        (x,) = project(swiglu(*project(x, self.gate_proj, self.up_proj)), self.down_proj)
+        return x
 
 
 @only_faster

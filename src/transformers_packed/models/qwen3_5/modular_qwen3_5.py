@@ -7,7 +7,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
-from ..base import PackedModelMixin, replaces_builtin
+from ..base import PackedModelMixin, project, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..multimodal import packed_mrope_position_ids
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
@@ -28,8 +28,8 @@ from ..qwen3_next.modular_qwen3_next import (
 class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
-        z = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
-        return self.in_proj_qkv(hidden_states), z, self.in_proj_b(hidden_states), self.in_proj_a(hidden_states)
+        z, mixed_qkv, b, a = project(hidden_states, self.in_proj_z, self.in_proj_qkv, self.in_proj_b, self.in_proj_a)
+        return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
 
 class Qwen3_5Attention(Qwen3NextAttention):

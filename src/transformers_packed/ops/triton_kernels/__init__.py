@@ -16,7 +16,10 @@ def on_its_device(function: Callable) -> Callable:
 
     @wraps(function)
     def launch(*args, **kwargs):
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, torch.Tensor))):
+        device = next(x for x in args if isinstance(x, torch.Tensor)).device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
             return function(*args, **kwargs)
 
     return launch

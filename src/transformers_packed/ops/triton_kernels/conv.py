@@ -62,7 +62,7 @@ def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.co
 
 
 @triton.jit(do_not_specialize=["length"])
-def _forward(
+def _convolution_forward(
     x_ptr, stride, weight_ptr, position_ptr, q_ptr, k_ptr, v_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -100,7 +100,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["length"])
-def _backward(
+def _convolution_backward(
     x_ptr, stride, weight_ptr, position_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -186,7 +186,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         ctx.save_for_backward(x, weight, position)
         ctx.sizes, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS), eps
         grid = ((2 * key_heads + value_heads) * triton.cdiv(length, _RUNS * _TOKENS),)
-        _forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS)
+        _convolution_forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS)
         return q, k, v
 
     @staticmethod
@@ -199,7 +199,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         programs = triton.cdiv(len(x), _RUNS * _TOKENS)
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
         grid = ((2 * key_heads + value_heads) * programs,)
-        _backward[grid](
+        _convolution_backward[grid](
             x, x.stride(0), weight, position, dq, dk, dv, dx, dweight, len(x), ctx.eps, *ctx.sizes, num_warps=_RUNS
         )
         return dx, dweight.sum(0).to(weight.dtype), None, None, None, None, None

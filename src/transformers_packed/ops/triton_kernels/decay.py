@@ -19,7 +19,7 @@ _TOKENS = 64
 
 
 @triton.jit(do_not_specialize=["length"])
-def _forward(
+def _decay_forward(
     a_ptr, b_ptr, a_log_ptr, dt_ptr, g_ptr, beta_ptr, length, a_stride, b_stride, heads,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
-def _backward(
+def _decay_backward(
     dg_ptr, dbeta_ptr, a_ptr, b_ptr, a_log_ptr, dt_ptr, g_ptr, da_ptr, db_ptr, sums_ptr, length, a_stride, b_stride,
     heads, tiles, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ class DecayAndRate(torch.autograd.Function):
         beta = torch.empty(length, heads, dtype=b.dtype, device=b.device)
         ctx.tile = {"TOKENS": _TOKENS, "HEADS": triton.next_power_of_2(heads)}
         grid = (triton.cdiv(length, _TOKENS),)
-        _forward[grid](a, b, a_log, dt_bias, g, beta, length, a.stride(0), b.stride(0), heads, **ctx.tile)
+        _decay_forward[grid](a, b, a_log, dt_bias, g, beta, length, a.stride(0), b.stride(0), heads, **ctx.tile)
         ctx.save_for_backward(a, b, a_log, dt_bias, g)
         return g, beta
 
@@ -96,7 +96,7 @@ class DecayAndRate(torch.autograd.Function):
         tiles = triton.cdiv(length, _TOKENS)
         programs = programs_for(tiles, a.device)
         sums = torch.empty(programs, 2, heads, dtype=torch.float32, device=a.device)
-        _backward[(programs,)](
+        _decay_backward[(programs,)](
             dg, dbeta, a, b, a_log, dt_bias, g, da, db, sums, length, a.stride(0), b.stride(0), heads, tiles, **ctx.tile
         )  # fmt: skip
         d_a_log, d_dt = sums.sum(0)

@@ -12,7 +12,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -24,7 +24,7 @@ def _forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _backward(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_backward(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -52,7 +52,7 @@ class GatedProduct(torch.autograd.Function):
         ctx.save_for_backward(gate, x)
         ctx.silu = silu
         if y.numel():
-            _forward[(triton.cdiv(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
+            _gate_forward[(triton.cdiv(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
         return y
 
     @staticmethod
@@ -62,5 +62,5 @@ class GatedProduct(torch.autograd.Function):
         dy = dy.contiguous()
         dgate, dx = torch.empty_like(gate), torch.empty_like(x)
         if dy.numel():
-            _backward[(triton.cdiv(dy.numel(), _BLOCK),)](dy, gate, x, dgate, dx, dy.numel(), ctx.silu, _BLOCK)
+            _gate_backward[(triton.cdiv(dy.numel(), _BLOCK),)](dy, gate, x, dgate, dx, dy.numel(), ctx.silu, _BLOCK)
         return dgate, dx, None

@@ -21,7 +21,7 @@ _PROGRAMS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _norm_forward(
     x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, eps,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
-def _backward(
+def _norm_backward(
     dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, rows, width, tiles,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ class RMSNorm(torch.autograd.Function):
         tile = _tile(width)
         grid = (triton.cdiv(rows, tile["ROWS"]),)
         options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
-        _forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
+        _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
         ctx.save_for_backward(total, weight, gate, r)
         ctx.options = options
         return y if residual is None else (y, total)
@@ -120,7 +120,9 @@ class RMSNorm(torch.autograd.Function):
         tiles = triton.cdiv(rows, ctx.options["ROWS"])
         programs = programs_for(tiles, x.device)
         dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        _backward[(programs,)](dy, dsum, x, gate, weight, r, dx, dgate, dweight, rows, width, tiles, **ctx.options)
+        _norm_backward[(programs,)](
+            dy, dsum, x, gate, weight, r, dx, dgate, dweight, rows, width, tiles, **ctx.options
+        )
         dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
         return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None

@@ -28,7 +28,7 @@ def _partner(column, ROTARY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length"])
-def _forward(
+def _rotary_forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, gate_ptr, r_ptr, length, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
-def _backward(
+def _rotary_backward(
     dq_ptr, dk_ptr, dgate_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, r_ptr, dq_in_ptr, dk_in_ptr,
     dweight_ptr, length, tiles,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
@@ -123,7 +123,7 @@ class NormedRotary(torch.autograd.Function):
         r = torch.empty(length, q_heads + k.shape[1], dtype=torch.float32, device=q.device)
         ctx.sizes = (q_heads, k.shape[1], dim, cos.shape[1], _TOKENS)
         grid = (triton.cdiv(length, _TOKENS), q_heads + k.shape[1])
-        _forward[grid](q, k, q_weight, k_weight, cos, sin, q_out, k_out, gate, r, length, eps, *ctx.sizes)
+        _rotary_forward[grid](q, k, q_weight, k_weight, cos, sin, q_out, k_out, gate, r, length, eps, *ctx.sizes)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, r)
         return q_out, k_out, gate
 
@@ -137,7 +137,7 @@ class NormedRotary(torch.autograd.Function):
         tiles = triton.cdiv(len(q), _TOKENS)
         programs = programs_for(tiles, q.device)
         dweight = torch.empty(programs, q_heads + k_heads, dim, dtype=torch.float32, device=q.device)
-        _backward[(programs, q_heads + k_heads)](
+        _rotary_backward[(programs, q_heads + k_heads)](
             dq_out, dk_out, dgate, q, k, q_weight, k_weight, cos, sin, r, dq, dk, dweight, len(q), tiles, *ctx.sizes
         )
         dweight = dweight.sum(0)

@@ -7,44 +7,66 @@ import triton.language as tl
 from . import on_its_device
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _logits(logits_ptr, columns, vocab):
+    return tl.load(logits_ptr + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+
+
 @triton.jit
 def _softmax_minus_target(
-    logits_ptr, labels_ptr, losses_ptr, vocab, stride, smoothing, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits_ptr, labels_ptr, losses_ptr, vocab, stride, smoothing, SMOOTHS: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    # Before the reductions, which all threads wait for: below, another one may have overwritten it. A label that is no
-    # word makes the loss NaN.
+    # A label that is no word makes the loss NaN.
     known = (label >= 0) & (label < vocab)
     target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK)
-    # Each lane keeps the largest logit that it saw, and a sum relative to that.
+    # Each lane keeps the largest logit that it saw, and a sum relative to that. It takes four at a time, so that five
+    # exponentials do where one at a time would need eight.
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(largest, x)
+    for start in range(0, vocab, 4 * BLOCK):
+        at = start + columns
+        x0 = _logits(logits_ptr, at, vocab)
+        x1 = _logits(logits_ptr, at + BLOCK, vocab)
+        x2 = _logits(logits_ptr, at + 2 * BLOCK, vocab)
+        x3 = _logits(logits_ptr, at + 3 * BLOCK, vocab)
+        new = tl.maximum(tl.maximum(largest, tl.maximum(x0, x1)), tl.maximum(x2, x3))
         # A lane that saw nothing but -inf has no difference to take.
-        reference = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(largest - reference) + tl.exp(x - reference)
+        reference = tl.where(new == float("-inf"), 0.0, new) * _LOG2_E
+        total = total * tl.exp2(largest * _LOG2_E - reference)
+        total += tl.exp2(x0 * _LOG2_E - reference) + tl.exp2(x1 * _LOG2_E - reference)
+        total += tl.exp2(x2 * _LOG2_E - reference) + tl.exp2(x3 * _LOG2_E - reference)
         largest = new
-        plain += tl.where(inside, x, 0.0)
+        if SMOOTHS:
+            plain += tl.where(at < vocab, x0, 0.0) + tl.where(at + BLOCK < vocab, x1, 0.0)
+            plain += tl.where(at + 2 * BLOCK < vocab, x2, 0.0) + tl.where(at + 3 * BLOCK < vocab, x3, 0.0)
     top = tl.max(largest, 0)
-    log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    log_total = top + tl.log(tl.sum(total * tl.exp2((largest - top) * _LOG2_E), 0))
     loss = log_total - (1.0 - smoothing) * target
-    if smoothing > 0.0:
+    if SMOOTHS:
         loss -= smoothing * tl.sum(plain, 0) / vocab
     tl.store(losses_ptr + row, loss)
     if GRADIENT:
+        share = smoothing / vocab
+        reference = log_total * _LOG2_E
         for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - log_total) - smoothing / vocab
-            gradient -= tl.where(start + columns == label, 1.0 - smoothing, 0.0)
-            tl.store(logits_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+            at = start + columns
+            gradient = tl.exp2(_logits(logits_ptr, at, vocab) * _LOG2_E - reference)
+            if SMOOTHS:
+                gradient -= share
+            tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < vocab)
+        # Behind all that the other threads write, the target's own.
+        tl.debug_barrier()
+        gradient = tl.exp2(target * _LOG2_E - reference) - share - (1.0 - smoothing)
+        tl.store(logits_ptr + label, gradient.to(logits_ptr.dtype.element_ty), mask=known)
 
 
 @on_its_device
@@ -54,7 +76,6 @@ def softmax_minus_target(
     """The loss of each row `[C]`, float32; `logits` `[C, V]` become the gradient of its sum."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(8192, triton.next_power_of_2(vocab))
     _softmax_minus_target[(rows,)](
         logits,
         labels.contiguous(),
@@ -62,8 +83,9 @@ def softmax_minus_target(
         vocab,
         logits.stride(0),
         float(label_smoothing),
+        label_smoothing > 0,
         gradient_too,
-        block,
-        num_warps=16,
+        min(2048, triton.next_power_of_2(vocab)),
+        num_warps=8,
     )
     return losses
