@@ -13,8 +13,6 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from ..ops.linear import can_share_input, shared_input_linears
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 REPLACEMENTS: dict[type, type] = {}
 # Those of them that are only faster: documents are kept apart without them.
 ONLY_FASTER: set[type] = set()
@@ -61,10 +59,14 @@ def is_plain(module: torch.nn.Module, cls: type) -> bool:
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
     """Whether the module is a linear layer that nothing hooks into, so that its weight says all that it does."""
-    if not is_plain(module, torch.nn.Linear) or type(module.weight) not in (torch.nn.Parameter, torch.Tensor):
-        return False
     state = vars(module)
-    return not any(state[hooks] for hooks in _HOOKS)
+    return (
+        type(module) is torch.nn.Linear
+        and "forward" not in state
+        and type(module.weight) in (torch.nn.Parameter, torch.Tensor)
+        and not (state["_forward_hooks"] or state["_forward_pre_hooks"])
+        and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
+    )
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:

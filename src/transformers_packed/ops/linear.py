@@ -9,6 +9,7 @@ result. One step costs the host a fraction of one per layer.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from . import kernels
@@ -20,12 +21,11 @@ def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]
     No cast may stand between them and their input, as under autocast. On a CPU the host's time is no part of a step, and
     gradients keep the order of additions of the layers alone.
     """
-    dtype, device = hidden_states.dtype, hidden_states.device
-    if not kernels.on_gpu(hidden_states):
+    dtype = hidden_states.dtype
+    if not kernels.on_gpu(hidden_states) or any(weight.dtype != dtype for weight in weights):
         return False
-    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
-        return False
-    return all(weight.dtype == dtype and weight.device == device for weight in weights)
+    device = hidden_states.device.type
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
 
 
 def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -40,26 +40,28 @@ def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) ->
     Returns:
         `tuple` of `torch.Tensor` of shape `[..., out]`.
     """
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    shape = hidden_states.shape[:-1]
-    return tuple(x.view(*shape, x.shape[1]) for x in _SharedInputLinears.apply(rows, *weights))
+    return _SharedInputLinears.apply(hidden_states, *weights)
 
 
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, *weights):
-        ctx.save_for_backward(rows, *weights)
+    def forward(ctx, hidden_states, *weights):
+        ctx.save_for_backward(hidden_states, *weights)
         ctx.set_materialize_grads(False)
-        return tuple(torch.mm(rows, weight.t()) for weight in weights)
+        return tuple(F.linear(hidden_states, weight) for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        rows, *weights = ctx.saved_tensors
+        hidden_states, *weights = ctx.saved_tensors
+        rows = hidden_states.flatten(0, -2)
         d_rows, d_weights = None, []
         for gradient, weight, wanted in zip(gradients, weights, ctx.needs_input_grad[1:], strict=True):
-            d_weights.append(torch.mm(gradient.t(), rows) if wanted and gradient is not None else None)
-            if gradient is None or not ctx.needs_input_grad[0]:
+            if gradient is None:
+                d_weights.append(None)
                 continue
-            d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
-        return d_rows, *d_weights
+            gradient = gradient.reshape(-1, weight.shape[0])
+            d_weights.append(torch.mm(gradient.t(), rows) if wanted else None)
+            if ctx.needs_input_grad[0]:
+                d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
+        return None if d_rows is None else d_rows.view(hidden_states.shape), *d_weights

@@ -110,8 +110,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
-        (output,) = project(output, self.out_proj)
-        return output
+        return self.out_proj(output)
 
 
 @replaces_builtin
@@ -154,8 +153,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        (output,) = project(sigmoid_gate(gate.flatten(2), output.flatten(2)), self.o_proj)
-        return output, weights
+        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
 
 
 @only_faster
@@ -178,8 +176,7 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.hidden_act not in ("silu", "swish"):
             return super().forward(x)
-        (x,) = project(swiglu(*project(x, self.gate_proj, self.up_proj)), self.down_proj)
-        return x
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 @only_faster

@@ -105,8 +105,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
-        (output,) = project(output, self.out_proj)
-        return output
+        return self.out_proj(output)
 
 
 @replaces_builtin
@@ -149,8 +148,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        (output,) = project(sigmoid_gate(gate.flatten(2), output.flatten(2)), self.o_proj)
-        return output, weights
+        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
 
 
 @only_faster
@@ -173,8 +171,7 @@ class Qwen3NextMLP(builtin.Qwen3NextMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.hidden_act not in ("silu", "swish"):
             return super().forward(x)
-        (x,) = project(swiglu(*project(x, self.gate_proj, self.up_proj)), self.down_proj)
-        return x
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 @only_faster

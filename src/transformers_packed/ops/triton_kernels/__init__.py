@@ -11,6 +11,11 @@ from functools import wraps
 import torch
 
 
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up. Triton's own is made for kernels, and takes several microseconds on the host."""
+    return -(-a // b)
+
+
 def on_its_device(function: Callable) -> Callable:
     """Decorator: launch where the first tensor is, which need not be the current device. Backward runs there anyway."""
 

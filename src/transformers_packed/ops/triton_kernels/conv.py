@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 
 
 # Runs of a program, each of which a warp walks, and the tokens of a run.
@@ -185,7 +185,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position)
         ctx.sizes, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS), eps
-        grid = ((2 * key_heads + value_heads) * triton.cdiv(length, _RUNS * _TOKENS),)
+        grid = ((2 * key_heads + value_heads) * ceil_div(length, _RUNS * _TOKENS),)
         _convolution_forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS)
         return q, k, v
 
@@ -196,7 +196,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
         key_heads, value_heads = ctx.sizes[:2]
         dx = x.new_empty(x.shape)
-        programs = triton.cdiv(len(x), _RUNS * _TOKENS)
+        programs = ceil_div(len(x), _RUNS * _TOKENS)
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
         grid = ((2 * key_heads + value_heads) * programs,)
         _convolution_backward[grid](

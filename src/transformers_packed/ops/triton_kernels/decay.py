@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 from .norm import programs_for
 
 
@@ -81,7 +81,7 @@ class DecayAndRate(torch.autograd.Function):
         g = torch.empty(length, heads, dtype=torch.float32, device=a.device)
         beta = torch.empty(length, heads, dtype=b.dtype, device=b.device)
         ctx.tile = {"TOKENS": _TOKENS, "HEADS": triton.next_power_of_2(heads)}
-        grid = (triton.cdiv(length, _TOKENS),)
+        grid = (ceil_div(length, _TOKENS),)
         _decay_forward[grid](a, b, a_log, dt_bias, g, beta, length, a.stride(0), b.stride(0), heads, **ctx.tile)
         ctx.save_for_backward(a, b, a_log, dt_bias, g)
         return g, beta
@@ -93,7 +93,7 @@ class DecayAndRate(torch.autograd.Function):
         dg, dbeta = dg.contiguous(), dbeta.contiguous()
         length, heads = a.shape
         da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
-        tiles = triton.cdiv(length, _TOKENS)
+        tiles = ceil_div(length, _TOKENS)
         programs = programs_for(tiles, a.device)
         sums = torch.empty(programs, 2, heads, dtype=torch.float32, device=a.device)
         _decay_backward[(programs,)](

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 
 
 _BLOCK = 2048
@@ -52,7 +52,7 @@ class GatedProduct(torch.autograd.Function):
         ctx.save_for_backward(gate, x)
         ctx.silu = silu
         if y.numel():
-            _gate_forward[(triton.cdiv(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
+            _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
         return y
 
     @staticmethod
@@ -62,5 +62,5 @@ class GatedProduct(torch.autograd.Function):
         dy = dy.contiguous()
         dgate, dx = torch.empty_like(gate), torch.empty_like(x)
         if dy.numel():
-            _gate_backward[(triton.cdiv(dy.numel(), _BLOCK),)](dy, gate, x, dgate, dx, dy.numel(), ctx.silu, _BLOCK)
+            _gate_backward[(ceil_div(dy.numel(), _BLOCK),)](dy, gate, x, dgate, dx, dy.numel(), ctx.silu, _BLOCK)
         return dgate, dx, None

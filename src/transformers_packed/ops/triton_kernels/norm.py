@@ -7,12 +7,14 @@ row; backward makes the rest again. The gradient of the weight is added up in th
 and then over these, so its order never changes.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 
 
 # Elements of a tile, and programs of the backward for each multiprocessor.
@@ -78,6 +80,7 @@ def _norm_backward(
     tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
 
 
+@lru_cache
 def _tile(width: int) -> dict[str, int]:
     padded = triton.next_power_of_2(width)
     return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
@@ -101,7 +104,7 @@ class RMSNorm(torch.autograd.Function):
         y = torch.empty_like(total)
         r = torch.empty(rows, dtype=torch.float32, device=x.device)
         tile = _tile(width)
-        grid = (triton.cdiv(rows, tile["ROWS"]),)
+        grid = (ceil_div(rows, tile["ROWS"]),)
         options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
         ctx.save_for_backward(total, weight, gate, r)
@@ -117,7 +120,7 @@ class RMSNorm(torch.autograd.Function):
         dsum = None if dsum is None else dsum.contiguous()
         dx = torch.empty_like(x)
         dgate = None if gate is None else torch.empty_like(gate)
-        tiles = triton.cdiv(rows, ctx.options["ROWS"])
+        tiles = ceil_div(rows, ctx.options["ROWS"])
         programs = programs_for(tiles, x.device)
         dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _norm_backward[(programs,)](
@@ -128,6 +131,7 @@ class RMSNorm(torch.autograd.Function):
         return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None
 
 
+@lru_cache
 def programs_for(tiles: int, device: torch.device) -> int:
     """How many programs share the tiles when each adds something up over those that it takes."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

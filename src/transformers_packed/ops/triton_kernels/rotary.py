@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 from .norm import programs_for
 
 
@@ -122,7 +122,7 @@ class NormedRotary(torch.autograd.Function):
         k_out = torch.empty_like(k)
         r = torch.empty(length, q_heads + k.shape[1], dtype=torch.float32, device=q.device)
         ctx.sizes = (q_heads, k.shape[1], dim, cos.shape[1], _TOKENS)
-        grid = (triton.cdiv(length, _TOKENS), q_heads + k.shape[1])
+        grid = (ceil_div(length, _TOKENS), q_heads + k.shape[1])
         _rotary_forward[grid](q, k, q_weight, k_weight, cos, sin, q_out, k_out, gate, r, length, eps, *ctx.sizes)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, r)
         return q_out, k_out, gate
@@ -134,7 +134,7 @@ class NormedRotary(torch.autograd.Function):
         dq_out, dk_out, dgate = (x.contiguous() for x in (dq_out, dk_out, dgate))
         dq, dk = torch.empty_like(q), torch.empty_like(k)
         q_heads, k_heads, dim = ctx.sizes[:3]
-        tiles = triton.cdiv(len(q), _TOKENS)
+        tiles = ceil_div(len(q), _TOKENS)
         programs = programs_for(tiles, q.device)
         dweight = torch.empty(programs, q_heads + k_heads, dim, dtype=torch.float32, device=q.device)
         _rotary_backward[(programs, q_heads + k_heads)](
