@@ -225,6 +225,10 @@ def _has_cost(model: torch.nn.Module) -> bool:
 
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
+    holders = [dataset, getattr(dataset, "plan", None)]
+    if is_sft_trainer(trainer) and args.packing:
+        holders.append(args)  # of the rows that TRL made
+    row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
     if dataset is not trainer.train_dataset:
         trainer.train_dataset = dataset
@@ -239,9 +243,8 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    max_length = getattr(dataset, "max_length", None) or getattr(getattr(dataset, "plan", None), "max_length", None)
     trainer.remove_callback(PackingMetricsCallback)
-    callback = PackingMetricsCallback(trainer, row_tokens=max_length if packed else None)
+    callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
 
