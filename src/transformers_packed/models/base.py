@@ -6,10 +6,15 @@ stay as they are. `convert` does that for a whole model: models of ours call it 
 it to models that exist.
 """
 
+from typing import Any
+
 import torch
 import transformers
+from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+
+logger = logging.get_logger(__name__)
 
 REPLACEMENTS: dict[type, type] = {}
 
@@ -59,6 +64,17 @@ class PackedModelMixin:
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         convert(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Trainer's use_liger_kernel gets here. What Liger does to norms and MLPs looks at each token by itself.
+        module = getattr(getattr(value, "__func__", None), "__module__", None) or ""
+        if name == "forward" and module.startswith("liger_kernel."):
+            logger.warning_once(
+                f"{type(self).__name__} keeps its forward: that of Liger's fused_linear_cross_entropy would not keep "
+                "targets within their documents."
+            )
+            return
+        super().__setattr__(name, value)
 
     @classmethod
     def is_custom_code(cls) -> bool:
