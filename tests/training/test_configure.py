@@ -135,6 +135,31 @@ class SameTrainingTest(ConfigureTestCase):
         self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
         self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
 
+    def two_processes(self, arm, kind, mode="packing", **variables):
+        output = f"{self.directory}/{arm}.pt"
+        return run_in_two_processes(self, "configured_arms.py", kind, arm, mode, "full", output, **variables)[1]
+
+    @pytest.mark.slow
+    def test_our_rows_and_collator_in_sft_in_two_processes(self):
+        """Handed to SFTTrainer, without `configure_packing`."""
+        padded, packed = (self.two_processes(arm, "sft") for arm in ("padded", "handed"))
+        self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
+
+    @pytest.mark.slow
+    def test_fsdp2_in_two_processes(self):
+        """Through accelerate, sharded, against padded batches under DDP."""
+        fsdp = {
+            "ACCELERATE_USE_FSDP": "true",
+            "ACCELERATE_USE_CPU": "false",
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
+        }
+        padded, packed = self.two_processes("padded", "trainer"), self.two_processes("packed", "trainer", **fsdp)
+        self.assertEqual([padded["sharded"], packed["sharded"]], [False, True])
+        self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
+
 
 class SetUpTest(ConfigureTestCase):
     def test_auto_says_so_in_one_line(self):
