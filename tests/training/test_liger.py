@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from packed_model_tester import total_relative_error
 from packed_vision_tester import TEXT, vision_config
 from parameterized import parameterized
+from training.configured_arms import build
 from training.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
 from transformers import (
     AutoModelForCausalLM,
@@ -205,14 +206,16 @@ class LigerTest(LigerTestCase):
         self.check_updates(results, bar)
         self.assertLess(abs(losses[0] - losses[1]) / losses[1], 1e-5)
 
-    def test_configured(self):
+    @parameterized.expand(["trainer", "sft"])
+    def test_configured(self, kind):
         """As `configure_packing` sets it up, with what is ours left to us."""
         results = []
         for liger in (True, False):
-            trainer = self.trainer(self.build(ours=False), liger, collator=False)
+            trainer = build(kind, directory=self.directory, use_liger_kernel=liger)
             with contextlib.redirect_stdout(io.StringIO()):
                 configure_packing(trainer)
                 results.append(updates_and_log(trainer))
+        self.assertTrue(trainer.args.padding_free)
         self.check_updates(results, 1e-6)
 
     @parameterized.expand(["qwen3_5", "vision_language", "falcon_h1", "gpt_oss"])
