@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-CHECKED := src tests utils benchmarks setup.py
+CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
 
 .PHONY: demo test test-lowest test-gpu bench support-matrix style quality modular check-modular help

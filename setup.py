@@ -18,6 +18,7 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     "triton; platform_system == 'Linux'",
     "hypothesis>=6.100",
     "libcst>=1.5",
+    "liger-kernel>=0.8.5; platform_system == 'Linux'",
     "parameterized>=0.9",
     "peft>=0.18",
     "pytest>=8",

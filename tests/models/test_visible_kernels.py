@@ -42,6 +42,22 @@ class VisibleKernelsTest(unittest.TestCase):
         )
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
 
+    def test_register_after_the_import(self):
+        """flash-linear-attention registers models of its own under types of Transformers (mamba, mamba2)."""
+        result = self.run_python(
+            "import fla.models, transformers\n"
+            "from transformers.models.auto import CONFIG_MAPPING, modeling_auto\n"
+            "import transformers_packed\n"
+            "assert CONFIG_MAPPING['mamba'] is not transformers.MambaConfig\n"
+            "models = modeling_auto.AutoModelForCausalLM._model_mapping\n"
+            "with transformers_packed.registered():\n"
+            "    assert models[transformers.MambaConfig].__module__.startswith('transformers_packed.')\n"
+            "    assert models[transformers.Qwen3_5TextConfig].__module__.startswith('transformers_packed.')\n"
+            "    assert models[CONFIG_MAPPING['mamba']].__module__.startswith('fla.')\n"
+            "assert models[transformers.MambaConfig] is transformers.MambaForCausalLM\n"
+        )
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+
     def test_the_builtin_crashes_there(self):
         """Why the oracle of the other tests hides the package; should this change, hide it no more."""
         result = self.run_python(

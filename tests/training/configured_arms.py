@@ -1,19 +1,23 @@
-"""Train one model in Trainer or SFTTrainer, padded through the built-in class or as `configure_packing` sets it up.
+"""Train one model in Trainer or SFTTrainer: padded through the built-in class, packed as `configure_packing` sets it up,
+or with our rows and our collator handed to the Trainer.
 
 Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, so that torchrun can start it in several processes.
 """
 
+import os
 import sys
 
 import torch
+from accelerate import DistributedType, PartialState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from transformers_packed import PackingDataset, configure_packing
+from transformers_packed import DataCollatorWithFlattening, PackingDataset, configure_packing, patch_model
 
 
 if __name__ == "__main__":
@@ -69,6 +73,9 @@ def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
     if arm == "packed":
         return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "packing" else None)
     trainer.data_collator = collate_rows
+    if arm == "handed":
+        patch_model(trainer.model)
+        trainer.data_collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
     if mode == "packing":
         args = trainer.args
         trainer.train_dataset = PackingDataset(
@@ -87,9 +94,15 @@ if __name__ == "__main__":
     kind, arm, mode, tuning, output = sys.argv[1:]
     sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
     torch.set_num_threads(1)
-    trainer = configure(build(kind, tuning, directory=f"{output}.trainer"), arm, mode)
+    options = {}
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        # accelerate shards on GPUs only, so it is told that these processes had some.
+        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        options["use_cpu"] = False
+    trainer = configure(build(kind, tuning, directory=f"{output}.trainer", **options), arm, mode)
     updates, log = updates_and_log(trainer)
+    sharded = isinstance(next(trainer.model.parameters()), DTensor)
     if trainer.is_world_process_zero():
-        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size}, output)
+        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size, "sharded": sharded}, output)
     # Without this a process may end while a thread of its group still runs, and abort.
     torch.distributed.destroy_process_group()

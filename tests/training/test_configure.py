@@ -17,7 +17,7 @@ from datasets import Dataset
 from packed_model_tester import total_relative_error
 from packed_patch_tester import ours, snapshot
 from parameterized import parameterized
-from training.configured_arms import STEPS, build, configure, tokenizer
+from training.configured_arms import MAX_LENGTH, STEPS, build, configure, tokenizer
 from training.trainer_arms import CONFIGS, Samples, run_in_two_processes, updates_and_log
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
 
@@ -135,6 +135,31 @@ class SameTrainingTest(ConfigureTestCase):
         self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
         self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
 
+    def two_processes(self, arm, kind, mode="packing", **variables):
+        output = f"{self.directory}/{arm}.pt"
+        return run_in_two_processes(self, "configured_arms.py", kind, arm, mode, "full", output, **variables)[1]
+
+    @pytest.mark.slow
+    def test_our_rows_and_collator_in_sft_in_two_processes(self):
+        """Handed to SFTTrainer, without `configure_packing`."""
+        padded, packed = (self.two_processes(arm, "sft") for arm in ("padded", "handed"))
+        self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
+
+    @pytest.mark.slow
+    def test_fsdp2_in_two_processes(self):
+        """Through accelerate, sharded, against padded batches under DDP."""
+        fsdp = {
+            "ACCELERATE_USE_FSDP": "true",
+            "ACCELERATE_USE_CPU": "false",
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
+        }
+        padded, packed = self.two_processes("padded", "trainer"), self.two_processes("packed", "trainer", **fsdp)
+        self.assertEqual([padded["sharded"], packed["sharded"]], [False, True])
+        self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
+
 
 class SetUpTest(ConfigureTestCase):
     def test_auto_says_so_in_one_line(self):
@@ -188,13 +213,27 @@ class SetUpTest(ConfigureTestCase):
         self.assertEqual(trainer.state.global_step, 1)
 
     def test_trl_rows_that_are_packed_already(self):
-        trainer = self.build("sft", packing=True, packing_strategy="bfd")
+        options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 1}
+        trainer = self.build("sft", packing=True, packing_strategy="bfd", **options)
         dataset = trainer.train_dataset
         output, _ = said(configure_packing, trainer)
         self.assertTrue(output.startswith("Packing on: isolation by"), output)
         self.assertIs(trainer.train_dataset, dataset)
-        said(trainer.train)
-        self.assertEqual(trainer.state.global_step, STEPS)
+        output, _ = said(trainer.train)
+        self.assertEqual(trainer.state.global_step, len(dataset))
+        fill = sum(map(len, dataset["input_ids"])) / len(dataset) / MAX_LENGTH
+        self.assertIn(f"Packing: {len(Samples())} documents", output)
+        self.assertIn(f"fill {fill:.1%}, ", output)
+
+    def test_rows_of_unknown_length(self):
+        rows = pack_dataset(Dataset.from_list(Samples(24).rows), 128)
+        trainer = self.trainer(dataset=rows, args={"remove_unused_columns": False, "logging_steps": 1})
+        said(configure_packing, trainer)
+        output, _ = said(trainer.train)
+        self.assertIn("Packing: ", output)
+        self.assertNotIn("fill", output)
+        documents = sum(map(len, rows["seq_lengths"]))
+        self.assertLess(trainer.state.log_history[0]["documents_per_row"], documents / 2)
 
     def test_our_rows_and_collator_in_sft(self):
         rows = PackingDataset(Samples(24), max_length=128)

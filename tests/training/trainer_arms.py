@@ -11,6 +11,7 @@ from typing import Any
 from unittest import TestCase
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Trainer, TrainingArguments, set_seed
 
@@ -115,22 +116,27 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
 
 def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
     """Train; the change of each parameter that is trained, and the log entries that have a loss."""
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    before = {name: p.detach().clone() for name, p in trained.items()}
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trained.items()}
+    # FSDP puts parameters of its own into the model.
+    after = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
+    after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in after.items()}
+    updates = {name: after[name] - before[name] for name in before}
     return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run_in_two_processes(test: TestCase, script: str, *arguments: str) -> tuple[str, Any]:
-    """What a script beside this one prints under torchrun, and what it saves as the file that its last argument names."""
+def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:
+    """What a script beside this one prints under torchrun, and what it saves as the file that its last argument names.
+
+    `variables` are of the environment.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
         [*command, str(Path(__file__).with_name(script)), *arguments],
         capture_output=True,
         text=True,
-        env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
     )
     test.assertEqual(result.returncode, 0, result.stderr[-3000:])
     saved = torch.load(arguments[-1])

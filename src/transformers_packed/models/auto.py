@@ -6,8 +6,8 @@ from importlib import import_module
 from types import ModuleType
 
 import transformers
-from transformers.models.auto import CONFIG_MAPPING, modeling_auto
-from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from ..errors import input_error
 from .families import MIXERS, UNPACKED
@@ -164,7 +164,9 @@ def _entries() -> Iterator[tuple]:
         for model_type, class_name in mapping._model_mapping.items():
             family = model_type_to_module_name(model_type)
             if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
-                yield mapping, CONFIG_MAPPING[model_type], packed_class(family, class_name)
+                # Not CONFIG_MAPPING's: flash-linear-attention puts its own Mamba there when it is imported.
+                config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+                yield mapping, config, packed_class(family, class_name)
 
 
 def modeling_module(family: str) -> ModuleType:

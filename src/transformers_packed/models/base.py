@@ -6,12 +6,17 @@ stay as they are. `convert` does that for a whole model: models of ours call it 
 it to models that exist.
 """
 
+from typing import Any
+
 import torch
 import transformers
+from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..ops.linear import can_share_input, shared_input_linears
 
+
+logger = logging.get_logger(__name__)
 
 REPLACEMENTS: dict[type, type] = {}
 # Those of them that are only faster: documents are kept apart without them.
@@ -29,7 +34,9 @@ def replaces_builtin(cls: type) -> type:
 
 def only_faster(cls: type) -> type:
     """Class decorator: as [`replaces_builtin`], but a module that cannot become `cls` may stay what it is."""
-    ONLY_FASTER.add(replaces_builtin(cls))
+    # Another library, such as Liger, may have put a class of its own in the place of the built-in one: that one stays.
+    if any(base.__name__ == cls.__name__ for base in cls.__bases__):
+        ONLY_FASTER.add(replaces_builtin(cls))
     return cls
 
 
@@ -95,6 +102,17 @@ class PackedModelMixin:
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         convert(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Trainer's use_liger_kernel gets here. What Liger does to norms and MLPs looks at each token by itself.
+        module = getattr(getattr(value, "__func__", None), "__module__", None) or ""
+        if name == "forward" and module.startswith("liger_kernel."):
+            logger.warning_once(
+                f"{type(self).__name__} keeps its forward: that of Liger's fused_linear_cross_entropy would not keep "
+                "targets within their documents."
+            )
+            return
+        super().__setattr__(name, value)
 
     @property
     def packs_padding(self) -> bool:

@@ -18,12 +18,13 @@ from ..data.cost import PackingCost
 from ..data.dataset import PackingDataset, arrow_lengths
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.base import has_our_classes, transformers_model
+from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
 from .guard import judge
 from .metrics import PackingMetricsCallback
 from .reasons import (
     CALL,
+    LANGUAGE_MODELS,
     Reason,
     has_items,
     is_packed,
@@ -37,6 +38,8 @@ logger = logging.get_logger(__name__)
 
 _MODES = ("auto", "packing", "padding_free", "off")
 _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+# Options of Liger, and how the names of the classes end whose work they take over.
+_LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
 # Samples that are read for an estimate of the padding where lengths do not stand in a table.
 _ESTIMATED_FROM = 128
 
@@ -119,7 +122,7 @@ reference (causal convolution), per_document(sdpa) (attention)
         collator, reason = _isolate(trainer, automatic=packing == "auto")
     if reason is None:
         _apply(trainer, dataset, collator, packed)
-        return _say(trainer, line)
+        return _say(trainer, line + _keep_from_liger(trainer))
     if packing != "auto":
         raise reason.error()
     return _leave(trainer, reason.line())
@@ -225,6 +228,10 @@ def _has_cost(model: torch.nn.Module) -> bool:
 
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
+    holders = [dataset, getattr(dataset, "plan", None)]
+    if is_sft_trainer(trainer) and args.packing:
+        holders.append(args)  # of the rows that TRL made
+    row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
     if dataset is not trainer.train_dataset:
         trainer.train_dataset = dataset
@@ -239,11 +246,22 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    max_length = getattr(dataset, "max_length", None) or getattr(getattr(dataset, "plan", None), "max_length", None)
     trainer.remove_callback(PackingMetricsCallback)
-    callback = PackingMetricsCallback(trainer, row_tokens=max_length if packed else None)
+    callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
+
+
+def _keep_from_liger(trainer: Trainer) -> str:
+    """Turn off the options of Liger for what our classes do themselves, and say so. Trainer applies them when it trains."""
+    args, model = trainer.args, transformers_model(trainer.model)
+    if not args.use_liger_kernel or not has_our_classes(model):
+        return ""
+    ours = tuple(REPLACEMENTS.values())
+    names = [type(module).__name__ for module in model.modules() if isinstance(module, ours)]
+    kept = [option for option, ends in _LIGER.items() if any(name.endswith(ends) for name in names)]
+    args.liger_kernel_config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
+    return f"; Liger leaves {', '.join(kept)} to this package" if kept else ""
 
 
 def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:

@@ -81,6 +81,7 @@ class PackingMetricsCallback(TrainerCallback):
         # A forward, the gradients of the activations, and those of the weights that are trained.
         self._passes = 2 + trained
         self._peak = _peak(args, model)
+        self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
         self._total, self._seconds, self._paused = [0, 0, 0, 0], 0.0, 0.0
         if self._handle is not None:
             self._handle.remove()
@@ -161,7 +162,7 @@ class PackingMetricsCallback(TrainerCallback):
         return figures
 
     def _rows(self, args, batches: int) -> int:
-        return batches * (args.per_device_train_batch_size if self.row_tokens is not None else 1)
+        return batches * (args.per_device_train_batch_size if self._packed else 1)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._steps:  # steps after the last log
@@ -171,7 +172,7 @@ class PackingMetricsCallback(TrainerCallback):
         tokens, documents, padded, batches = self._total
         if not state.is_world_process_zero or not tokens:
             return
-        what = "Packing" if self.row_tokens is not None else "Padding-free"
+        what = "Packing" if self._packed else "Padding-free"
         fill = ""
         if self.row_tokens is not None:
             fill = f"fill {tokens / self._rows(args, batches) / self.row_tokens:.1%}, "

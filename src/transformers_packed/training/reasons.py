@@ -33,7 +33,7 @@ from .guard import audited
 CALL = "configure_packing"
 _VISION = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
-_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Collators that lay samples into a padded batch and do nothing else to them. The second list makes the labels, too.
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
@@ -155,7 +155,7 @@ def _check_model(trainer: Trainer) -> Reason | None:
     if name.endswith("ForSequenceClassification"):
         got = f"sequence classification ({name}), which needs one label per sample where a row has one per token"
         return Reason(expected, got, "Train it on padded batches.")
-    if not name.endswith(_LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
+    if not name.endswith(LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
         return Reason(expected, f"{name}, which is not a causal language model", "Train it on padded batches.")
     family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
     if family is not None and not family.shifts_labels:

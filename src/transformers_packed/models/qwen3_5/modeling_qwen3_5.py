@@ -137,7 +137,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
         )
         cos, sin = position_embeddings
         query, key, gate = normed_rotary(
-            query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.q_norm.eps
+            query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.config.rms_norm_eps
         )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:

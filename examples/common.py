@@ -1,0 +1,153 @@
+"""What the examples share: their command line, and a tiny model and small data for runs without a network or a GPU."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+    Qwen3VLProcessor,
+    set_seed,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+IMAGE_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", *IMAGE_TOKENS]
+COLORS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220), "yellow": (240, 220, 40)}
+
+_directory = tempfile.TemporaryDirectory()  # goes away with the process
+
+
+def run(main: Callable[[argparse.Namespace], None], description: str, dataset: str) -> None:
+    """Parse the command line and call `main` with it; Ctrl-C ends it with status 130."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
+    )
+    parser.add_argument("--model", metavar="NAME", help="a checkpoint; by default a tiny one with random weights")
+    parser.add_argument(
+        "--dataset", metavar="NAME", help=f"a dataset with {dataset}; by default a small generated one"
+    )
+    parser.add_argument("--output", default="tuned", metavar="DIR", help="where the result goes (default: tuned)")
+    parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="training steps (default: 10)")
+    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="samples or rows (default: 4)")
+    parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens (default: 1024)")
+    try:
+        main(parser.parse_args())
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    symbols = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=SPECIAL_TOKENS[2:],
+        chat_template=TEMPLATE,
+    )
+
+
+def text_config(**more) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(
+        vocab_size=len(SPECIAL_TOKENS) + 256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,  # three with the gated delta rule, one with attention
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        **more,
+    )
+
+
+def tiny_checkpoint() -> str:
+    """The directory of a tiny Qwen3.5 with random weights."""
+    set_seed(0)
+    tiny_tokenizer().save_pretrained(_directory.name)
+    Qwen3_5ForCausalLM(text_config()).save_pretrained(_directory.name)
+    return _directory.name
+
+
+def chats(number: int = 200) -> Dataset:
+    """Sums, short and long."""
+    random, rows = np.random.default_rng(0), []
+    for _ in range(number):
+        terms = random.integers(0, 100, 2 + int(random.exponential(6)))
+        question, answer = " + ".join(map(str, terms)), str(terms.sum())
+        rows.append([{"role": "user", "content": f"{question} = ?"}, {"role": "assistant", "content": answer}])
+    return Dataset.from_dict({"messages": rows})
+
+
+def preferences(number: int = 64) -> Dataset:
+    """The same questions, with a right and a wrong answer."""
+    rows = []
+    for question, answer in chats(number)["messages"]:
+        wrong = {"role": "assistant", "content": str(int(answer["content"]) + 1)}
+        rows.append({"prompt": [question], "chosen": [answer], "rejected": [wrong]})
+    return Dataset.from_list(rows)
+
+
+class _ImagesProcessor(Qwen3VLProcessor):
+    """The processor of Qwen3.5 without its video half, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        if name != "video_processor":
+            super().check_argument_for_proper_class(name, argument)
+
+
+def tiny_vision_checkpoint() -> tuple[str, Qwen3VLProcessor]:
+    """The directory of a tiny vision-language Qwen3.5 with random weights, and its processor."""
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    tokenizer = tiny_tokenizer()
+    processor = _ImagesProcessor(images, tokenizer, video_processor=None, chat_template=TEMPLATE)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+    vision |= {"temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 64, "num_position_embeddings": 64}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(IMAGE_TOKENS), strict=True))
+    set_seed(0)
+    text = text_config(rope_parameters=rope).to_dict()
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(_directory.name)
+    return _directory.name, processor
+
+
+def image_chats(number: int = 64) -> list[dict]:
+    """Rectangles, each with a question about its color."""
+    random, rows = np.random.default_rng(0), []
+    for _ in range(number):
+        color = list(COLORS)[random.integers(len(COLORS))]
+        image = Image.new("RGB", tuple((8 * random.integers(1, 6, 2)).tolist()), COLORS[color])
+        question = [{"type": "image"}, {"type": "text", "text": "Which color is this?"}]
+        answer = [{"type": "text", "text": f"It is {color}."}]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"images": [image], "messages": messages})
+    return rows

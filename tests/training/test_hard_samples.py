@@ -1,0 +1,138 @@
+"""What users of packing ran into elsewhere and no other test has: see docs/complaints.md, which lists all of it."""
+
+import ast
+import contextlib
+import io
+import re
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from packed_model_tester import total_relative_error
+from parameterized import parameterized
+from training.configured_arms import build, collate_rows
+from training.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+from transformers_packed import DataCollatorWithFlattening, configure_packing
+
+
+TESTS = Path(__file__).parent.parent
+COMPLAINTS = TESTS.parent / "docs" / "complaints.md"
+# One token alone predicts nothing; a prompt alone has no target. The first micro-batch of a step has no target at all.
+HARD = [
+    {"input_ids": [5], "labels": [5]},
+    {"input_ids": [7, 8, 9], "labels": [-100] * 3},
+    {"input_ids": [9], "labels": [-100]},
+    {"input_ids": [3, 4], "labels": [-100, 4]},
+    {"input_ids": list(range(1, 60)), "labels": [*range(1, 60)]},
+    {"input_ids": [6], "labels": [6]},
+]
+
+
+class WeightedTrainer(Trainer):
+    """A loss in which each token has a weight of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels, weights = inputs.pop("labels"), inputs.pop("weight")
+        losses = F.cross_entropy(model(**inputs).logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (losses * weights[:, 1:]).sum() / num_items_in_batch
+
+
+def collate_weighted(rows: list) -> dict:
+    weights = [torch.tensor(row["weight"]) for row in rows]
+    return {**collate_padded(rows), "weight": torch.nn.utils.rnn.pad_sequence(weights, batch_first=True)}
+
+
+class HardSamplesTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def trainer(self, rows, collator, cls=Trainer, **options) -> Trainer:
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        options = {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **options}
+        args = TrainingArguments(self.directory, **OPTIONS, train_sampling_strategy="sequential", **options)
+        return cls(model, args, train_dataset=rows, data_collator=collator)
+
+    def configured(self, trainer, *args, **kwargs) -> Trainer:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return configure_packing(trainer, *args, **kwargs)
+
+    def train(self, trainer):
+        with contextlib.redirect_stdout(io.StringIO()):
+            updates, log = updates_and_log(trainer)
+        for entry in log:
+            self.assertTrue(0 < entry["loss"] < 10 and 0 < entry["grad_norm"] < 100, entry)
+        return updates, [entry["loss"] for entry in log]
+
+    def test_documents_without_targets(self):
+        """Neither NaN nor another loss than padded."""
+        want, expected = self.train(self.trainer(HARD, collate_padded))
+        got, losses = self.train(self.configured(self.trainer(HARD, None)))
+        self.assertLess(total_relative_error(got, want), 1e-6)
+        for loss, other in zip(losses, expected, strict=True):
+            self.assertLess(abs(loss - other) / other, 1e-5)
+
+    @parameterized.expand(["truncate", "split", "drop"])
+    def test_samples_that_are_too_long(self, overlong):
+        rows = [*HARD, *Samples(12).rows]
+        trainer = self.configured(self.trainer(rows, None), "packing", 16, overlong=overlong)
+        self.train(trainer)
+        plan = trainer.train_dataset.plan
+        longer = sum(len(row["input_ids"]) > 16 for row in rows)
+        self.assertGreater(longer, 3)
+        counted = {"truncate": plan.truncated_samples, "split": plan.split_samples, "drop": plan.dropped_samples}
+        self.assertEqual(counted[overlong], longer)
+
+    def test_a_weight_per_token(self):
+        generator = torch.Generator().manual_seed(0)
+        rows = [
+            {**row, "weight": torch.rand(len(row["input_ids"]), generator=generator).tolist()} for row in Samples(12)
+        ]
+        options = {"cls": WeightedTrainer, "remove_unused_columns": False}
+        want, _ = self.train(self.trainer(rows, collate_weighted, **options))
+        collator = DataCollatorWithFlattening(token_columns=("weight",), return_cu_seqlens=True, return_seq_idx=True)
+        got, _ = self.train(self.configured(self.trainer(rows, collator, **options), "padding_free"))
+        self.assertLess(total_relative_error(got, want), 1e-6)
+        plain, _ = self.train(self.trainer(rows, collate_padded))
+        self.assertGreater(total_relative_error(plain, want), 1e-2)
+
+    @parameterized.expand(["trainer", "sft"])
+    def test_evaluation_loss_is_that_of_padded_batches(self, kind):
+        evaluated = Dataset.from_list(Samples(13).rows)
+        losses = []
+        for packed in (False, True):
+            trainer = build(kind, directory=self.directory, per_device_eval_batch_size=4)
+            if packed:
+                self.configured(trainer)
+            elif kind == "trainer":
+                trainer.data_collator = collate_rows
+            losses.append(trainer.evaluate(evaluated)["eval_loss"])
+        self.assertLess(abs(losses[1] - losses[0]) / losses[0], 1e-5)
+
+
+class ComplaintsTest(unittest.TestCase):
+    def test_the_tests_that_the_list_names_exist(self):
+        named, path = [], None
+        for file, cls, test in re.findall(r"`(\S+\.py)`|\b(\w+)\.(test_\w+)", COMPLAINTS.read_text(encoding="utf-8")):
+            path = file or path
+            if cls:
+                named.append((path, cls, test))
+        self.assertGreater(len(named), 30)
+        for path, cls, test in named:
+            (body,) = (
+                node.body
+                for node in ast.parse((TESTS / path).read_text(encoding="utf-8")).body
+                if isinstance(node, ast.ClassDef) and node.name == cls
+            )
+            self.assertIn(test, [node.name for node in body if isinstance(node, ast.FunctionDef)], path)
+
+
+if __name__ == "__main__":
+    unittest.main()
