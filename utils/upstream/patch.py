@@ -9,7 +9,13 @@ from .source import Edited
 
 
 PATCHES = Path(__file__).parent / "patches"
-NAMES = ("collator-return-cu-seqlens",)
+# In the order in which they are applied together: dispatch-by-device adapts what the patches before it have put in.
+NAMES = (
+    "collator-return-cu-seqlens",
+    "gdn-conv-cu-seqlens",
+    "gdn-torch-path-packed",
+    "dispatch-by-device",
+)
 
 
 @dataclass(frozen=True)
