@@ -15,6 +15,9 @@ NAMES = (
     "gdn-conv-cu-seqlens",
     "gdn-torch-path-packed",
     "dispatch-by-device",
+    "forward-kwargs",
+    "granitemoehybrid-position-ids",
+    "composite-use-cache",
 )
 
 
