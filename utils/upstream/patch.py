@@ -15,6 +15,7 @@ NAMES = (
     "gdn-conv-cu-seqlens",
     "gdn-torch-path-packed",
     "dispatch-by-device",
+    "kda-cu-seqlens",
     "forward-kwargs",
     "granitemoehybrid-position-ids",
     "composite-use-cache",
