@@ -47,8 +47,8 @@ support-matrix: .venv/.installed  ## Audit every causal type of the installed Tr
 upstream-patches: .venv/.installed  ## Write patches for Transformers into build/upstream.
 	$(BIN)/python utils/upstream_patch.py $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
-test-upstream: .venv/.installed  ## Run the tests of these patches without and with them (CPU).
-	$(BIN)/python utils/upstream_patch.py --prove $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
+	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)

@@ -4,14 +4,14 @@ A patch is an edit of the user's own copy of Transformers, by structure (`upstre
 and calls by name and adds or replaces code that is written here. Nothing of Transformers is kept in this repository. A
 patch whose target changed, or that is no longer needed, says so and makes the command fail; the others are written.
 
-Usage: python utils/upstream_patch.py [--transformers PATH] [--output FOLDER] [--prove] [patches ...]
+Usage: python utils/upstream_patch.py [--transformers PATH] [--output FOLDER] [--prove] [--together] [patches ...]
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from upstream import prove
+from upstream import prove, together
 from upstream.patch import NAMES
 from upstream.source import Source
 from upstream.write import Result, make, table, write, write_proof
@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "upstream")
     parser.add_argument("--prove", action="store_true", help="run each patch's tests without and with it")
+    parser.add_argument(
+        "--together", action="store_true", help="apply all and run this package's tests and audit there"
+    )
     arguments = parser.parse_args(argv)
 
     source = Source(arguments.transformers)
@@ -57,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     written = [result for result in results if result.texts is not None]
     if arguments.prove:
         failures += prove_all(source, written, arguments.output)
+    if arguments.together:
+        failures += together.prove(source, [result.name for result in written])
     # The page is about the installed release, not about whatever was named.
     if arguments.transformers is None and not arguments.patches:
         PAGE.write_text(table(source, results), encoding="utf-8")

@@ -404,7 +404,7 @@ class ProofTest(unittest.TestCase):
             tempfile.TemporaryDirectory() as folder,
             mock.patch.object(upstream_patch, "PAGE", Path(folder, "page.md")),
         ):
-            self.assertEqual(upstream_patch.main(["--prove", "--output", folder]), 0)
+            self.assertEqual(upstream_patch.main(["--prove", "--together", "--output", folder]), 0)
             for name in NAMES:
                 self.assertIn("all", Path(folder, name, "README.md").read_text())
                 self.assertEqual(
