@@ -1,8 +1,9 @@
-"""Write patches for Transformers that fit its rules, each with a test and the text of a pull request.
+"""Write patches for Transformers, each with a test and the text of a pull request.
 
-A patch is an edit of the user's own copy of Transformers, by structure (`upstream/edits.py`): it finds classes, functions
-and calls by name and adds or replaces code that is written here. Nothing of Transformers is kept in this repository. A
-patch whose target changed, or that is no longer needed, says so and makes the command fail; the others are written.
+A patch is an edit of the user's own copy of Transformers, by structure (`upstream/edits.py`): it finds classes,
+functions and calls by name and adds or replaces code that is written here. Nothing of Transformers is kept in this
+repository. A patch whose target changed, or that is no longer needed, says so and makes the command fail; the
+others are written.
 
 Usage: python utils/upstream_patch.py [--transformers PATH] [--output FOLDER] [--prove] [--together] [patches ...]
 """

@@ -190,17 +190,20 @@ class SourceTest(unittest.TestCase):
 
 
 class InstalledTest(unittest.TestCase):
-    """The patches, for the installed Transformers."""
+    """The patches, for the installed Transformers; in another release than that of the page some may fail."""
 
     @classmethod
     def setUpClass(cls):
         cls.source = source.Source()
         cls.results = {name: write.make(cls.source, name) for name in NAMES}
+        cls.known = f"to {cls.source.version} |" in upstream_patch.PAGE.read_text(encoding="utf-8")
 
     @parameterized.expand(NAMES)
     def test_patch(self, name):
         """That git applies it, and that no line is too long, is checked where it is made."""
         result = self.results[name]
+        if not self.known and result.reason:
+            self.skipTest(result.reason)
         self.assertEqual(result.reason, "")
         self.assertTrue(0 < result.lines <= write.MOST_LINES)
         # What is generated changes with what it is generated from.
@@ -211,6 +214,8 @@ class InstalledTest(unittest.TestCase):
 
     @parameterized.expand(NAMES)
     def test_second_time_is_fixed_already(self, name):
+        if not self.known and self.results[name].reason:
+            self.skipTest(self.results[name].reason)
         with tempfile.TemporaryDirectory() as folder:
             self.source.copy_to(Path(folder), self.results[name].texts)
             again = write.make(source.Source(folder), name)
@@ -218,6 +223,8 @@ class InstalledTest(unittest.TestCase):
         self.assertRegex(again.reason, f"^fixed in {self.source.version}: ")
 
     def test_page_is_up_to_date(self):
+        if not self.known:
+            self.skipTest(f"the page is not about {self.source.version}: run `make upstream-patches`")
         page = write.table(self.source, list(self.results.values()))
         self.assertEqual(upstream_patch.PAGE.read_text(encoding="utf-8"), page, "run `make upstream-patches`")
 

@@ -108,6 +108,12 @@ def assigns(name: str) -> Callable:
     return lambda statement: m.matches(statement, m.SimpleStatementLine(body=[assign]))
 
 
+def assigns_attribute(name: str) -> Callable:
+    """A match for `something.name = ...`."""
+    assign = m.Assign(targets=[m.AssignTarget(target=m.Attribute(attr=m.Name(name)))])
+    return lambda statement: m.matches(statement, m.SimpleStatementLine(body=[assign]))
+
+
 def calls_in(node: cst.CSTNode, function: str) -> list[cst.Call]:
     """The calls of a function, by the text of what is called, such as `self.backbone`."""
     return [call for call in m.findall(node, m.Call()) if code_of(call.func) == function]

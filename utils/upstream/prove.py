@@ -56,7 +56,7 @@ def patch_job(name: str) -> Job:
 
 
 def run_jobs(source: Source, texts: dict[str, str], jobs: list[Job], path: str = "") -> dict[str, Run]:
-    """Run tests in a copy of the source with some files replaced, in one process; `path` is to be imported from, too."""
+    """Run tests in a copy of the source with some files replaced, in one process that also imports from `path`."""
     with tempfile.TemporaryDirectory() as folder:
         source.copy_to(Path(folder), texts)
         result = subprocess.run(

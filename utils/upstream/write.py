@@ -15,6 +15,24 @@ from .source import LINE_LENGTH, Edited, Source, changed_lines
 
 MOST_LINES = 150
 
+PAGE = """\
+What of this package fits into Transformers: boundaries come from the collator, and nothing is inferred from position
+ids inside of a forward. `make upstream-patches` writes each patch to `build/upstream/<patch>/`: a diff for `git apply`
+in a checkout, a test, and the text of a pull request. `make test-upstream` shows on a CPU that the tests fail without
+the patch and pass with it, and that with all patches the built-in models pass this package's own tests of packed rows
+and its audit. No patch needs another one, but each diff is made for Transformers as it is: of those that change the
+same lines, the others have to be written again once one of them is merged.
+
+The script writes this page.
+
+"""
+BEFORE = """\
+---
+
+Before you submit it: read and understand every line, because you are the one who answers for them. Look for open work
+on the issues above, and say there what you are going to do. In a checkout run `make fix-repo` and the tests of the
+models that changed, on a GPU as well, and write down here what you saw. Then delete this part."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -88,7 +106,8 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
     patch, test = load(result.name), file_of_tests(result.name).name
     parts = [
         f"# {patch.title}",
-        f"## Problem\n\n{patch.problem}\n\nModels: {patch.families}. Upstream: {', '.join(patch.issues) or 'none known'}.",
+        f"## Problem\n\n{patch.problem}",
+        f"Models: {patch.families}. Upstream: {', '.join(patch.issues) or 'none known'}.",
         f"## Reproduction\n\n```python\n{patch.reproduction.strip()}\n```",
     ]
     if proof:
@@ -109,17 +128,15 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
             Counter(o.split(":")[0] for o in before.tests.values())[what] for what in ("failed", "passed")
         )
         parts += [
-            f"Run with transformers {source.version} on a CPU, with flash-linear-attention, causal-conv1d and mamba-ssm hidden: "
-            f"without the patch {failed} tests fail and {passed} pass, with it all {len(after.tests)} pass. "
+            f"Run with transformers {source.version} on a CPU, with flash-linear-attention, causal-conv1d and "
+            f"mamba-ssm hidden: without the patch {failed} tests fail and {passed} pass, with it all {len(after.tests)} pass. "
             "No kernel ran: where a test needs one, a stand-in with its signature takes the place of it."
         ]
     else:
         parts += ["Not run yet; `make test-upstream` runs it without and with the patch."]
     parts += [
         "## Disclosure\n\nThis patch, its test and this text were made with the help of code-generating tools.",
-        "---\n\nBefore you submit it: read and understand every line, because you are the one who answers for them. Look "
-        "for open work on the issues above, and say there what you are going to do. In a checkout run `make fix-repo` and "
-        "the tests of the models that changed, on a GPU as well, and write down here what you saw. Then delete this part.",
+        BEFORE,
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -129,15 +146,7 @@ def table(source: Source, results: list[Result]) -> str:
     lines = [
         "# Patches for Transformers",
         "",
-        "What of this package fits into Transformers: boundaries come from the collator, and nothing is inferred from",
-        "position ids inside of a forward. `make upstream-patches` writes each patch to `build/upstream/<patch>/`: a diff for",
-        "`git apply` in a checkout, a test, and the text of a pull request. `make test-upstream` shows on a CPU that the tests",
-        "fail without the patch and pass with it, and that with all patches the built-in models pass this package's own",
-        "tests of packed rows and its audit. No patch needs another one, but each diff is made for Transformers as it is: of",
-        "those that change the same lines, the others have to be written again once one of them is merged.",
-        "",
-        "The script writes this page.",
-        "",
+        *PAGE.splitlines(),
         "| patch | problem | models | changed lines | upstream | state |",
         "|---|---|---|---:|---|---|",
     ]

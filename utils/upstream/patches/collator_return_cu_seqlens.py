@@ -8,6 +8,7 @@ from ..edits import (
     add_argument,
     add_parameters,
     assigns,
+    assigns_attribute,
     calls_in,
     code_of,
     document,
@@ -40,8 +41,8 @@ def collator(module: cst.Module) -> cst.Module:
             "return_seq_idx",
             """
             return_cu_seqlens (`bool`, *optional*, defaults to `False`):
-                Whether to return `cu_seqlens`, int32 of shape `[num_sequences + 1]`: where each sequence starts, and the
-                end of the last one. It is what linear attention kernels take.
+                Whether to return `cu_seqlens`, int32 of shape `[num_sequences + 1]`: where each sequence starts, and
+                the end of the last one. It is what linear attention kernels take.
             """,
         ),
     )
@@ -50,8 +51,8 @@ def collator(module: cst.Module) -> cst.Module:
         function = add_parameters(function, "return_cu_seqlens=False")
         return insert_after(
             function,
-            "self.return_seq_idx = ...",
-            lambda s: code_of(s).strip() == "self.return_seq_idx = return_seq_idx",
+            "assignment of return_seq_idx",
+            assigns_attribute("return_seq_idx"),
             "self.return_cu_seqlens = return_cu_seqlens",
         )
 
@@ -154,18 +155,20 @@ PATCH = Patch(
     summary="The collator gives linear attention its boundaries only as FlashAttention arguments, under another name.",
     title="Let DataCollatorWithFlattening return cu_seqlens, and make boundaries arguments of gated delta nets",
     problem="""\
-The gated delta rule is told where packed sequences begin by `cu_seq_lens_q`, an argument of FlashAttention that the layer
-takes out of its `kwargs` and renames. Who trains with SDPA has to ask the collator for four FlashAttention arguments to
-get that one. Passing the kernels' own name, `cu_seqlens`, raises `TypeError: got multiple values for keyword argument`.""",
+The gated delta rule is told where packed sequences begin by `cu_seq_lens_q`, an argument of FlashAttention that
+the layer takes out of its `kwargs` and renames. Who trains with SDPA has to ask the collator for four
+FlashAttention arguments to get that one. Passing the kernels' own name, `cu_seqlens`, raises `TypeError: got
+multiple values for keyword argument`.""",
     change="""\
-`DataCollatorWithFlattening(return_cu_seqlens=True)` returns `cu_seqlens`; the default is False and changes nothing.
-`TransformersKwargs` lists it. The forward of each gated delta net names `seq_idx` and `cu_seqlens` in its signature, hands
-both to the convolution and the delta rule, and still takes `cu_seq_lens_q` when `cu_seqlens` is not given. Methods that
-compute image or video features drop an unprefixed `cu_seqlens`, as they do with the FlashAttention arguments, because a
-vision tower would take the text's boundaries for those of its images.
+`DataCollatorWithFlattening(return_cu_seqlens=True)` returns `cu_seqlens`; the default is False and changes
+nothing. `TransformersKwargs` lists it. The forward of each gated delta net names `seq_idx` and `cu_seqlens` in
+its signature, hands both to the convolution and the delta rule, and still takes `cu_seq_lens_q` when
+`cu_seqlens` is not given. Methods that compute image or video features drop an unprefixed `cu_seqlens`, as they
+do with the FlashAttention arguments, because a vision tower would take the text's boundaries for those of its
+images.
 
-To check in review: hub kernels that replace a whole `GatedDeltaNet` layer are compared with its signature, so they need
-the two arguments as well.""",
+To check in review: hub kernels that replace a whole `GatedDeltaNet` layer are compared with its signature, so
+they need the two arguments as well.""",
     families="all models (collator); Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-exp, OLMo-Hybrid (blocks)",
     issues=("#44717", "#45034"),
     reproduction="""\

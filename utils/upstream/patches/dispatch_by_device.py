@@ -2,7 +2,17 @@
 
 import libcst as cst
 
-from ..edits import AlreadyFixed, code_of, edit, edit_statements, insert_before, insert_first, names_in
+from ..edits import (
+    AlreadyFixed,
+    TargetChanged,
+    assigns,
+    code_of,
+    edit,
+    edit_statements,
+    insert_before,
+    insert_first,
+    names_in,
+)
 from ..patch import Patch
 from ..source import Edited
 from .hub_kernels import FILE, ON_ACCELERATOR, WRAPPED, add_functions, is_call, is_export, is_refusal
@@ -28,22 +38,21 @@ def apply_to(module: cst.Module) -> cst.Module:
     def dispatch(function: cst.FunctionDef) -> cst.FunctionDef:
         if "run_kernel" in names_in(function):
             raise AlreadyFixed(f"{FILE} looks at the device")
+        # That it refuses boundaries in torch functions makes it the function that the patch was written for.
+        if not any(is_refusal(s) for s in function.body.body) or not is_call(function.body.body[-1]):
+            raise TargetChanged(f"expected `{WRAPPED}` to refuse packed sequences and to call the implementation")
         count = sum(chooses(s) for s in function.body.body)
-        # That there is the refusal among them is what makes this the function that the patch was written for.
-        if not any(is_refusal(s) for s in function.body.body):
-            count = -1
         function = edit_statements(function, f"uses of {KERNEL}", chooses, lambda s: [s.visit(_Rename())], count)
         function = insert_before(
             function,
             "filter of the keyword arguments",
-            lambda s: code_of(s).strip().startswith("kwargs = {k: v for k, v in kwargs.items()"),
+            lambda s: assigns("kwargs")(s) and isinstance(s.body[0].value, cst.DictComp),
             f"""
 
             if {KERNEL} and not run_kernel:
                 return torch_function(*args, **kwargs)
             """,
         )
-        assert any(is_call(s) for s in function.body.body)
         return insert_first(
             function,
             f"""
@@ -63,14 +72,15 @@ PATCH = Patch(
     title="Choose between kernels and torch functions by the device of the tensors",
     summary="With flash-linear-attention and triton installed, a model on the CPU crashes.",
     problem="""\
-Whether a kernel or the torch function runs is decided when a modeling file is imported, by what can be imported. So in an
-environment with flash-linear-attention (or causal-conv1d, mamba-ssm), a model that is on the CPU hands its tensors to a kernel
-and crashes, for example with `RuntimeError: 0 active drivers ([])` from triton. That happens in tests on machines without a GPU,
-and with models of which a part was offloaded.""",
+Whether a kernel or the torch function runs is decided when a modeling file is imported, by what can be
+imported. So in an environment with flash-linear-attention (or causal-conv1d, mamba-ssm), a model that is on the
+CPU hands its tensors to a kernel and crashes, with triton for example with `RuntimeError: 0 active drivers
+([])`. That happens to tests on machines without a GPU, too.""",
     change="""\
-The decision is made at the call: a kernel runs when one of the tensors is on an accelerator. On the CPU the torch function runs as
-if the package were not installed, with the same refusal of packed sequences. The check reads `device.type`, which is static under
-`torch.compile`. Hub kernels, which replace the decorated function, and export are not touched.""",
+The decision is made at the call: a kernel runs when one of the tensors is on an accelerator. On the CPU the
+torch function runs as if the package were not installed, with the same refusal of packed sequences. The check
+reads `device.type`, which is static under `torch.compile`. Hub kernels, which replace the decorated function,
+and export are not touched.""",
     families="all models with linear attention, state spaces or short convolutions",
     issues=(),
     reproduction="""\

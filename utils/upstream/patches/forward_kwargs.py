@@ -106,15 +106,17 @@ PATCH = Patch(
     title="Hand the boundaries of packed sequences on to the Mamba layers of five models",
     summary="The boundaries that a batch comes with are dropped on the way to the Mamba layers, without a word.",
     problem="""\
-`Mamba2ForCausalLM` does not hand its keyword arguments to the backbone, Jamba not from the decoder layer to the mixer, Mamba and
-Falcon-Mamba neither from the model to the blocks nor from the blocks to the mixers, and none of them nor Zamba to the scan. So
-`seq_idx` and `cu_seq_lens_q` from the collator never arrive: the convolution and the state run across packed sequences, with
-kernels and without, and nothing is reported. Bamba, Falcon-H1, Nemotron-H and Zamba2 hand them on.""",
+`Mamba2ForCausalLM` does not hand its keyword arguments to the backbone, Jamba not from the decoder layer to the
+mixer, Mamba and Falcon-Mamba neither from the model to the blocks nor from the blocks to the mixers, and none
+of them nor Zamba to the scan. So `seq_idx` and `cu_seq_lens_q` from the collator never arrive: the convolution
+and the state run across packed sequences, with kernels and without, and nothing is reported. Bamba, Falcon-H1,
+Nemotron-H and Zamba2 hand them on.""",
     change="""\
-The calls in between get `**kwargs`. In Mamba and Falcon-Mamba a packed row skips the fused `mamba_inner_fn`, which takes no boundaries.
-Where the kernels are missing, a packed batch now is the same error as in the other models (gdn-torch-path-packed makes it run).
-mamba-ssm's `selective_scan_fn`, of Mamba, Falcon-Mamba, Jamba and Zamba, takes no boundaries either: with that kernel the convolution
-keeps sequences apart now, and the state only together with gdn-torch-path-packed.""",
+The calls in between get `**kwargs`. In Mamba and Falcon-Mamba a packed row skips the fused `mamba_inner_fn`,
+which takes no boundaries. Where the kernels are missing, a packed batch now is the same error as in the other
+models (gdn-torch-path-packed makes it run). mamba-ssm's `selective_scan_fn`, of Mamba, Falcon-Mamba, Jamba and
+Zamba, takes no boundaries either: with that kernel the convolution keeps sequences apart now, and the state
+only together with gdn-torch-path-packed.""",
     families="Mamba2, Jamba, Mamba, Falcon-Mamba, Zamba",
     issues=("#35861", "#35941"),
     reproduction="""\
@@ -131,7 +133,9 @@ def kernel(hidden_states, *args, seq_idx=None, **kwargs):
 modeling_mamba2.causal_conv1d_fn = kernel
 modeling_mamba2.mamba2_split_conv1d_scan_combined = lambda *args, **kwargs: None
 modeling_mamba2.mamba2_chunk_scan = lambda hidden_states, *args, **kwargs: hidden_states
-config = Mamba2Config(vocab_size=8, hidden_size=16, num_heads=4, head_dim=8, n_groups=1, state_size=8, num_hidden_layers=1)
+config = Mamba2Config(
+    vocab_size=8, hidden_size=16, num_heads=4, head_dim=8, n_groups=1, state_size=8, num_hidden_layers=1
+)
 Mamba2ForCausalLM(config)(torch.tensor([[1, 2, 3]]), seq_idx=torch.tensor([[0, 0, 1]]), use_cache=False)
 """,
     apply=apply,

@@ -88,14 +88,16 @@ PATCH = Patch(
     title="Use FLA's causal convolution where causal-conv1d is not installed",
     summary="Packed training needs causal-conv1d, a compiled extension, beside flash-linear-attention.",
     problem="""\
-With flash-linear-attention but without causal-conv1d, whose build needs nvcc, the gated delta rule runs as a kernel but the
-convolution in front of it is the torch function. That refuses `seq_idx`; with `cu_seq_lens_q` alone it runs across the
-sequences. Trainers built on Transformers replace the convolution by FLA's own for that reason.""",
+With flash-linear-attention but without causal-conv1d, whose build needs nvcc, the gated delta rule runs as a
+kernel but the convolution in front of it is the torch function. That refuses `seq_idx`; with `cu_seq_lens_q`
+alone it runs across the sequences. Trainers built on Transformers replace the convolution by FLA's own for that
+reason.""",
     change="""\
-Where `causal_conv1d` cannot be imported and FLA can, tensors on an accelerator go through `fla.modules.causal_conv1d`, with the
-boundaries from `cu_seqlens` or `cu_seq_lens_q`. Not served, and left to the torch function: `seq_idx` alone, activations other
-than SiLU, tensors on a CPU, and export. Decoding (`causal_conv1d_update`) is not touched.""",
-    families="all models with a short convolution: Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear, LFM2, Mamba2, ...",
+Where `causal_conv1d` cannot be imported and FLA can, tensors on an accelerator go through
+`fla.modules.causal_conv1d`, with the boundaries from `cu_seqlens` or `cu_seq_lens_q`. Not served, and left to
+the torch function: `seq_idx` alone, activations other than SiLU, tensors on a CPU, and export. Decoding
+(`causal_conv1d_update`) is not touched.""",
+    families="all models with a short convolution, such as Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear, LFM2 and Mamba2",
     issues=("#44717",),
     reproduction="""\
 import sys, types
@@ -105,8 +107,14 @@ import torch
 from transformers.integrations import hub_kernels
 
 # A stand-in for FLA, so that this runs without a GPU
-fla = types.SimpleNamespace(causal_conv1d=lambda x, **kwargs: (print("FLA, cu_seqlens", kwargs["cu_seqlens"]), (x, None))[1])
-with mock.patch.dict(sys.modules, {"fla": types.ModuleType("fla"), "fla.modules.causal_conv1d": fla}):
+def convolution(x, cu_seqlens=None, **kwargs):
+    print("FLA is given cu_seqlens =", cu_seqlens)
+    return x, None
+
+
+fla = {"fla": types.ModuleType("fla")}
+fla["fla.modules.causal_conv1d"] = types.SimpleNamespace(causal_conv1d=convolution)
+with mock.patch.dict(sys.modules, fla):
 
     @hub_kernels.use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs):

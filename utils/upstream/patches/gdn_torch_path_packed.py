@@ -118,21 +118,22 @@ PATCH = Patch(
     title="Keep packed sequences apart on the torch path of linear attention",
     summary="Without kernels a packed batch is an error, or runs across its sequences.",
     problem="""\
-Without flash-linear-attention, causal-conv1d and mamba-ssm a packed batch cannot be run at all: the torch functions refuse
-`seq_idx` and `cu_seqlens`. So packed training cannot be tested on a CPU. With `cu_seq_lens_q` alone, convolutions, Kimi
-delta attention and Mamba2 do not refuse but run across the sequences without a word. So do kernels that take no boundaries
-(`selective_scan_fn`), or not those that were given.""",
+Without flash-linear-attention, causal-conv1d and mamba-ssm a packed batch cannot be run at all: the torch
+functions refuse `seq_idx` and `cu_seqlens`. So packed training cannot be tested on a CPU. With `cu_seq_lens_q`
+alone, convolutions, Kimi delta attention and Mamba2 do not refuse but run across the sequences without a word.
+So do kernels that take no boundaries (`selective_scan_fn`), or not those that were given.""",
     change=f"""\
-`{DECORATOR}` runs a function on each sequence alone when it was given boundaries of which the implementation takes none.
-The torch functions themselves still ignore boundaries. Nothing is inferred: only `cu_seqlens`, `cu_seq_lens_q` or `seq_idx`
-lead there, and without them no tensor is looked at. The results are bit for bit those of each sequence alone. Lengths are
-read on the host, so `torch.compile` breaks the graph there; kernels that are told run as before. A cache is refused.
+`{DECORATOR}` runs a function on each sequence alone when it was given boundaries of which the implementation
+takes none. The torch functions themselves still ignore boundaries. Nothing is inferred: only `cu_seqlens`,
+`cu_seq_lens_q` or `seq_idx` lead there, and without them no tensor is looked at. The results are bit for bit
+those of each sequence alone. Lengths are read on the host, so `torch.compile` breaks the graph there; kernels
+that are told run as before. A cache is refused.
 
-Four models have another layer that mixes sequences (Qwen4-exp its per-layer embeddings, GLM5-next its indexer, Zamba its scan,
-GraniteMoeHybrid its attention mask), so they go on refusing packed batches on the torch path. Functions not in the table do, too.
-Tests that expect the error of the others have to be changed.""",
-    families="Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid, LFM2, LFM2-MoE, Bamba, Falcon-H1, "
-    "Nemotron-H, Zamba2",
+Four models have another layer that mixes sequences (Qwen4-exp its per-layer embeddings, GLM5-next its indexer,
+Zamba its scan, GraniteMoeHybrid its attention mask), so they go on refusing packed batches on the torch path.
+Functions not in the table do, too. Tests that expect the error of the others have to be changed.""",
+    families="Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo-Hybrid, Kimi-Linear, Bailing-Hybrid, LFM2, LFM2-MoE, Bamba, "
+    "Falcon-H1, Nemotron-H, Zamba2",
     issues=("#44717", "#46093"),
     reproduction="""\
 import torch
@@ -140,8 +141,9 @@ from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM, Qwen3_5
 
 torch.manual_seed(0)
 config = Qwen3_5TextConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=32, linear_num_key_heads=2, linear_num_value_heads=2, layer_types=["linear_attention", "full_attention"],
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=2,
+    layer_types=["linear_attention", "full_attention"],
 )
 model = Qwen3_5ForCausalLM(config)
 collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)

@@ -58,9 +58,10 @@ PATCH = Patch(
     title="Hand position_ids to the masks and layers of GraniteMoeHybrid",
     summary="Attention layers see across packed sequences, because no mask knows the position ids.",
     problem="""\
-`GraniteMoeHybridModel.forward` takes `position_ids` but uses them for rotary embeddings only. Its masks are made without them, so
-the detection of packed sequences, which all other models have for SDPA, eager and flex attention, never runs, and full attention
-looks at every earlier sequence of the row. FlashAttention is not given them either and depends on `cu_seq_lens_q`.""",
+`GraniteMoeHybridModel.forward` takes `position_ids` but uses them for rotary embeddings only. Its masks are
+made without them, so the detection of packed sequences, which other models have for SDPA, eager and flex
+attention, never runs, and full attention looks at every earlier sequence of the row. FlashAttention is not
+given them either and depends on `cu_seq_lens_q`.""",
     change="""\
 `position_ids` goes into the arguments of the masks and to the decoder layers, as in Bamba and Jamba.""",
     families="GraniteMoeHybrid",

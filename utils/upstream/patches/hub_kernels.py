@@ -1,8 +1,9 @@
 """What the patches of `integrations/hub_kernels.py` look for there: the decorator that chooses an implementation."""
 
 import libcst as cst
+import libcst.matchers as m
 
-from ..edits import assigns, code_of, edit_statements, find, insert_before, names_in, statements
+from ..edits import assigns, code_of, edit_statements, insert_before, names_in, statements
 from ..source import Edited, parse
 
 
@@ -11,7 +12,7 @@ DECORATOR = "use_kernel_func_from_hub_with_fallback"
 INNER = f"{DECORATOR}.decorator"
 WRAPPED = f"{INNER}.wrapped"
 
-# Both a kernel on the right device and a kernel at all are asked for by name in one place.
+# More than one patch needs it.
 ON_ACCELERATOR = '''
 
 def _on_accelerator(*values) -> bool:
@@ -27,7 +28,6 @@ def defines(module: cst.Module, name: str) -> bool:
 def add_functions(module: cst.Module, code: str) -> cst.Module:
     """Functions before the decorator, those that are not there yet."""
     new = [s for s in statements(code) if not defines(module, s.name.value)]
-    find(module, DECORATOR)
     return edit_statements(
         module,
         f"function {DECORATOR}",
@@ -38,11 +38,9 @@ def add_functions(module: cst.Module, code: str) -> cst.Module:
 
 def is_refusal(statement: cst.BaseStatement) -> bool:
     """The `if` that raises when a torch function is given boundaries."""
-    return (
-        isinstance(statement, cst.If)
-        and {"cu_seqlens", "seq_idx"} <= {s.strip("\"'") for s in code_of(statement.test).replace(")", "(").split("(")}
-        and "raise ValueError" in code_of(statement.body)
-    )
+    if not isinstance(statement, cst.If) or not m.findall(statement.body, m.Raise()):
+        return False
+    return {"cu_seqlens", "seq_idx"} <= {s.evaluated_value for s in m.findall(statement.test, m.SimpleString())}
 
 
 def is_export(statement: cst.BaseStatement) -> bool:
@@ -52,7 +50,8 @@ def is_export(statement: cst.BaseStatement) -> bool:
 
 def is_call(statement: cst.BaseStatement) -> bool:
     """The last one: the call of the implementation."""
-    return code_of(statement).strip() == "return implementation(*args, **kwargs)"
+    call = m.Return(value=m.Call(func=m.Name("implementation")))
+    return m.matches(statement, m.SimpleStatementLine(body=[call]))
 
 
 def insert_before_refusal(function: cst.FunctionDef, code: str) -> cst.FunctionDef:

@@ -62,13 +62,14 @@ PATCH = Patch(
     title="Tell Kimi delta attention where packed sequences begin",
     summary="The state of Kimi delta attention runs on from one packed sequence into the next.",
     problem="""\
-Layers with Kimi delta attention hand their `kwargs` to `chunk_kda`. The collator's `cu_seq_lens_q` is not among the names that
-FLA's kernel takes, so it is dropped, and the state of one packed sequence goes on into the next without an error. The gated delta
-nets rename the argument; these layers do not. (Hub kernels do it themselves.)""",
+Layers with Kimi delta attention hand their `kwargs` to `chunk_kda`. The collator's `cu_seq_lens_q` is not among
+the names that FLA's kernel takes, so it is dropped, and the state of one packed sequence goes on into the next
+without an error. The gated delta nets rename the argument; these layers do not. (Hub kernels do it themselves.)""",
     change="""\
-The layers hand over `cu_seqlens`, from `cu_seqlens` or `cu_seq_lens_q`, as gated delta nets do. The torch function refuses it, as
-everywhere: a batch with `cu_seq_lens_q` alone, which ran across its sequences, is an error now where FLA is not installed.
-In GLM5-next the indexer of the attention still mixes sequences; that is another matter.""",
+The layers hand over `cu_seqlens`, from `cu_seqlens` or `cu_seq_lens_q`, as gated delta nets do. The torch
+function refuses it, as everywhere: a batch with `cu_seq_lens_q` alone, which ran across its sequences, is an
+error now where FLA is not installed. In GLM5-next the indexer of the attention still mixes sequences; that is
+another matter.""",
     families="Kimi-Linear, Bailing-Hybrid, GLM5-next",
     issues=("#44717",),
     reproduction="""\

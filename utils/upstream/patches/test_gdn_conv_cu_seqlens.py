@@ -19,7 +19,7 @@ def fla_causal_conv1d(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
     backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs,
 ):  # fmt: skip
-    """The contract of FLA's convolution in torch: `x` is `[batch, sequence, channels]`, and sequences are kept apart."""
+    """The contract of FLA's convolution: `x` is `[batch, sequence, channels]`, and sequences are kept apart."""
     lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     pieces = []
     for piece in x.split(lengths, dim=1):

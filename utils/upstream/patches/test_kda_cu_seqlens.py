@@ -23,7 +23,7 @@ BLOCKS = [
 
 
 def kernels(modeling, told):
-    """Stand-ins for causal-conv1d and FLA on a CPU: each takes the boundaries that the real one takes, and no others."""
+    """Stand-ins for causal-conv1d and FLA on a CPU: each takes the boundaries that the real one takes."""
     convolution = inspect.unwrap(modeling.causal_conv1d_fn)
     rule = inspect.unwrap(modeling.chunk_kimi_delta_attention)
 
