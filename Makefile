@@ -38,6 +38,7 @@ test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the f
 
 bench: .venv/.installed  ## Measure packed against padded training and the planning of rows, on the CPU; writes benchmarks/results.
 	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python benchmarks/step.py --models tiny --tokens 2048 --arms padded ours --repeats 3
 	$(BIN)/python benchmarks/packing.py
 
 support-matrix: .venv/.installed  ## Audit every causal type of the installed Transformers (CPU, ten minutes on 2 cores).
