@@ -13,6 +13,7 @@ from training.trainer_arms import CONFIGS, Samples, collate_padded
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingCost, configure_packing, patch_model
+from transformers_packed.ops import dispatch
 from transformers_packed.training import metrics
 
 
@@ -109,6 +110,8 @@ class PackedTrainerTest(TrainerTestCase):
 
 class FiguresTest(TrainerTestCase):
     def log(self, trainer) -> list[dict]:
+        # What other tests ran in this process is not what this run ran.
+        dispatch._used.clear()
         with quiet() as stdout:
             trainer.train()
         self.summary = stdout.getvalue().splitlines()[-1]
