@@ -68,8 +68,8 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
     """[`choose`] and call.
 
-    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given depends on the
-    lengths of the documents, which are different in each row.
+    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given
+    depends on the lengths of the documents, which are different in each row.
     """
     outside = torch.compiler.is_compiling() and kwargs.get("boundaries") is not None
     return (_run_outside_of_graphs if outside else _run)(op, impl, table, *args, **kwargs)
