@@ -141,7 +141,7 @@ class FiguresTest(TrainerTestCase):
             self.assertNotIn("share_of_peak", entry)
         documents, tokens = sum(map(len, seen[:8])), sum(map(sum, seen[:8]))
         self.assertIn(f"Padding-free: {documents} documents with {tokens:,} tokens in ", self.summary)
-        self.assertIn("ran causal_conv1d: reference; gated_delta_rule: reference; attention:", self.summary)
+        self.assertIn("causal_conv1d: reference; gated_delta_rule: reference; attention:", self.summary)
 
     def test_fill_of_rows(self):
         trainer = self.build(args=self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1))
