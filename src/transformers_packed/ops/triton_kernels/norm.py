@@ -57,7 +57,8 @@ def _norm_backward(
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros((WIDTH,), tl.float32)
+    # Over the rows of the tiles only at the end: between the warps of a program a sum has to wait.
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in range(program, tiles, tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -76,19 +77,19 @@ def _norm_backward(
                 y = normed * weight[None, :] * gate * sigmoid
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
             dy = dy * gate * sigmoid
-        dweight += tl.sum(dy * normed, 0)
+        dweight += dy * normed
         dnormed = dy * weight[None, :]
         dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
         if RESIDUAL:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
+    tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0), mask=column < width)
 
 
 @lru_cache
 def _tile(width: int) -> dict[str, int]:
     padded = triton.next_power_of_2(width)
-    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
+    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 256), 16)}
 
 
 class RMSNorm(torch.autograd.Function):
