@@ -30,7 +30,7 @@ def linear_cross_entropy(
     num_items_in_batch: int | torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-    chunk_size: int = 4096,
+    chunk_size: int = 3072,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Cross entropy of `hidden_states @ weight.T + bias` against `labels`, in chunks of tokens.
@@ -50,7 +50,7 @@ def linear_cross_entropy(
             The share of the target that is spread over the whole vocabulary.
         ignore_index (`int`, *optional*, defaults to -100):
             The label of tokens without a target.
-        chunk_size (`int`, *optional*, defaults to 4096):
+        chunk_size (`int`, *optional*, defaults to 3072):
             How many tokens' logits exist at a time.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (chunks, with a kernel for the softmax), `"torch"` (chunks), or `"reference"` (all logits
