@@ -395,16 +395,23 @@ def plot(source: Path, target: Path) -> None:
     from matplotlib import pyplot
 
     runs = json.loads(source.read_text())["runs"]
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(4.2 * len(runs), 3.6), layout="constrained", squeeze=False)
-    for axis, run in zip(axes[0], runs, strict=True):
+    columns = min(3, len(runs))
+    rows = -(-len(runs) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 2.4 * rows), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(runs) :]:
+        axis.set_visible(False)
+    for axis, run in zip(axes.flat, runs, strict=False):
         arms = {name: entry["median_ms"] for name, entry in run["arms"].items() if "median_ms" in entry}
         colors = ["tab:green" if name.startswith("ours") else "tab:gray" for name in arms]
-        bars = axis.barh(list(arms), list(arms.values()), color=colors)
-        axis.bar_label(bars, fmt="%.0f", padding=2)
-        axis.margins(x=0.15)
-        axis.invert_yaxis()
-        axis.set_title(f"Qwen3.5 {run['model']}, {run['tokens']:,} tokens, {run['lengths']}", fontsize=9)
-        axis.set_xlabel("milliseconds, forward + backward")
+        bars = axis.barh(list(arms), list(arms.values()), color=colors, height=0.6)
+        axis.bar_label(bars, fmt="{:,.0f}", padding=2)
+        axis.margins(x=0.2)
+        axis.set_ylim(len(arms) - 0.5, -0.5)
+        checkpointing = ", checkpointing" if run["checkpointing"] else ""
+        axis.set_title(f"{run['model']}, {run['tokens']:,} tokens, {run['lengths']}{checkpointing}", fontsize=9)
+        axis.set_xlabel("milliseconds, forward + backward", fontsize=8)
     figure.savefig(target, dpi=130)
 
 
