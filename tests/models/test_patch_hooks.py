@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_packed import patch_model, unpatch_model
 from transformers_packed.models import auto
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
+from transformers_packed.ops import linear_cross_entropy
 
 
 builtin = BUILTINS["qwen3_5"]
@@ -193,6 +194,31 @@ class ProcessGroupTest(PatchTestCase):
         output = model(**packed_batch(documents()))
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
         self.assert_refused(unpatch_model, model, "under FSDP .* Call unpatch_model before sharding")
+
+    @parameterized.expand([("head", False), ("hooked_head", True)])
+    def test_the_loss_of_a_head_that_is_sharded_by_itself(self, _, hooked):
+        model = patch_model(builtin_model())
+        batch = packed_batch(documents())
+        expected = model(**batch, skip_logits=False)
+        expected_gradients = self.gradients(model, expected.loss)
+        model.zero_grad(set_to_none=True)
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for module in [model.lm_head, *model.model.layers, model]:
+            distributed.fsdp.fully_shard(module, mesh=mesh)
+        seen = []
+        if hooked:
+            model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        with mock.patch("transformers_packed.models.heads.linear_cross_entropy", wraps=linear_cross_entropy) as fused:
+            output = model.train()(**batch)
+        # A hook of the user's is to see logits.
+        self.assertEqual((fused.call_count, len(seen)), (0, 1) if hooked else (1, 0))
+        self.assertLess(relative_error(output.loss, expected.loss), 1e-6)
+        output.loss.backward()
+        got = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        self.assertEqual(got.keys(), expected_gradients.keys())
+        for name, gradient in got.items():
+            self.assertLess(relative_error(gradient, expected_gradients[name]), 1e-4, name)
+        self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
 
     def test_fully_sharded_data_parallel(self):
         def shard(model):

@@ -74,6 +74,22 @@ def is_bare_linear(module: torch.nn.Module) -> bool:
     )
 
 
+def is_sharded_linear(module: torch.nn.Module) -> bool:
+    """Whether the module is a linear layer that nothing but FSDP2 hooks into, sharded by itself."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    state = vars(module)
+    return (
+        isinstance(module, FSDPModule)
+        and torch.nn.Linear in type(module).__bases__
+        and "forward" not in state
+        and len(state["_forward_hooks"]) == len(state["_forward_pre_hooks"]) == 1
+        and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
+    )
+
+
 def has_only_a_weight(module: torch.nn.Module) -> bool:
     """Whether the module is a [`is_bare_linear`] without a bias."""
     return is_bare_linear(module) and module.bias is None

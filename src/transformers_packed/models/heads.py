@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
-from .base import is_bare_linear
+from .base import is_bare_linear, is_sharded_linear
 
 
 def classify_documents(
@@ -59,8 +59,8 @@ def classify_documents(
 def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, kwargs: dict) -> bool:
     """Whether this forward of a language model gives its loss alone. Takes `skip_logits` out of `kwargs`.
 
-    By default that is so in training, where labels are given. It needs Transformers' own loss and a plain linear head:
-    not one of PEFT, one that accelerate moves, or one that is sharded by itself.
+    By default that is so in training, where labels are given. It needs Transformers' own loss and a plain linear head,
+    which FSDP2 may have sharded: not one of PEFT, or one that accelerate moves.
     """
     skip = kwargs.pop("skip_logits", None)
     if skip is None:
@@ -73,7 +73,8 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
         or logits_to_keep
     ):
         return False
-    return is_bare_linear(model.lm_head) and model.loss_function is ForCausalLMLoss
+    head = model.lm_head
+    return (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
 
 
 class _LogitsOnDemand:
@@ -136,15 +137,28 @@ def loss_without_logits(
     targets = inputs.get("shift_labels")
     if targets is None:
         targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    loss = linear_cross_entropy(
-        outputs.last_hidden_state,
-        model.lm_head.weight,
-        targets,
-        model.lm_head.bias,
-        num_items_in_batch=inputs.get("num_items_in_batch"),
-        label_smoothing=inputs.get("label_smoothing", 0.0),
-        ignore_index=ignore_index,
-    )
+    head = model.lm_head
+
+    def loss_of(hidden_states):
+        return linear_cross_entropy(
+            hidden_states,
+            head.weight,
+            targets,
+            head.bias,
+            num_items_in_batch=inputs.get("num_items_in_batch"),
+            label_smoothing=inputs.get("label_smoothing", 0.0),
+            ignore_index=ignore_index,
+        )
+
+    if is_bare_linear(head):
+        loss = loss_of(outputs.last_hidden_state)
+    else:
+        # FSDP2 gathers the weight around the head's own forward, which so has to be what computes the loss.
+        head.forward = loss_of
+        try:
+            loss = head(outputs.last_hidden_state)
+        finally:
+            del head.forward
     fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
     if sparse:
         aux_loss = None
