@@ -195,15 +195,16 @@ class ProcessGroupTest(PatchTestCase):
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
         self.assert_refused(unpatch_model, model, "under FSDP .* Call unpatch_model before sharding")
 
-    @parameterized.expand([("head", False), ("hooked_head", True)])
-    def test_the_loss_of_a_head_that_is_sharded_by_itself(self, _, hooked):
+    @parameterized.expand([("alone", False, False), ("with_the_last_norm", True, False), ("hooked", False, True)])
+    def test_the_loss_of_a_head_that_is_sharded_apart(self, _, with_norm, hooked):
         model = patch_model(builtin_model())
         batch = packed_batch(documents())
         expected = model(**batch, skip_logits=False)
         expected_gradients = self.gradients(model, expected.loss)
         model.zero_grad(set_to_none=True)
         mesh = distributed.init_device_mesh("cpu", (1,))
-        for module in [model.lm_head, *model.model.layers, model]:
+        # accelerate shards the last norm and the head as one.
+        for module in [[model.model.norm, model.lm_head] if with_norm else model.lm_head, *model.model.layers, model]:
             distributed.fsdp.fully_shard(module, mesh=mesh)
         seen = []
         if hooked:
