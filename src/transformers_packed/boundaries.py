@@ -10,7 +10,7 @@ ask the device how long a document is.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,9 @@ class SequenceBoundaries:
     cu_seqlens: torch.Tensor
     cu_seqlens_cpu: torch.Tensor
     padding_tokens: int = 0
+
+    # Whether these are of a part of a row, whose other parts are elsewhere (`parallel.RowShard`).
+    is_shard: ClassVar[bool] = False
 
     @classmethod
     def from_lengths(

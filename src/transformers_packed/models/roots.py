@@ -192,6 +192,13 @@ def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries
             got=f"a packed row of {boundaries.num_documents} documents",
             fix="Use a padded batch.",
         )
+    if boundaries.is_shard:
+        raise input_error(
+            call,
+            expected="whole rows, as the layers of this model do not exchange what crosses a cut",
+            got="a part of a row",
+            fix="Train this model without sequence parallelism.",
+        )
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
             raise input_error(
