@@ -1,6 +1,5 @@
 """Which processes share a row, and how its layers compute it together."""
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -100,7 +99,7 @@ class SequenceParallel:
         if self.attention == "heads" and not fits_heads(self.size, heads, kv_heads):
             raise input_error(
                 call,
-                expected=f'{self.size} processes to divide the attention heads, and to divide or be a multiple of the '
+                expected=f"{self.size} processes to divide the attention heads, and to divide or be a multiple of the "
                 'key and value heads, for "heads"',
                 got=f"{heads} and {kv_heads}",
                 fix='Use attention="gather".',

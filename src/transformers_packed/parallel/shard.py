@@ -39,7 +39,9 @@ class RowShard(SequenceBoundaries):
     parallel: SequenceParallel | None = None
 
     @classmethod
-    def cut(cls, row: SequenceBoundaries, rank: int, size: int, parallel: SequenceParallel | None = None) -> "RowShard":
+    def cut(
+        cls, row: SequenceBoundaries, rank: int, size: int, parallel: SequenceParallel | None = None
+    ) -> "RowShard":
         """The part `rank` of `size` parts of `row`. A length that is not a multiple of `size` is a `ValueError`."""
         if row.total_length % size:
             raise input_error(
