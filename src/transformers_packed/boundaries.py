@@ -252,6 +252,10 @@ class SequenceBoundaries:
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
+    def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
+        return tokens[: len(tokens) - self.padding_tokens] if self.padding_tokens else tokens
+
     def same_as(self, other: "SequenceBoundaries") -> bool:
         """Whether both describe the same documents (compared on the host)."""
         return torch.equal(self.cu_seqlens_cpu, other.cu_seqlens_cpu)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from parameterized import parameterized
-from process_tester import run_processes
+from process_tester import ROWS, run_once, run_processes
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
@@ -14,17 +14,6 @@ from transformers_packed.ops import attention, causal_conv1d, convolved_query_ke
 from transformers_packed.parallel import RowShard, SequenceParallel
 
 
-# Rows of 24 tokens; with two ranks they are cut at 12, with four at 6, 12 and 18.
-ROWS = {
-    "aligned": [12, 6, 6],
-    "cut": [5, 9, 3, 7],
-    "one long": [24],
-    "long behind short": [2, 22],
-    "long before short": [23, 1],
-    "many short": [2, 3, 1, 2, 1, 1, 3, 2, 1, 4, 1, 3],
-    "shorter than the halo around the cuts": [5, 2, 4, 2, 4, 2, 5],
-    "tail padding": [10, 9, 5],
-}
 WIDTH = 4
 
 
@@ -159,17 +148,13 @@ def _run_unfit_heads():
 class ParallelLayersTest(unittest.TestCase):
     """All cases of one size run in the same processes, which take longer to start than to compute."""
 
-    found: dict = {}
-
     @parameterized.expand(
         [(f"{case}, {row}, {size}", case, row, size) for size in (2, 4) for case in CASES for row in ROWS]
     )
     def test_equals_the_whole_row(self, _, case, row, size):
-        if size not in self.found:
-            self.found[size] = run_processes(_run_all, size, size)
         whole = SequenceBoundaries.from_lengths(ROWS[row])
         outputs, token_gradients, weight_gradients = _compute(case, whole, lambda x: x)
-        parts = [results[case, row] for results in self.found[size]]
+        parts = [results[case, row] for results in run_once(_run_all, size, size)]
         found = [
             *(torch.cat([part[0][number] for part in parts], dim=1) for number in range(len(outputs))),
             *(torch.cat([part[1][number] for part in parts], dim=1) for number in range(len(token_gradients))),

@@ -10,6 +10,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..models.packed_inputs import METADATA, boundaries_from_metadata
 from .attention import attention
+from .collectives import all_gather
 from .gated_delta import causal_conv1d, convolved_query_key_value, gated_delta_rule
 from .groups import SequenceParallel
 
@@ -79,6 +80,10 @@ class RowShard(SequenceBoundaries):
     def of_row(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor whose last dimension are the row's tokens."""
         return x[..., self.start : self.start + self.total_length]
+
+    def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of the whole row, `[T / P, ...]` to `[T, ...]`, without its tail padding. All ranks have to call it."""
+        return self.row.real_tokens(all_gather(tokens, 0, self.parallel.group))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RowShard":
         moved = super().to(device, non_blocking)
