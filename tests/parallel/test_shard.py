@@ -52,6 +52,10 @@ class ShardBatchTest(unittest.TestCase):
         self.assertEqual(part["boundaries"].row.padding_tokens, 3)
         self.assertEqual(part["position_ids"].tolist(), [[1, 2]])
 
+    def test_a_short_row_is_padded_for_each_rank(self):
+        part = shard_batch(make_batch([2, 3]), 1, 4, minimum=3)
+        self.assertEqual((part["boundaries"].row.lengths, part["boundaries"].lengths), ([2, 3, 7], [2, 1]))
+
     def test_boundaries_from_position_ids(self):
         batch = {"input_ids": torch.arange(6)[None], "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]])}
         shard = shard_batch(batch, 1, 2)["boundaries"]

@@ -123,6 +123,7 @@ def shard_batch(
     *,
     parallel: SequenceParallel | None = None,
     pad_token_id: int = 0,
+    minimum: int = 1,
     token_columns: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Cut the batch that [`DataCollatorWithFlattening`] made to one rank's part.
@@ -139,6 +140,8 @@ def shard_batch(
             The processes that hold the other parts; without it the result is only data.
         pad_token_id (`int`, *optional*, defaults to 0):
             The token of the padding.
+        minimum (`int`, *optional*, defaults to 1):
+            How many tokens each rank has at least, by more padding: one less than the convolution's window.
         token_columns (`tuple`, *optional*):
             Further columns of the batch with one value per token.
 
@@ -200,7 +203,7 @@ def shard_batch(
         ends = row.cu_seqlens[1:].long() - 1
         batch["shift_labels"] = batch["shift_labels"].index_fill(1, ends, -100)
 
-    padding = -length % size
+    padding = max(-length % size, minimum * size - length)
     if padding:
         fillers = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
         for name in names:

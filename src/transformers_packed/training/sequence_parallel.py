@@ -1,0 +1,138 @@
+"""How a Trainer computes rows over several processes.
+
+Two hooks: the processes of a group read the same batches, cut to their parts by the collator, and the batch learns who
+has the other parts. Trainer's own arithmetic is then exact: it counts the targets of all processes, each process's loss
+is its part of one sum over them, and the gradients are summed by the mean over processes times their number.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+
+from ..errors import input_error
+from ..models.base import transformers_model
+from ..parallel import SequenceParallel, shard_batch
+from .metrics import PackingMetricsCallback
+from .reasons import check_devices
+
+
+_CALL = "PackedTrainer(sequence_parallel_size=...)"
+
+
+class ShardCollator:
+    """The batches of `collator`, cut to one rank's part.
+
+    Args:
+        collator ([`DataCollatorWithFlattening`]):
+            Makes whole rows.
+        rank, size (`int`):
+            Which of how many parts.
+        minimum (`int`):
+            How many tokens a part has at least.
+    """
+
+    def __init__(self, collator: Any, rank: int, size: int, minimum: int):
+        self.collator, self.rank, self.size, self.minimum = collator, rank, size, minimum
+
+    def __call__(self, features: list) -> dict[str, Any]:
+        return shard_batch(
+            self.collator(features),
+            self.rank,
+            self.size,
+            minimum=self.minimum,
+            pad_token_id=self.collator.pad_token_id or 0,
+            token_columns=self.collator.token_columns,
+        )
+
+
+class SequenceParallelMixin:
+    """For a Trainer whose collator makes packed rows; changes nothing before `make_sequence_parallel` is called."""
+
+    sequence_parallel: SequenceParallel | None = None
+
+    def make_sequence_parallel(self: Trainer, size: int, **methods: Any) -> None:
+        """Form the groups of processes; `methods` are those of [`SequenceParallel`].
+
+        Raises:
+            `ValueError`: something that would not be exact, with the reason.
+        """
+        check_sequence_parallel(self)
+        self.sequence_parallel = SequenceParallel(size, device_type=self.args.device.type, **methods)
+        self.sequence_parallel.check_config(transformers_model(self.model).config)
+
+    def cut_rows(self: Trainer) -> None:
+        """Cut the rows of all dataloaders from now on; to be called when the collator is the one of packed rows."""
+        parallel = self.sequence_parallel
+        window = transformers_model(self.model).config.get_text_config().linear_conv_kernel_dim
+        self.data_collator = ShardCollator(self.data_collator, parallel.rank, parallel.size, max(window - 1, 1))
+        # Its figures are of whole rows.
+        self.remove_callback(PackingMetricsCallback)
+
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        dataloader = super()._get_dataloader(*args, **kwargs)
+        parallel = self.sequence_parallel
+        if parallel is not None:
+            if isinstance(dataloader.dataset, IterableDataset):
+                raise _refusal(
+                    "a dataset with a length",
+                    "a stream, of which each process would read its own part",
+                    "Use PackingDataset or a dataset with a length.",
+                )
+            sampler = dataloader.batch_sampler
+            if hasattr(sampler, "num_processes"):
+                sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
+        return dataloader
+
+    def predict(self, *args, **kwargs):
+        if self.sequence_parallel is not None:
+            raise _refusal("an evaluation by its loss", "predict, which wants whole documents", "Call evaluate.")
+        return super().predict(*args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        # There are no whole documents to hand back.
+        alone = prediction_loss_only or self.sequence_parallel is not None
+        return super().prediction_step(model, inputs, alone, ignore_keys)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        if self.sequence_parallel is not None:
+            inputs["boundaries"] = replace(inputs["boundaries"], parallel=self.sequence_parallel)
+        return inputs
+
+
+def check_sequence_parallel(trainer: Trainer) -> None:
+    """Raise a `ValueError` for what a Trainer is asked to do and would not do exactly on parts of rows."""
+    args = trainer.args
+    reason = check_devices(trainer)
+    if reason is not None:
+        raise reason.error()
+    if getattr(args, "packing_mode", "auto") == "off":
+        raise _refusal("packed rows, which can be cut", "padding_free=False", "Leave it out.")
+    if not args.average_tokens_across_devices:
+        raise _refusal(
+            "average_tokens_across_devices=True, as each process has a part of a row's targets",
+            "average_tokens_across_devices=False",
+            "Leave it out.",
+        )
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(args.accelerator_config, name):
+            raise _refusal("processes that read whole rows", f"{name}=True", f"Set {name}=False.")
+    config = transformers_model(trainer.model).config
+    if getattr(config, "vision_config", None) is not None:
+        raise _refusal("a model of text", f"{config.model_type}", "Train the text model (ForCausalLM).")
+    if trainer.compute_loss_func is not None or args.label_smoothing_factor:
+        raise _refusal(
+            "the model's own loss, whose sum over parts of a row is that of the row",
+            "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func",
+            "Leave it out, or compute the loss from transformers_packed.parallel.gather_loss_tensors.",
+        )
+    if trainer.compute_metrics is not None:
+        raise _refusal(
+            "an evaluation by its loss", "compute_metrics, which wants whole documents", "Evaluate without it."
+        )
+
+
+def _refusal(expected: str, got: str, fix: str) -> ValueError:
+    return input_error(_CALL, expected=expected, got=got, fix=fix)

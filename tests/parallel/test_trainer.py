@@ -1,0 +1,183 @@
+"""`PackedTrainer` over several processes, against the same Trainer in one: updates, losses and evaluation."""
+
+import contextlib
+import io
+import tempfile
+import unittest
+
+import torch
+import torch.distributed as dist
+from packed_model_tester import total_relative_error
+from parameterized import parameterized
+from process_tester import ROWS, run_once, run_processes
+from training.trainer_arms import CONFIGS, OPTIONS
+from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments, register
+
+
+# The row of 22 tokens is padded to a multiple.
+LENGTHS = [*ROWS.values(), [10, 7, 5], [1, 2], [24]]
+STEPS, ROWS_PER_STEP = 10, 4
+EXPERTS_COUNT = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+
+
+def make_rows():
+    generator = torch.Generator().manual_seed(4)
+    rows = []
+    for lengths in LENGTHS:
+        ids = torch.randint(1, 61, (sum(lengths),), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})
+    return rows
+
+
+def make_trainer(family, processes=1, size=1, **options):
+    defaults = {
+        **OPTIONS,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "learning_rate": 0.1,
+        "sequence_parallel_size": size,
+        "ddp_backend": "gloo" if processes > 1 else None,
+    }
+    arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
+    args = PackedTrainingArguments(tempfile.mkdtemp(), **{**defaults, **options})
+    register()
+    set_seed(0)
+    config = CONFIGS[family]()
+    config.num_attention_heads, config.initializer_range = 4, 0.1
+    for name, value in EXPERTS_COUNT.items() if "moe" in family else ():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config)
+    rows = make_rows()
+    return PackedTrainer(model, args, train_dataset=rows, eval_dataset=rows[: len(rows) // 4 * 4], **arguments)
+
+
+class Updates(TrainerCallback):
+    """The change of all parameters after the first and the last step."""
+
+    def __init__(self, model):
+        self.model, self.updates = model, {}
+        self.start = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in (1, STEPS):
+            self.updates[state.global_step] = {
+                name: p.detach() - self.start[name] for name, p in self.model.named_parameters()
+            }
+
+
+def train(family, processes=1, size=1, options=()):
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = make_trainer(family, processes, size, **dict(options))
+        callback = Updates(trainer.model)
+        trainer.add_callback(callback)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    return callback.updates, losses, before
+
+
+def train_all(processes, size, arms):
+    return [train(family, processes, size, options) for family, options in arms]
+
+
+HEADS = (("sequence_parallel_gated_delta_rule", "heads"), ("sequence_parallel_attention", "heads"))
+GATHER = (("sequence_parallel_attention", "gather"),)
+CHECKPOINTS = (("gradient_checkpointing", True),)
+RUNS = {
+    "two processes, two rows": (2, 1, (("qwen3_5", ()),)),
+    "two processes, one row": (2, 2, (("qwen3_5", ()), ("qwen3_5", HEADS), ("qwen3_next_moe", GATHER))),
+    "four processes, two rows": (4, 2, (("qwen3_5", CHECKPOINTS), ("qwen3_next_moe", HEADS))),
+    "four processes, one row": (4, 4, (("qwen3_5", GATHER), ("qwen3_next_moe", ()))),
+}
+
+
+def refusals():
+    cases = [
+        {"average_tokens_across_devices": False},
+        {"accelerator_config": {"dispatch_batches": True}},
+        {"accelerator_config": {"split_batches": True}},
+        {"padding_free": False},
+        {"label_smoothing_factor": 0.1},
+        {"compute_metrics": lambda prediction: {}},
+        {"compute_loss_func": lambda *args, **kwargs: None},
+        {"size": 3},
+        {"family": "qwen3_5_odd", "sequence_parallel_gated_delta_rule": "heads"},
+    ]
+    messages = []
+    CONFIGS["qwen3_5_odd"] = odd_heads
+    for case in cases:
+        try:
+            make_trainer(**{"family": "qwen3_5", "processes": 2, "size": 2, **case})
+        except ValueError as error:
+            messages.append(str(error))
+    trainer = make_trainer("qwen3_5", 2, 2)
+    try:
+        trainer.predict(make_rows())
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def odd_heads():
+    config = CONFIGS["qwen3_5"]()
+    config.linear_num_key_heads = config.linear_num_value_heads = 1
+    return config
+
+
+def fail_on_one_rank():
+    trainer = make_trainer("qwen3_5", 2, 2)
+    if dist.get_rank() == 1:
+        calls = iter(range(5))
+        collator = trainer.data_collator
+
+        def failing(features):
+            if next(calls, None) == 4:
+                raise RuntimeError("the disk is gone")
+            return collator(features)
+
+        trainer.data_collator = failing
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+
+
+class SequenceParallelTrainerTest(unittest.TestCase):
+    @parameterized.expand(
+        [(f"{name}, {number}", name, number) for name, run in RUNS.items() for number in range(len(run[2]))]
+    )
+    def test_equals_one_process(self, _, name, number):
+        processes, size, arms = RUNS[name]
+        family = arms[number][0]
+        expected_updates, expected_losses, expected_evaluation = run_once(train_all, 1, 1, 1, ((family, ()),))[0][0]
+        for results in run_once(train_all, processes, processes, size, arms):
+            updates, losses, evaluation = results[number]
+            self.assertAlmostEqual(evaluation, expected_evaluation, delta=2e-6 * expected_evaluation)
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-5, atol=1e-5)
+            self.assertEqual(set(updates), {1, STEPS})
+            for step, update in updates.items():
+                self.assertLess(total_relative_error(update, expected_updates[step]), 1e-5, step)
+
+    def test_what_would_not_be_exact_is_refused(self):
+        reasons = [
+            "average_tokens_across_devices=False",
+            "dispatch_batches=True",
+            "split_batches=True",
+            "padding_free=False",
+            "label_smoothing_factor",
+            "compute_metrics",
+            "compute_loss_func",
+            "divides the 2 processes",
+            'gated_delta_rule="state"',
+            "predict",
+        ]
+        for messages in run_processes(refusals, 2):
+            self.assertEqual(len(messages), len(reasons), messages)
+            for message, reason in zip(messages, reasons, strict=True):
+                self.assertIn(reason, message)
