@@ -60,5 +60,6 @@ def _run(rank: int, function, processes: int, folder: str, args: tuple) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes, timeout=TIMEOUT
     )
     torch.save(function(*args), Path(folder) / str(rank))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import tempfile
+import time
 import unittest
 
 import torch
@@ -17,7 +18,7 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments, register
 
 
 # The row of 22 tokens is padded to a multiple.
-LENGTHS = [*ROWS.values(), [10, 7, 5], [1, 2], [24]]
+LENGTHS = [*ROWS.values(), [10, 7, 5], [1, 2], [24], [3, 19]]
 STEPS, ROWS_PER_STEP = 10, 4
 EXPERTS_COUNT = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
 
@@ -40,7 +41,8 @@ def make_trainer(family, processes=1, size=1, **options):
         "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
         "train_sampling_strategy": "sequential",
         "remove_unused_columns": False,
-        "learning_rate": 0.1,
+        # Small, or ten steps make 1e-4 of the 1e-7 that float32 sums in the loss leave.
+        "learning_rate": 0.01,
         "sequence_parallel_size": size,
         "ddp_backend": "gloo" if processes > 1 else None,
     }
@@ -52,7 +54,10 @@ def make_trainer(family, processes=1, size=1, **options):
     config.num_attention_heads, config.initializer_range = 4, 0.1
     for name, value in EXPERTS_COUNT.items() if "moe" in family else ():
         setattr(config, name, value)
-    model = AutoModelForCausalLM.from_config(config)
+    # In float64, as ten steps make much of what float32 rounds; the grouped product of experts does not know it.
+    model = AutoModelForCausalLM.from_config(config).double()
+    if "moe" in family:
+        model.set_experts_implementation("eager")
     rows = make_rows()
     return PackedTrainer(model, args, train_dataset=rows, eval_dataset=rows[: len(rows) // 4 * 4], **arguments)
 
@@ -73,10 +78,11 @@ class Updates(TrainerCallback):
 
 def train(family, processes=1, size=1, options=()):
     with contextlib.redirect_stdout(io.StringIO()):
+        # Trainer trains without DDP when it evaluated first.
+        before = make_trainer(family, processes, size, **dict(options)).evaluate()["eval_loss"]
         trainer = make_trainer(family, processes, size, **dict(options))
         callback = Updates(trainer.model)
         trainer.add_callback(callback)
-        before = trainer.evaluate()["eval_loss"]
         trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return callback.updates, losses, before
@@ -130,22 +136,29 @@ def odd_heads():
     return config
 
 
-def fail_on_one_rank():
+def fail_on_one_rank(where):
+    """Each rank's error and how long after the failure it came; nobody ends the processes from outside."""
     trainer = make_trainer("qwen3_5", 2, 2)
     if dist.get_rank() == 1:
-        calls = iter(range(5))
-        collator = trainer.data_collator
-
-        def failing(features):
-            if next(calls, None) == 4:
-                raise RuntimeError("the disk is gone")
-            return collator(features)
-
-        trainer.data_collator = failing
+        module = trainer.model.model.layers[1]
+        if where == "forward":
+            module.register_forward_hook(_fail)
+        else:
+            module.register_full_backward_hook(_fail)
+    start = time.monotonic()
     try:
-        trainer.train()
-    except RuntimeError as error:
-        return str(error)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    except Exception as error:
+        message = str(error)
+        # As at the end of a script that failed.
+        dist.destroy_process_group()
+        return message, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def _fail(*args):
+    raise OSError("the disk is gone")
 
 
 class SequenceParallelTrainerTest(unittest.TestCase):
@@ -163,6 +176,13 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             self.assertEqual(set(updates), {1, STEPS})
             for step, update in updates.items():
                 self.assertLess(total_relative_error(update, expected_updates[step]), 1e-5, step)
+
+    @parameterized.expand(["forward", "backward"])
+    def test_a_rank_that_fails_ends_the_others(self, where):
+        (waiting, seconds), (failing, _) = run_processes(fail_on_one_rank, 2, where)
+        self.assertIn("the disk is gone", failing)
+        self.assertIsNotNone(waiting)
+        self.assertLess(seconds, 60)
 
     def test_what_would_not_be_exact_is_refused(self):
         reasons = [

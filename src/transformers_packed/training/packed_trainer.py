@@ -140,7 +140,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def _get_num_items_in_batch(self, *args, **kwargs):
         # Over the targets of all processes the loss would be a part of a sum; here it is weighted by its own targets.
-        return None if self._own_mean else super()._get_num_items_in_batch(*args, **kwargs)
+        if self._own_mean and self.args.world_size > 1 and self.compute_loss_func is None:
+            return None
+        return super()._get_num_items_in_batch(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         self._evaluated = []

@@ -8,8 +8,10 @@ is its part of one sum over them, and the gradients are summed by the mean over 
 from dataclasses import replace
 from typing import Any
 
+from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..errors import input_error
 from ..models.base import transformers_model
@@ -81,8 +83,13 @@ class SequenceParallelMixin:
                     "Use PackingDataset or a dataset with a length.",
                 )
             sampler = dataloader.batch_sampler
-            if hasattr(sampler, "num_processes"):
-                sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
+            if not isinstance(sampler, BatchSamplerShard) or isinstance(sampler.batch_sampler, BatchRebalanceSampler):
+                raise _refusal(
+                    "batches that accelerate deals out to the processes",
+                    f"a sampler that does so itself ({type(sampler).__name__})",
+                    'Leave train_sampling_strategy at "random", or set "sequential".',
+                )
+            sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
         return dataloader
 
     def predict(self, *args, **kwargs):
