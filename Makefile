@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
 
-.PHONY: demo test test-lowest test-gpu bench support-matrix style quality modular check-modular help
+.PHONY: demo test test-lowest test-gpu bench support-matrix upstream-patches test-upstream style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -38,10 +38,18 @@ test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the f
 
 bench: .venv/.installed  ## Measure packed against padded training and the planning of rows, on the CPU; writes benchmarks/results.
 	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python benchmarks/step.py --models tiny --tokens 2048 --arms padded ours --repeats 3
 	$(BIN)/python benchmarks/packing.py
 
 support-matrix: .venv/.installed  ## Audit every causal type of the installed Transformers (CPU, ten minutes on 2 cores).
 	$(BIN)/transformers-packed audit --all --output docs/support_matrix.md --json src/transformers_packed/audit/support_matrix.json
+
+# TRANSFORMERS=path takes a checkout or an unpacked sdist instead of the installed package.
+upstream-patches: .venv/.installed  ## Write patches for Transformers into build/upstream.
+	$(BIN)/python utils/upstream_patch.py $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+
+test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
+	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)

@@ -26,6 +26,12 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+
+if not torch.cuda.is_available():
+    # Where these can be imported, the built-in classes would run them on the CPU, which fails.
+    sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
+
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3_5TextConfig, set_seed
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -51,12 +57,20 @@ _SIZES = (
 MODELS = {
     name: COMMON | dict(zip(_SIZES, sizes, strict=True))
     for name, sizes in {
-        "tiny": (64, 128, 4, 2, 1, 16, True),
+        "tiny": (64, 128, 4, 2, 1, 4, True),
         "0.8B": (1024, 3584, 24, 8, 2, 16, True),
         "2B": (2048, 6144, 24, 8, 2, 16, True),
         "4B": (2560, 9216, 32, 16, 4, 32, True),
         "9B": (4096, 12288, 32, 16, 4, 32, False),
     }.items()
+}
+# For a CPU.
+MODELS["tiny"] |= {
+    "vocab_size": 2048,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
 }
 # Name: class, packed or not, attention, Liger, FlashQLA.
 ARMS = {
@@ -96,14 +110,20 @@ def sample_lengths(distribution: str, tokens: int, seed: int = 0) -> list[int]:
 def model_flops(config: dict, lengths: list[int]) -> float:
     """Of forward and backward: products with weights, the delta rule's recurrence, attention inside documents, the head."""
     hidden, inner, tokens = config["hidden_size"], config["intermediate_size"], sum(lengths)
-    value_heads, key_heads, dim = config["linear_num_value_heads"], config["linear_num_key_heads"], 128
+    value_heads, key_heads, dim = (
+        config["linear_num_value_heads"],
+        config["linear_num_key_heads"],
+        config["linear_key_head_dim"],
+    )
     linear = 2 * (
         hidden * (2 * key_heads * dim + 2 * value_heads * dim + 2 * value_heads) + value_heads * dim * hidden
     )
     linear += 8 * (2 * key_heads * dim + value_heads * dim) + 8 * value_heads * dim**2
-    heads, key_value_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    full = 2 * hidden * 256 * (3 * heads + 2 * key_value_heads)
-    within = 4 * heads * 256 * sum(n * n for n in lengths) / 2
+    heads, key_value_heads, head_dim = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    full = 2 * hidden * head_dim * (3 * heads + 2 * key_value_heads)
+    within = 4 * heads * head_dim * sum(n * n for n in lengths) / 2
     mlp = 6 * hidden * inner
     layers = config["num_hidden_layers"]
     per_token = layers * mlp + layers * 3 // 4 * linear + layers // 4 * full + 2 * hidden * config["vocab_size"]
@@ -172,9 +192,9 @@ def make_model(config: dict, arm: str, device: str):
     return model
 
 
-def make_batches(lengths: list[int], arm: str, batch_size: int, device: str) -> list[dict]:
+def make_batches(lengths: list[int], vocab_size: int, arm: str, batch_size: int, device: str) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(1, 248320, (n,), generator=generator) for n in lengths]
+    documents = [torch.randint(1, vocab_size, (n,), generator=generator) for n in lengths]
     kind, packed, *_ = ARMS[arm]
     to = lambda batch: {k: x.to(device) if torch.is_tensor(x) else x for k, x in batch.items()}  # noqa: E731
     if packed:
@@ -205,7 +225,7 @@ class Arm:
         self.model = make_model(config, name, args.device)
         if args.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.batches = make_batches(lengths, name, args.batch, args.device)
+        self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device)
         self.use_flash_qla = ARMS[name][4]
 
     def step(self) -> float:

@@ -212,7 +212,7 @@ def train_arm(arm: str, work: Path) -> None:
         "memory_before": before,
         "peak_memory": peak_memory(),
         "losses": recorder.losses,
-        "implementations": implementations_used(),
+        "implementations": implementations_used(isolating=True),
     }
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 

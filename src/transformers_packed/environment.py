@@ -75,9 +75,11 @@ def planned_implementations(
         f"attention {attention}": "attention",
     }
     for op, table, call, options in _calls(str(device), dtype, delta_head_dim, attention_head_dim):
-        runs, refused = _first(table, call, options) if op in names else (None, [])
+        if op not in names:
+            continue
+        runs, refused = _first(table, call, options)
         # The reference of the convolution to heads is the causal convolution.
-        if op in names and (op, runs) != ("convolution to heads", "reference"):
+        if (op, runs) != ("convolution to heads", "reference"):
             planned[names[op]] = (runs, "; ".join(f"{name} {reason}" for name, reason in refused))
     return planned
 

@@ -160,7 +160,7 @@ class PlantedFaultsTest(unittest.TestCase):
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
     def test_convolution_not_reset(self, dtype):
         model = qwen3_5(dtype)
-        plant_in_op(model.model.layers[2].linear_attn, "causal_conv1d", replace=no_boundaries)
+        plant_in_op(model.model.layers[2].linear_attn, "convolved_query_key_value", replace=no_boundaries)
         self.assertFinds(model, "model.layers.2.linear_attn", "convolution")
 
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
@@ -179,7 +179,9 @@ class PlantedFaultsTest(unittest.TestCase):
     @parameterized.expand([("late", 1), ("early", -1)])
     def test_boundary_off_by_one(self, _, by):
         model = qwen3_5()
-        plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d", "gated_delta_rule", replace=shifted(by))
+        plant_in_op(
+            model.model.layers[0].linear_attn, "convolved_query_key_value", "gated_delta_rule", replace=shifted(by)
+        )
         self.assertFinds(model, "model.layers.0.linear_attn", "boundary")
 
     def test_boundary_off_by_one_in_attention(self):
@@ -373,7 +375,9 @@ class NoFalseAlarmTest(unittest.TestCase):
 
         model = get_peft_model(qwen3_5(), LoraConfig(target_modules=["q_proj", "in_proj_qkv"], lora_dropout=0.5))
         self.assertIsolated(model, inputs=("all",))
-        plant_in_op(model.base_model.model.model.layers[0].linear_attn, "causal_conv1d", replace=no_boundaries)
+        plant_in_op(
+            model.base_model.model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries
+        )
         (leak,) = (leak for leak in audit_model(model, inputs=("all",), gradients=False).leaks if leak.module)
         self.assertEqual(leak.module, "base_model.model.model.layers.0.linear_attn")
 
@@ -496,7 +500,7 @@ class StateTest(unittest.TestCase):
     def test_the_model_comes_back_as_it_was(self, verdict):
         model = qwen3_5_moe()
         if verdict == "leaks":
-            plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d", replace=no_boundaries)
+            plant_in_op(model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries)
         if verdict == "refused":
             plant_in_output(model.model.layers[3].mlp, lambda x: x[:, 1:])
         model.eval()

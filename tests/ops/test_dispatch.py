@@ -6,7 +6,7 @@ from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention, causal_conv1d, dispatch, gated_delta_rule, implementations_used
-from transformers_packed.ops.dispatch import Implementation, always, choose
+from transformers_packed.ops.dispatch import Implementation, always, choose, run
 
 
 LOGGER = "transformers_packed.ops.dispatch"
@@ -32,6 +32,13 @@ class DispatchTest(unittest.TestCase):
 
     def test_auto_takes_the_first_that_can_serve(self):
         self.assertEqual(choose("op", "auto", self.table)(), "third")
+
+    def test_which_ops_keep_documents_apart(self):
+        table = {"only": Implementation(lambda **kwargs: None, always)}
+        run("mixes", "auto", table, boundaries=None)
+        run("each token by itself", "auto", table)
+        self.assertEqual(list(implementations_used()), ["mixes", "each token by itself"])
+        self.assertEqual(implementations_used(isolating=True), {"mixes": ["only"]})
 
     @parameterized.expand([("third",), ("fourth",)])
     def test_a_name_asks_for_that_one(self, name):

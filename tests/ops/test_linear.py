@@ -5,7 +5,6 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
-from transformers_packed.models import base
 from transformers_packed.models.base import project
 from transformers_packed.ops import linear
 
@@ -37,8 +36,7 @@ class ProjectTest(unittest.TestCase):
             self.calls.append(len(args) - 1)
             return shared(*args)
 
-        base.shared_input_linears, before = count, base.shared_input_linears
-        self.addCleanup(setattr, base, "shared_input_linears", before)
+        self.enterContext(mock.patch.object(linear, "shared_input_linears", count))
         self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
 
     def check(self, layers, x, shared, used=(0, 1, 2), function=project):

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from transformers_packed import cli
+from transformers_packed.ops import dispatch
 from transformers_packed.training import finetune
 from transformers_packed.training.examples import make_samples
 
@@ -85,6 +86,8 @@ class CommandTest(unittest.TestCase):
         self.directory = Path(directory.name)
         self.output = self.directory / "new" / "output"
         self.trainers = []
+        # What other tests ran in this process is not what the command ran.
+        dispatch._used.clear()
 
     def run_command(self, *arguments, model="model", data=None, output=None):
         """Exit status, standard output and error; the Trainer goes to `self.trainers`."""

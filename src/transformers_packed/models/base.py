@@ -13,8 +13,6 @@ import transformers
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from ..ops.linear import can_share_input, shared_input_linears
-
 
 logger = logging.get_logger(__name__)
 
@@ -78,6 +76,9 @@ def is_bare_linear(module: torch.nn.Module) -> bool:
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """What each of these linear layers makes of `hidden_states`, in one step of autograd where that is possible."""
+    # The ops bring triton along, which importing this package may not.
+    from ..ops.linear import can_share_input, shared_input_linears
+
     if not torch.compiler.is_compiling() and all(is_bare_linear(layer) and layer.bias is None for layer in layers):
         weights = [layer.weight for layer in layers]
         if can_share_input(hidden_states, weights):

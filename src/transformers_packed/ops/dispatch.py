@@ -17,6 +17,8 @@ from ..errors import input_error
 logger = logging.get_logger(__name__)
 
 _used: dict[str, dict[str, None]] = {}
+# Those of these ops that look at each token by itself, and so need no boundaries.
+_of_tokens: set[str] = set()
 
 
 class Implementation(NamedTuple):
@@ -66,8 +68,9 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
     """[`choose`] and call.
 
-    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given depends on the
-    lengths of the documents, which are different in each row. Boundaries of a part of a row know who has the other parts.
+    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given
+    depends on the lengths of the documents, which are different in each row. Boundaries of a part of a row know who has
+    the other parts.
     """
     boundaries = kwargs.get("boundaries")
     if boundaries is not None and boundaries.is_shard:
@@ -77,6 +80,8 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
 
 
 def _run(op, impl, table, *args, **kwargs):
+    if "boundaries" not in kwargs:
+        _of_tokens.add(op)
     return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
 
 
@@ -93,9 +98,12 @@ def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -
         log(f"{op}: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
-def implementations_used() -> dict[str, list[str]]:
-    """The implementations that ran in this process, `{op: [name, ...]}` in the order of their first use."""
-    return {op: list(names) for op, names in _used.items()}
+def implementations_used(isolating: bool = False) -> dict[str, list[str]]:
+    """The implementations that ran in this process, `{op: [name, ...]}` in the order of their first use.
+
+    With `isolating` only those of ops that keep documents apart, not those that look at each token by itself.
+    """
+    return {op: list(names) for op, names in _used.items() if not (isolating and op in _of_tokens)}
 
 
 def always(*args, **kwargs) -> tuple[bool, str]:

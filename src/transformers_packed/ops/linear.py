@@ -2,8 +2,8 @@
 
     y_i = x W_i^T          dx = sum_i dy_i W_i          dW_i = dy_i^T x
 
-Each layer alone would give autograd a gradient of `x` of its own to add up; here each product adds to the last one's
-result. One step costs the host a fraction of one per layer.
+Each layer alone would give autograd a gradient of `x` of its own to add up, in a kernel that reads two of them and
+writes a third; here each product adds to the last one's result.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from . import kernels
 def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """Whether [`shared_input_linears`] does what the layers do, and is worth it.
 
-    No cast may stand between them and their input, as under autocast. On a CPU the host's time is no part of a step, and
-    gradients keep the order of additions of the layers alone.
+    No cast may stand between them and their input, as under autocast. On a CPU the additions that it saves count for
+    little, and gradients keep the order of additions of the layers alone.
     """
     dtype = hidden_states.dtype
     if not kernels.on_gpu(hidden_states) or any(weight.dtype != dtype for weight in weights):

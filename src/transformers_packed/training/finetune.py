@@ -176,7 +176,7 @@ def finetune(settings: FinetuneSettings) -> int:
         print(f"\nInterrupted at step {trainer.state.global_step}: {left}.", file=sys.stderr)
         raise
     trainer.save_model()
-    for op, names in implementations_used().items():
+    for op, names in implementations_used(isolating=True).items():
         _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0

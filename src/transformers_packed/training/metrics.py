@@ -176,7 +176,7 @@ class PackingMetricsCallback(TrainerCallback):
         fill = ""
         if self.row_tokens is not None:
             fill = f"fill {tokens / self._rows(args, batches) / self.row_tokens:.1%}, "
-        used = "; ".join(f"{op}: {', '.join(names)}" for op, names in implementations_used().items())
+        used = "; ".join(f"{op}: {', '.join(names)}" for op, names in implementations_used(isolating=True).items())
         tqdm.write(
             f"{what}: {documents:,} documents with {tokens:,} tokens in {self._seconds:.1f} s, "
             f"{tokens / self._seconds:,.0f} tokens/s; {fill}padding avoided {1 - tokens / padded:.1%} "

@@ -1,0 +1,423 @@
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import libcst as cst
+import pytest
+from parameterized import parameterized
+
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "utils"))
+import upstream_patch  # noqa: E402
+from upstream import edits, prove, source, write  # noqa: E402
+from upstream.patch import NAMES, Patch, file_of_tests, load  # noqa: E402
+
+
+CODE = '''
+"""A module."""
+
+
+class Collator:
+    """A collator.
+
+    Args:
+        first (`int`):
+            One,
+            explained.
+        last (`int`): two
+    """
+
+    def __call__(self, features, **kwargs):
+        """Do it."""
+        # About the loop
+        for feature in features:
+            self.call(
+                feature,
+                key=1,
+                **kwargs,
+            )
+        return done(features, 2)
+
+
+def outer(a, *, b=1, **kwargs):
+    def inner():
+        return a
+
+    return inner
+'''
+
+
+class EditsTest(unittest.TestCase):
+    def edited(self, path, change):
+        return edits.edit(cst.parse_module(CODE), path, change).code
+
+    def difference(self, code):
+        """The lines that an edit added; it may not have touched any other."""
+        before, after = CODE.splitlines(), code.splitlines()
+        added = [line for line in after if line not in before]
+        self.assertEqual([line for line in after if line not in added], [line for line in before if line in after])
+        self.assertTrue(set(before) <= set(after))
+        return added
+
+    def test_find(self):
+        module = cst.parse_module(CODE)
+        self.assertEqual(edits.find(module, "Collator.__call__").name.value, "__call__")
+        self.assertEqual(edits.find(module, "outer.inner").name.value, "inner")
+        for path in ("Collator.forward", "inner", "outer.other.inner"):
+            with self.assertRaisesRegex(edits.TargetChanged, "expected one"):
+                edits.find(module, path)
+
+    def test_insert(self):
+        def loop(statement):
+            return isinstance(statement, cst.For)
+
+        code = self.edited(
+            "Collator.__call__", lambda f: edits.insert_before(f, "a loop", loop, "\n# Before\nbefore()\n")
+        )
+        self.assertEqual(self.difference(code), ["        # Before", "        before()"])
+        self.assertLess(code.index("before()"), code.index("# About the loop"))
+        code = self.edited("Collator.__call__", lambda f: edits.insert_after(f, "a loop", loop, "\n\nafter()\n"))
+        self.assertIn("            )\n\n        after()\n        return", code)
+        code = self.edited("Collator.__call__", lambda f: edits.insert_first(f, "first()"))
+        self.assertIn('"""Do it."""\n        first()\n\n        # About the loop\n', code)
+        with self.assertRaisesRegex(edits.TargetChanged, "expected 1 of a while, found 0"):
+            self.edited("outer", lambda f: edits.insert_before(f, "a while", lambda s: isinstance(s, cst.While), "x"))
+
+    @parameterized.expand(
+        [
+            ("self.call", "new=2", ["                new=2,"]),
+            ("done", "new=2", ["        return done(features, 2, new=2)"]),
+            ("done", "**kwargs", ["        return done(features, 2, **kwargs)"]),
+        ]
+    )
+    def test_add_argument(self, callee, argument, added):
+        code = self.edited(
+            "Collator", lambda c: edits.edit_calls(c, callee, lambda x: edits.add_argument(x, argument))
+        )
+        self.assertEqual([line for line in code.splitlines() if line not in CODE.splitlines()], added)
+        compile(code, "code", "exec")
+        call = edits.calls_in(cst.parse_module(code), callee)[0]
+        self.assertTrue(edits.has_argument(call, argument.split("=")[0]))
+
+    def test_replace_argument(self):
+        code = self.edited(
+            "Collator", lambda c: edits.edit_calls(c, "self.call", lambda x: edits.replace_argument(x, "key", "3"))
+        )
+        self.assertEqual(code, CODE.replace("key=1", "key=3"))
+        with self.assertRaisesRegex(edits.TargetChanged, "argument `other` of `self.call`"):
+            self.edited(
+                "Collator",
+                lambda c: edits.edit_calls(c, "self.call", lambda x: edits.replace_argument(x, "other", "3")),
+            )
+        with self.assertRaisesRegex(edits.TargetChanged, "expected 1 calls of `other`, found 0"):
+            self.edited("Collator", lambda c: edits.edit_calls(c, "other", lambda x: x))
+
+    def test_add_parameters(self):
+        code = self.edited("outer", lambda f: edits.add_parameters(f, "c: int = 2", "d=3"))
+        self.assertEqual(code, CODE.replace("b=1, **", "b=1, c: int = 2, d=3, **"))
+        code = self.edited("Collator.__call__", lambda f: edits.add_parameters(f, "c=2"))
+        self.assertEqual(code, CODE.replace("features, **", "features, c=2, **"))
+        with self.assertRaisesRegex(edits.TargetChanged, "kwargs"):
+            self.edited("outer.inner", lambda f: edits.add_parameters(f, "c=2"))
+
+    def test_document(self):
+        code = self.edited("Collator", lambda c: edits.document(c, "first", "new (`int`):\n    Three."))
+        self.assertEqual(self.difference(code), ["        new (`int`):", "            Three."])
+        self.assertLess(code.index("explained"), code.index("new (`int`)"))
+        self.assertLess(code.index("new (`int`)"), code.index("last (`int`)"))
+        with self.assertRaisesRegex(edits.TargetChanged, "entry `other`"):
+            self.edited("Collator", lambda c: edits.document(c, "other", "new"))
+
+
+def made_up(folder: Path, code: str = "x = 1\n") -> source.Source:
+    """A copy of Transformers with one file, in the layout of a repository."""
+    package = folder / source.PREFIX
+    (package / "models").mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "9.8.7"\n')
+    (package / "file.py").write_text(code)
+    return source.Source(folder)
+
+
+class SourceTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def test_where_the_package_is(self):
+        made = made_up(self.folder)
+        self.assertEqual(made.version, "9.8.7")
+        self.assertEqual(source.Source(self.folder / source.PREFIX).package, made.package)
+        self.assertEqual(source.Source(self.folder / "src").package, made.package)
+        self.assertEqual(source.Source().package.name, "transformers")
+        with self.assertRaisesRegex(SystemExit, "expected a checkout"):
+            source.Source(self.folder / "elsewhere")
+
+    def test_copy_leaves_the_source_as_it_is(self):
+        made = made_up(self.folder)
+        copy = made.copy_to(self.folder / "copy", {"file.py": "x = 2\n"})
+        self.assertEqual((copy / "file.py").read_text(), "x = 2\n")
+        self.assertEqual(made.read("file.py"), "x = 1\n")
+        self.assertEqual((copy / "__init__.py").read_text(), made.read("__init__.py"))
+
+    def test_diff_is_for_git(self):
+        made = made_up(self.folder, "x = 1\n" * 20)
+        tree = source.Edited(made)
+        tree.edit("file.py", lambda module: module.with_changes(body=[*module.body[:9], *module.body[10:]]))
+        self.assertEqual(source.changed_lines(tree.diff()), ["-x = 1"])
+        self.assertEqual(prove.apply_diff(made, tree.diff(), ["file.py"]), tree.texts)
+        with self.assertRaisesRegex(RuntimeError, "refused"):
+            prove.apply_diff(made, tree.diff().replace(" x = 1", " x = 2"), ["file.py"])
+        with self.assertRaisesRegex(edits.TargetChanged, "file.py: nothing to change"):
+            tree.edit("file.py", lambda module: module)
+        with self.assertRaisesRegex(edits.TargetChanged, "a file other.py"):
+            tree.edit("other.py", lambda module: module)
+
+    def test_format_only_what_was_formatted(self):
+        for code, expected in (("x = 1\n", "y = [1, 2]\n"), ("x  =  1\n", "y = [1,2]\n")):
+            with self.subTest(code), tempfile.TemporaryDirectory() as folder:
+                tree = source.Edited(made_up(Path(folder), code))
+                tree.edit("file.py", lambda module: cst.parse_module("y = [1,2]\n"))
+                tree.format()
+                self.assertEqual(tree.read("file.py"), expected)
+
+
+class InstalledTest(unittest.TestCase):
+    """The patches, for the installed Transformers; in another release than that of the page some may fail."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.source = source.Source()
+        cls.results = {name: write.make(cls.source, name) for name in NAMES}
+        cls.known = f"to {cls.source.version} |" in upstream_patch.PAGE.read_text(encoding="utf-8")
+
+    @parameterized.expand(NAMES)
+    def test_patch(self, name):
+        """That git applies it, and that no line is too long, is checked where it is made."""
+        result = self.results[name]
+        if not self.known and result.reason:
+            self.skipTest(result.reason)
+        self.assertEqual(result.reason, "")
+        self.assertTrue(0 < result.lines <= write.MOST_LINES)
+        # What is generated changes with what it is generated from.
+        for path in result.texts:
+            compile(result.texts[path], path, "exec")
+            if "/modular_" in path:
+                self.assertIn(path.replace("/modular_", "/modeling_"), result.texts)
+
+    @parameterized.expand(NAMES)
+    def test_second_time_is_fixed_already(self, name):
+        if not self.known and self.results[name].reason:
+            self.skipTest(self.results[name].reason)
+        with tempfile.TemporaryDirectory() as folder:
+            self.source.copy_to(Path(folder), self.results[name].texts)
+            again = write.make(source.Source(folder), name)
+        self.assertIsNone(again.texts)
+        self.assertRegex(again.reason, f"^fixed in {self.source.version}: ")
+
+    def test_page_is_up_to_date(self):
+        if not self.known:
+            self.skipTest(f"the page is not about {self.source.version}: run `make upstream-patches`")
+        page = write.table(self.source, list(self.results.values()))
+        self.assertEqual(upstream_patch.PAGE.read_text(encoding="utf-8"), page, "run `make upstream-patches`")
+
+    def test_texts(self):
+        for result in self.results.values():
+            before = prove.Run({"a.test_x": "failed: it", "a.test_unchanged_y": "passed"}, "goes wrong")
+            after = prove.Run({"a.test_x": "passed", "a.test_unchanged_y": "passed"}, "goes right")
+            text = write.text(self.source, result, (before, after))
+            for part in (
+                "## Problem",
+                "goes wrong",
+                "goes right",
+                "1 tests fail and 1 pass",
+                "all 2 pass",
+                "code-generating",
+            ):
+                self.assertIn(part, text)
+            self.assertIn("Not run yet", write.text(self.source, result, None))
+
+    def test_reproductions_and_tests_are_python(self):
+        for name in NAMES:
+            compile(load(name).reproduction, name, "exec")
+            self.assertIn("test_unchanged", file_of_tests(name).read_text())
+
+
+BROKEN = Patch(
+    title="Title", summary="Summary.", problem="Problem.", change="Change.", families="all", issues=("#1",),
+    reproduction="print(1)", beside="tests", apply=lambda tree: tree.edit("file.py", lambda m: edits.find(m, "f")),
+)  # fmt: skip
+
+
+class CommandTest(unittest.TestCase):
+    """The command on a made-up copy of Transformers, in which nothing is found but `file.py`."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.output = self.folder / "output"
+        made_up(self.folder)
+
+    def main(self, *arguments):
+        printed, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            code = upstream_patch.main(["--transformers", str(self.folder), "--output", str(self.output), *arguments])
+        return code, printed.getvalue(), errors.getvalue()
+
+    def patched(self, **patches):
+        """The command's patches are these, by name."""
+        for module in (write, upstream_patch):
+            for name, value in (("load", patches.__getitem__), ("NAMES", tuple(patches))):
+                if hasattr(module, name):
+                    patch = mock.patch.object(module, name, value)
+                    patch.start()
+                    self.addCleanup(patch.stop)
+        patch = mock.patch.object(write, "file_of_tests", lambda name: self.folder / f"test_{name}.py")
+        patch.start()
+        self.addCleanup(patch.stop)
+        for name in patches:
+            (self.folder / f"test_{name}.py").write_text("")
+
+    def test_targets_that_changed(self):
+        code, printed, errors = self.main()
+        self.assertEqual(code, 1)
+        self.assertEqual(printed, "")
+        for name in NAMES:
+            self.assertIn(f"error: {name}: target changed in 9.8.7: ", errors)
+        self.assertFalse(self.output.exists())
+
+    def test_one_failure_leaves_the_others(self):
+        def change(tree):
+            tree.edit("file.py", lambda module: cst.parse_module("x = 2\n"))
+
+        def fixed(tree):
+            raise edits.AlreadyFixed("there is nothing to do")
+
+        self.patched(
+            good=Patch(**{**vars(BROKEN), "apply": change}),
+            broken=BROKEN,
+            fixed=Patch(**{**vars(BROKEN), "apply": fixed}),
+        )
+        stale = self.output / "broken"
+        stale.mkdir(parents=True)
+        (stale / "broken.patch").write_text("of an earlier release")
+        code, printed, errors = self.main()
+        self.assertEqual(code, 1)
+        self.assertEqual(printed, "good: 2 changed lines\n")
+        self.assertIn("error: broken: target changed in 9.8.7: file.py: expected one `f`, found 0\n", errors)
+        self.assertIn("error: fixed: fixed in 9.8.7: there is nothing to do\n", errors)
+        self.assertEqual([path.name for path in self.output.iterdir()], ["good"])
+        self.assertEqual(
+            {p.name for p in (self.output / "good").iterdir()}, {"good.patch", "test_good.py", "README.md"}
+        )
+        self.assertIn("+x = 2", (self.output / "good" / "good.patch").read_text())
+        self.assertEqual(self.main("good")[0], 0)
+        self.assertEqual(self.main("broken")[0], 1)
+
+    @parameterized.expand(
+        [("long_line", f'x = "{"y" * 150}"\n', "lines longer"), ("many", "x = 1\n" * 200, "more than")]
+    )
+    def test_limits(self, _, code, message):
+        def change(tree):
+            tree.edit("file.py", lambda module: cst.parse_module(code))
+
+        self.patched(good=Patch(**{**vars(BROKEN), "apply": change}))
+        with self.assertRaisesRegex(RuntimeError, message):
+            self.main()
+
+    def test_page_is_about_the_installed_release(self):
+        with mock.patch.object(upstream_patch, "PAGE", self.folder / "page.md"):
+            self.main()
+            self.assertFalse(upstream_patch.PAGE.exists())
+
+
+class ProofTest(unittest.TestCase):
+    def problems(self, before, after):
+        names = [f"module.Class.{name}" for name in ("test_fixed", "test_unchanged_default")]
+        runs = [prove.Run(dict(zip(names, outcomes, strict=True)), "") for outcomes in (before, after)]
+        return prove.problems(*runs)
+
+    def test_problems(self):
+        self.assertEqual(self.problems(["failed: x", "passed"], ["passed", "passed"]), [])
+        for before, after, name in (
+            (["passed", "passed"], ["passed", "passed"], "test_fixed"),
+            (["failed: x", "passed"], ["failed: y", "passed"], "test_fixed"),
+            (["failed: x", "passed"], ["skipped: y", "passed"], "test_fixed"),
+            (["failed: x", "failed: x"], ["passed", "passed"], "test_unchanged"),
+            (["failed: x", "passed"], ["passed", "failed: y"], "test_unchanged"),
+        ):
+            found = self.problems(before, after)
+            self.assertEqual(len(found), 1, (before, after))
+            self.assertIn(name, found[0])
+        self.assertIn("not the same tests", prove.problems(prove.Run({}, ""), prove.Run({}, ""))[0])
+
+    def test_run_in_a_copy(self):
+        """Tests and reproduction see the edited files, and every outcome is told."""
+        installed = source.Source()
+        with tempfile.TemporaryDirectory() as folder:
+            test = Path(folder, "test_it.py")
+            test.write_text(
+                textwrap.dedent(
+                    """
+                    import sys, unittest
+                    import transformers
+                    from transformers.utils import generic
+
+                    class ItTest(unittest.TestCase):
+                        def test_edited(self):
+                            self.assertEqual(generic.MADE_UP, 1)
+                        def test_hidden(self):
+                            self.assertIsNone(sys.modules["fla"])
+                        def test_fails(self):
+                            print("to be kept out of the answer")
+                            self.assertEqual(1, 2)
+                        @unittest.skip("no reason")
+                        def test_skipped(self):
+                            pass
+                        def test_parts(self):
+                            with self.subTest("one"):
+                                self.assertEqual(3, 4)
+                    """
+                )
+            )
+            job = prove.Job("it", test, "from transformers.utils import generic; print(generic.MADE_UP); 1 / 0")
+            texts = {"utils/generic.py": installed.read("utils/generic.py") + "\nMADE_UP = 1\n"}
+            run = prove.run_jobs(installed, texts, [job])["it"]
+        outcomes = {name.rpartition(".")[2]: outcome for name, outcome in run.tests.items()}
+        self.assertEqual(
+            outcomes,
+            {
+                "test_edited": "passed",
+                "test_hidden": "passed",
+                "test_fails": "failed: 1 != 2",
+                "test_parts": "failed: 3 != 4",
+                "test_skipped": "skipped: no reason",
+            },
+        )
+        self.assertEqual(run.reproduction, "1\nZeroDivisionError: division by zero")
+
+    @pytest.mark.slow
+    def test_all(self):
+        """What `make test-upstream` runs."""
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(upstream_patch, "PAGE", Path(folder, "page.md")),
+        ):
+            self.assertEqual(upstream_patch.main(["--prove", "--together", "--output", folder]), 0)
+            for name in NAMES:
+                self.assertIn("all", Path(folder, name, "README.md").read_text())
+                self.assertEqual(
+                    set(json.loads(Path(folder, name, "proof.json").read_text())), {"of", "before", "after"}
+                )
+
+
+if __name__ == "__main__":
+    unittest.main()

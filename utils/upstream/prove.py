@@ -1,0 +1,97 @@
+"""The proof of a patch: its tests in a copy of Transformers, without it and with it, on a CPU.
+
+A test fails before and passes after. Those whose name begins with `test_unchanged` pass both times: what has to stay.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .patch import file_of_tests, load
+from .source import PREFIX, Source
+
+
+RUNNER = Path(__file__).with_name("run_tests.py")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the tests and the reproduction of a patch did in one copy of Transformers."""
+
+    tests: dict[str, str]
+    reproduction: str
+
+
+def apply_diff(source: Source, diff: str, paths: list[str]) -> dict[str, str]:
+    """What `git apply` makes of the files of a fresh copy; an error if it refuses the diff."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in paths:
+            target = Path(folder, PREFIX, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.package / path, target)
+        for command in (["git", "apply", "--check", "-"], ["git", "apply", "-"]):
+            environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
+            result = subprocess.run(command, input=diff, text=True, capture_output=True, cwd=folder, env=environment)
+            if result.returncode:
+                raise RuntimeError(f"`{' '.join(command)}` refused the diff:\n{result.stderr}")
+        return {path: Path(folder, PREFIX, path).read_text(encoding="utf-8") for path in paths}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file of tests, and a script to run after them."""
+
+    name: str
+    test: Path
+    reproduction: str = ""
+
+
+def patch_job(name: str) -> Job:
+    return Job(name, file_of_tests(name), load(name).reproduction)
+
+
+def run_jobs(source: Source, texts: dict[str, str], jobs: list[Job], path: str = "") -> dict[str, Run]:
+    """Run tests in a copy of the source with some files replaced, in one process that also imports from `path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        source.copy_to(Path(folder), texts)
+        result = subprocess.run(
+            [sys.executable, str(RUNNER), folder],
+            input=json.dumps([{**asdict(job), "test": str(job.test)} for job in jobs]),
+            text=True,
+            capture_output=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (folder, path))),
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+    if result.returncode:
+        names = ", ".join(job.name for job in jobs)
+        raise RuntimeError(f"the tests of {names} could not be run:\n{result.stderr[-4000:]}")
+    return {name: Run(**found) for name, found in json.loads(result.stdout).items()}
+
+
+def run(source: Source, texts: dict[str, str], names: list[str]) -> dict[str, Run]:
+    """Run the tests of patches."""
+    return run_jobs(source, texts, [patch_job(name) for name in names])
+
+
+def problems(before: Run, after: Run) -> list[str]:
+    """What the two runs do not prove."""
+    found = []
+    if set(before.tests) != set(after.tests) or not before.tests:
+        found.append(f"not the same tests ran: {sorted(set(before.tests) ^ set(after.tests))}")
+    for name in sorted(set(before.tests) & set(after.tests)):
+        stays = name.rpartition(".")[2].startswith("test_unchanged")
+        expected = ("passed" if stays else "failed", "passed")
+        outcome = tuple(one.tests[name].split(":")[0] for one in (before, after))
+        if outcome != expected:
+            details = "; ".join(one.tests[name] for one in (before, after))
+            found.append(f"{name}: expected {' then '.join(expected)}, got {details}")
+    return found

@@ -1,0 +1,34 @@
+"""All patches together: their tests, this package's tests of packed models and its audit, on the built-in classes."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from .patch import load
+from .prove import Job, patch_job, run_jobs
+from .source import Edited, Source
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests" / "utils" / "patched_builtins.py"
+
+
+def apply_all(source: Source, names: list[str]) -> Edited:
+    tree = Edited(source)
+    for name in names:
+        load(name).apply(tree)
+    tree.format()
+    return tree
+
+
+def prove(source: Source, names: list[str]) -> list[str]:
+    """What does not pass in a copy of the source with all patches."""
+    tree = apply_all(source, names)
+    jobs = [*(patch_job(name) for name in names), Job("patched-builtins", TESTS)]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
+    found = []
+    for name, run in run_jobs(source, tree.texts, jobs, path).items():
+        outcomes = Counter(outcome.split(":")[0] for outcome in run.tests.values())
+        print(f"all together, {name}: {', '.join(f'{count} {what}' for what, count in outcomes.items())}")
+        found += [f"all together: {t}: {outcome}" for t, outcome in run.tests.items() if outcome != "passed"]
+    return found

@@ -1,0 +1,75 @@
+"""Write patches for Transformers, each with a test and the text of a pull request.
+
+A patch is an edit of the user's own copy of Transformers, by structure (`upstream/edits.py`): it finds classes,
+functions and calls by name and adds or replaces code that is written here. Nothing of Transformers is kept in this
+repository. A patch whose target changed, or that is no longer needed, says so and makes the command fail; the
+others are written.
+
+Usage: python utils/upstream_patch.py [--transformers PATH] [--output FOLDER] [--prove] [--together] [patches ...]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from upstream import prove, together
+from upstream.patch import NAMES
+from upstream.source import Source
+from upstream.write import Result, make, table, write, write_proof
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "upstream.md"
+
+
+def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:
+    """Run the tests without the patches, in one process, and with each of them; what went wrong."""
+    found = []
+    before = prove.run(source, {}, [result.name for result in results])
+    for result in results:
+        after = prove.run(source, result.texts, [result.name])[result.name]
+        failures = prove.problems(before[result.name], after)
+        fixed = sum(not outcome.startswith("passed") for outcome in before[result.name].tests.values())
+        found += [f"{result.name}: {problem}" for problem in failures]
+        if not failures:
+            print(f"{result.name}: {fixed} tests fail without it, all {len(after.tests)} pass with it")
+            write_proof(source, result, before[result.name], after, output)
+            write(source, result, output)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write patches for Transformers.")
+    parser.add_argument("patches", nargs="*", choices=[*NAMES, []], help="all of them by default")
+    parser.add_argument(
+        "--transformers", help="a checkout, an unpacked sdist or the package; by default the installed one"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "upstream")
+    parser.add_argument("--prove", action="store_true", help="run each patch's tests without and with it")
+    parser.add_argument(
+        "--together", action="store_true", help="apply all and run this package's tests and audit there"
+    )
+    arguments = parser.parse_args(argv)
+
+    source = Source(arguments.transformers)
+    results = [make(source, name) for name in arguments.patches or NAMES]
+    failures = [f"{result.name}: {result.reason}" for result in results if result.texts is None]
+    for result in results:
+        write(source, result, arguments.output)
+        if result.texts is not None:
+            print(f"{result.name}: {result.lines} changed lines")
+    written = [result for result in results if result.texts is not None]
+    if arguments.prove:
+        failures += prove_all(source, written, arguments.output)
+    if arguments.together:
+        failures += together.prove(source, [result.name for result in written])
+    # The page is about the installed release, not about whatever was named.
+    if arguments.transformers is None and not arguments.patches:
+        PAGE.write_text(table(source, results), encoding="utf-8")
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
