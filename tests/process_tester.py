@@ -1,5 +1,6 @@
 """Run a function in several processes that form a gloo group, and hand back what each of them returned. Rows to cut."""
 
+import multiprocessing
 import os
 import tempfile
 from datetime import timedelta
@@ -13,6 +14,9 @@ import torch.multiprocessing as mp
 
 # Longer than any test takes on a busy machine, and less than a minute.
 TIMEOUT = timedelta(seconds=45)
+
+# Processes come from one that has imported these: most of what a test takes would be imports otherwise.
+multiprocessing.set_forkserver_preload(["torch", "transformers", "transformers_packed.training.packed_trainer"])
 
 # Rows of 24 tokens; with two ranks they are cut at 12, with four at 6, 12 and 18.
 ROWS = {
@@ -30,7 +34,7 @@ ROWS = {
 def run_processes(function, processes: int, *args) -> list:
     """`function(*args)` of a module in each process; a failure in any of them is raised here, with its traceback."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (function, processes, folder, args), nprocs=processes)
+        mp.start_processes(_run, (function, processes, folder, args), processes, start_method="forkserver")
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(processes)]
 
 

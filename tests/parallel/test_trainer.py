@@ -6,6 +6,7 @@ import tempfile
 import time
 import unittest
 
+import pytest
 import torch
 import torch.distributed as dist
 from packed_model_tester import total_relative_error
@@ -103,6 +104,16 @@ RUNS = {
 }
 
 
+def arms(count):
+    """Of the runs with `count` processes."""
+    return [
+        (f"{name}, {number}", name, number)
+        for name, (processes, _, arms) in RUNS.items()
+        for number in range(len(arms))
+        if processes == count
+    ]
+
+
 def refusals():
     cases = [
         {"average_tokens_across_devices": False},
@@ -162,10 +173,16 @@ def _fail(*args):
 
 
 class SequenceParallelTrainerTest(unittest.TestCase):
-    @parameterized.expand(
-        [(f"{name}, {number}", name, number) for name, run in RUNS.items() for number in range(len(run[2]))]
-    )
+    @parameterized.expand(arms(2))
     def test_equals_one_process(self, _, name, number):
+        self.check(name, number)
+
+    @parameterized.expand(arms(4))
+    @pytest.mark.slow
+    def test_four_processes_equal_one(self, _, name, number):
+        self.check(name, number)
+
+    def check(self, name, number):
         processes, size, arms = RUNS[name]
         family = arms[number][0]
         expected_updates, expected_losses, expected_evaluation = run_once(train_all, 1, 1, 1, ((family, ()),))[0][0]
