@@ -5,7 +5,7 @@ from parameterized import parameterized
 from process_tester import run_processes
 
 from transformers_packed.parallel import SequenceParallel
-from transformers_packed.parallel.collectives import all_gather, all_to_all, tie
+from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie
 
 
 def _shape(size):
@@ -28,6 +28,16 @@ def _run(size):
         weights = (torch.arange(y.numel(), dtype=y.dtype) * (parallel.rank + 1)).view_as(y)
         results.append((y.detach(), torch.autograd.grad((y * weights).sum(), x)[0]))
     return results
+
+
+def _run_redistribute(given, wanted):
+    parallel = SequenceParallel(len(given))
+    rank = parallel.rank
+    start = sum(given[:rank])
+    x = torch.arange(start, start + given[rank], dtype=torch.float64)[:, None].expand(-1, 2).clone().requires_grad_()
+    y = redistribute(x, given, wanted, parallel.group)
+    place = sum(wanted[:rank]) + torch.arange(wanted[rank], dtype=torch.float64)[:, None]
+    return y.detach(), torch.autograd.grad((y * place.square()).sum(), x)[0]
 
 
 def _run_unused(size):
@@ -69,6 +79,17 @@ class CollectivesTest(unittest.TestCase):
                     output, gradient = found[row * size + rank][number]
                     torch.testing.assert_close(output, outputs[rank].detach(), rtol=0, atol=0)
                     torch.testing.assert_close(gradient, gradients[row, rank], rtol=1e-12, atol=1e-9)
+
+    @parameterized.expand(
+        [((5, 2), (3, 4)), ((0, 6), (6, 0)), ((1, 0, 7, 2), (3, 3, 0, 4)), ((4, 4, 1, 1), (0, 0, 0, 10))]
+    )
+    def test_a_cut_at_other_places(self, given, wanted):
+        results = run_processes(_run_redistribute, len(given), given, wanted)
+        whole = torch.arange(sum(given), dtype=torch.float64)[:, None].expand(-1, 2)
+        for (output, _), expected in zip(results, whole.split(wanted), strict=True):
+            self.assertEqual(output.tolist(), expected.tolist())
+        for (_, gradient), expected in zip(results, whole.square().split(given), strict=True):
+            self.assertEqual(gradient.tolist(), expected.tolist())
 
     def test_a_rank_that_has_no_use_for_a_result_ties_it(self):
         for gradient in run_processes(_run_unused, 2, 2):

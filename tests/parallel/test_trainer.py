@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from packed_model_tester import total_relative_error
+from packed_vision_tester import TEXT, document, vision_config
 from parameterized import parameterized
 from process_tester import ROWS, run_once, run_processes
 from training.trainer_arms import CONFIGS, OPTIONS
-from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config, TrainerCallback, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, register
+from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, register
 
 
 # The row of 22 tokens is padded to a multiple.
@@ -33,24 +34,19 @@ def make_rows():
     return rows
 
 
-def make_trainer(family, processes=1, size=1, **options):
-    defaults = {
-        **OPTIONS,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
-        "train_sampling_strategy": "sequential",
-        "remove_unused_columns": False,
-        # Small, or ten steps make 1e-4 of the 1e-7 that float32 sums in the loss leave.
-        "learning_rate": 0.01,
-        "sequence_parallel_size": size,
-        "ddp_backend": "gloo" if processes > 1 else None,
-    }
-    arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
-    args = PackedTrainingArguments(tempfile.mkdtemp(), **{**defaults, **options})
+def make_documents():
+    """Two for each row, with and without images and videos; some rows are text alone."""
+    images = [((1, 4, 4),), (), ((1, 4, 8), (1, 2, 2)), ()]
+    videos = [(), (), ((2, 4, 4),)]
+    return [document(3 + n % 11, n, images[n // 2 % 4], videos[n // 2 % 3]) for n in range(2 * len(LENGTHS))]
+
+
+def make_model(family):
     register()
     set_seed(0)
+    if family == "vision":
+        text = {**TEXT, "num_attention_heads": 4, "initializer_range": 0.1}
+        return AutoModelForImageTextToText.from_config(Qwen3_5Config(**vision_config(text))).double()
     config = CONFIGS[family]()
     config.num_attention_heads, config.initializer_range = 4, 0.1
     for name, value in EXPERTS_COUNT.items() if "moe" in family else ():
@@ -59,8 +55,31 @@ def make_trainer(family, processes=1, size=1, **options):
     model = AutoModelForCausalLM.from_config(config).double()
     if "moe" in family:
         model.set_experts_implementation("eager")
-    rows = make_rows()
-    return PackedTrainer(model, args, train_dataset=rows, eval_dataset=rows[: len(rows) // 4 * 4], **arguments)
+    return model
+
+
+def make_trainer(family, processes=1, size=1, **options):
+    defaults = {
+        **OPTIONS,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2 if family == "vision" else 1,
+        "per_device_eval_batch_size": 2 if family == "vision" else 1,
+        "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        # Small, or ten steps make 1e-4 of the 1e-7 that float32 sums in the loss leave.
+        "learning_rate": 0.001 if family == "vision" else 0.01,
+        "sequence_parallel_size": size,
+        "ddp_backend": "gloo" if processes > 1 else None,
+    }
+    arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
+    args = PackedTrainingArguments(tempfile.mkdtemp(), **{**defaults, **options})
+    rows = make_documents() if family == "vision" else make_rows()
+    # Each process gets as many, or some are evaluated twice.
+    even = rows[: len(rows) // 8 * 8] if family == "vision" else rows[: len(rows) // 4 * 4]
+    collator = DataCollatorWithFlattening(return_cu_seqlens=True)
+    model = make_model(family)
+    return PackedTrainer(model, args, train_dataset=rows, eval_dataset=even, data_collator=collator, **arguments)
 
 
 class Updates(TrainerCallback):
@@ -98,9 +117,13 @@ GATHER = (("sequence_parallel_attention", "gather"),)
 CHECKPOINTS = (("gradient_checkpointing", True),)
 RUNS = {
     "two processes, two rows": (2, 1, (("qwen3_5", ()),)),
-    "two processes, one row": (2, 2, (("qwen3_5", ()), ("qwen3_5", HEADS), ("qwen3_next_moe", GATHER))),
-    "four processes, two rows": (4, 2, (("qwen3_5", CHECKPOINTS), ("qwen3_next_moe", HEADS))),
-    "four processes, one row": (4, 4, (("qwen3_5", GATHER), ("qwen3_next_moe", ()))),
+    "two processes, one row": (
+        2,
+        2,
+        (("qwen3_5", ()), ("qwen3_5", HEADS), ("qwen3_next_moe", GATHER), ("vision", ())),
+    ),
+    "four processes, two rows": (4, 2, (("qwen3_5", CHECKPOINTS), ("qwen3_next_moe", HEADS), ("vision", ()))),
+    "four processes, one row": (4, 4, (("qwen3_5", GATHER), ("qwen3_next_moe", ()), ("vision", GATHER))),
 }
 
 

@@ -1,9 +1,11 @@
-"""What crosses the cut between the shards of a row: two exchanges between the ranks of a group, with their gradients.
+"""What crosses the cut between the shards of a row: three exchanges between the ranks of a group, with their gradients.
 
-Both send one contiguous tensor per call, laid out along its first dimension, which gloo and NCCL do alike. Autograd runs
+Each sends one contiguous tensor per call, laid out along its first dimension, which gloo and NCCL do alike. Autograd runs
 a backward only where the result was used, and a rank that leaves one out leaves the others waiting for ever: a result
 that this rank has no use for must be given to [`tie`].
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,26 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
         `torch.Tensor`: with `P` ranks `dim` is `P` times longer.
     """
     return _AllGather.apply(x, dim, group)
+
+
+@torch.compiler.disable
+def redistribute(
+    x: torch.Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Cut a tensor that lies over the ranks, a run of its first dimension on each, at other places.
+
+    Args:
+        x (`torch.Tensor` of shape `[given[rank], ...]`):
+            This rank's run.
+        given, wanted (`Sequence[int]`):
+            How many entries each rank has, and how many it shall have; both add up to the same.
+        group (`ProcessGroup`):
+            The ranks that exchange.
+
+    Returns:
+        `torch.Tensor` of shape `[wanted[rank], ...]`.
+    """
+    return _Redistribute.apply(x, tuple(given), tuple(wanted), group)
 
 
 def tie(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
@@ -85,6 +107,32 @@ class _AllGather(torch.autograd.Function):
         own = first.new_empty(len(first) // dist.get_world_size(group), *first.shape[1:])
         dist.reduce_scatter_tensor(own, first, group=group)
         return own.movedim(0, dim), None, None
+
+
+def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]:
+    """How much of the run number `run` of one cut lies in each run of the other."""
+    start = sum(runs[:run])
+    end, before, sizes = start + runs[run], 0, []
+    for length in others:
+        sizes.append(max(0, min(end, before + length) - max(start, before)))
+        before += length
+    return sizes
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, given, wanted, group):
+        ctx.arguments = wanted, given, group
+        rank = dist.get_rank(group)
+        received = x.new_empty(wanted[rank], *x.shape[1:])
+        # What a rank receives lies in the order of the ranks that it comes from, which is that of the whole.
+        sizes = _overlaps(rank, wanted, given), _overlaps(rank, given, wanted)
+        dist.all_to_all_single(received, x.contiguous(), *sizes, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Redistribute.apply(gradient, *ctx.arguments), None, None, None
 
 
 class _Tie(torch.autograd.Function):

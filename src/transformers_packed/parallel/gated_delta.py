@@ -137,8 +137,10 @@ def _by_states(shard: "RowShard", query, key, value, g, beta, **options: Any) ->
 
     summaries = all_gather(summary.contiguous(), 0, shard.parallel.group)
     if continued:
-        state = summaries[0, ..., :value_dim]
-        for rank in range(1, shard.rank):
+        # From where the document began: what other documents left behind may not even be finite.
+        began = (shard.start - shard.tokens_before) // total
+        state = summaries[began, ..., :value_dim]
+        for rank in range(began + 1, shard.rank):
             update, transition = summaries[rank].split([value_dim, key_dim], dim=-1)
             state = transition @ state + update
         outputs[0] = (outputs[0].to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(query.dtype)

@@ -1,6 +1,6 @@
 """One rank's part of a packed row: a contiguous run of its tokens, and what it needs to know of the rest."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from .attention import attention
 from .collectives import all_gather
 from .gated_delta import causal_conv1d, convolved_query_key_value, gated_delta_rule
 from .groups import SequenceParallel
+from .vision import TOKEN_TYPES, VisionShard, cut_vision
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class RowShard(SequenceBoundaries):
             Which of how many parts.
         parallel ([`SequenceParallel`], *optional*):
             The processes that hold the other parts.
+        vision (`dict`, *optional*):
+            For `"image"` and `"video"`, where the row has them, a [`VisionShard`].
     """
 
     row: SequenceBoundaries = None
@@ -38,6 +41,7 @@ class RowShard(SequenceBoundaries):
     size: int = 1
     is_shard: ClassVar[bool] = True
     parallel: SequenceParallel | None = None
+    vision: dict[str, VisionShard] = field(default_factory=dict)
 
     @classmethod
     def cut(
@@ -93,8 +97,23 @@ class RowShard(SequenceBoundaries):
         # The lengths of pieces are nothing that a layer could use alone.
         return {"boundaries": self}
 
+    def vision_features(self, kind: str, features: torch.Tensor) -> torch.Tensor:
+        """From the features of the frames that this rank computed to those of its tokens."""
+        if kind not in self.vision:
+            raise input_error(
+                "RowShard.vision_features",
+                expected=f"a row that was cut together with its {kind}s",
+                got=f"a part without {kind}s",
+                fix="Cut the batch with shard_batch.",
+            )
+        return self.vision[kind].exchange(features, self._known(f"{kind}s"))
+
     def run(self, op: str, *args, **kwargs) -> Any:
         """Compute `op` with the other ranks; called by the ops themselves."""
+        self._known(op)
+        return _OPS[op](self, *args, **kwargs)
+
+    def _known(self, op: str) -> SequenceParallel:
         if self.parallel is None:
             raise input_error(
                 op,
@@ -102,7 +121,7 @@ class RowShard(SequenceBoundaries):
                 got="one without",
                 fix="Pass parallel= to shard_batch.",
             )
-        return _OPS[op](self, *args, **kwargs)
+        return self.parallel
 
 
 _OPS = {
@@ -113,7 +132,7 @@ _OPS = {
 }
 
 # Columns of a batch with one entry per token in their last dimension.
-_TOKEN_COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
+_TOKEN_COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels", TOKEN_TYPES)
 
 
 def shard_batch(
@@ -133,7 +152,8 @@ def shard_batch(
 
     Args:
         batch (`dict`):
-            `input_ids` `[1, T]` with `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`, or `position_ids` that restart.
+            `input_ids` `[1, T]` with `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`, or `position_ids` that restart. Images and
+            videos come with `mm_token_type_ids` and the position ids of all dimensions: the collator needs `model=` for them.
         rank, size (`int`):
             Which of how many parts.
         parallel ([`SequenceParallel`], *optional*):
@@ -147,7 +167,8 @@ def shard_batch(
 
     Returns:
         `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of `T' / P` tokens, and `boundaries`, a [`RowShard`].
-        `labels` are `shift_labels`: who looks whether there are any finds some.
+        `labels` are `shift_labels`: who looks whether there are any finds some. Of images and videos there are those
+        frames that this rank computes.
 
     Raises:
         `ValueError`: not one packed row, or columns that cannot be cut.
@@ -214,7 +235,15 @@ def shard_batch(
         lengths = [*lengths[:-1], lengths[-1] + padding] if padding_tokens else [*lengths, padding]
         row = SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device)
         row = replace(row, padding_tokens=padding_tokens + padding)
-    shard = RowShard.cut(row, rank, size, parallel)
+    vision = cut_vision(call, batch, rank, size)
+    if vision and batch["position_ids"].ndim != 3:
+        raise input_error(
+            call,
+            expected="position_ids [4, 1, T] beside images or videos, which only a whole row gives",
+            got=f"shape {tuple(batch['position_ids'].shape)}",
+            fix="Pass model= to DataCollatorWithFlattening.",
+        )
+    shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision)
     for name in names:
         batch[name] = shard.of_row(batch[name]).contiguous()
     if "shift_labels" in batch:

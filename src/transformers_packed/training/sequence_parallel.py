@@ -67,7 +67,11 @@ class SequenceParallelMixin:
     def cut_rows(self: Trainer) -> None:
         """Cut the rows of all dataloaders from now on; to be called when the collator is the one of packed rows."""
         parallel = self.sequence_parallel
-        window = transformers_model(self.model).config.get_text_config().linear_conv_kernel_dim
+        config = transformers_model(self.model).config
+        window = config.get_text_config().linear_conv_kernel_dim
+        if self.data_collator.config is None and hasattr(config, "vision_config"):
+            # The positions of images can only be counted on the whole row.
+            self.data_collator.config = config
         self.data_collator = ShardCollator(self.data_collator, parallel.rank, parallel.size, max(window - 1, 1))
         # Its figures are of whole rows.
         self.remove_callback(PackingMetricsCallback)
@@ -126,9 +130,6 @@ def check_sequence_parallel(trainer: Trainer) -> None:
     for name in ("dispatch_batches", "split_batches"):
         if getattr(args.accelerator_config, name):
             raise _refusal("processes that read whole rows", f"{name}=True", f"Set {name}=False.")
-    config = transformers_model(trainer.model).config
-    if getattr(config, "vision_config", None) is not None:
-        raise _refusal("a model of text", f"{config.model_type}", "Train the text model (ForCausalLM).")
     if trainer.compute_loss_func is not None or args.label_smoothing_factor:
         raise _refusal(
             "the model's own loss, whose sum over parts of a row is that of the row",

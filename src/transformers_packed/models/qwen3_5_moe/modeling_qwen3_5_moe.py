@@ -23,7 +23,7 @@ from ...ops import (
 )
 from ..base import PackedModelMixin, is_plain, only_faster, project, replaces_builtin
 from ..heads import loss_without_logits, skips_logits
-from ..multimodal import packed_mrope_position_ids
+from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
     boundaries_from_metadata,
@@ -342,7 +342,8 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        outputs = super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("image", outputs, kwargs)
 
     def get_video_features(
         self,
@@ -350,7 +351,8 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("video", outputs, kwargs)
 
     def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
