@@ -2,7 +2,15 @@
 
 from .groups import SequenceParallel
 from .losses import gather_loss_tensors
+from .plan import SequenceParallelPlan, plan_sequence_parallel
 from .shard import RowShard, shard_batch
 
 
-__all__ = ["RowShard", "SequenceParallel", "gather_loss_tensors", "shard_batch"]
+__all__ = [
+    "RowShard",
+    "SequenceParallel",
+    "SequenceParallelPlan",
+    "gather_loss_tensors",
+    "plan_sequence_parallel",
+    "shard_batch",
+]

@@ -42,12 +42,7 @@ class SequenceParallel:
         device_type: str | None = None,
     ):
         call = "SequenceParallel"
-        for name, value, known in (
-            ("gated_delta_rule", gated_delta_rule, GATED_DELTA_RULES),
-            ("attention", attention, (None, *ATTENTIONS)),
-        ):
-            if value not in known:
-                raise input_error(call, expected=f"{name} to be one of {known}", got=repr(value), fix="Choose one.")
+        _check_names(gated_delta_rule, attention)
         if not dist.is_initialized():
             raise input_error(
                 call,
@@ -76,34 +71,7 @@ class SequenceParallel:
 
     def check_config(self, config) -> None:
         """Raise a `ValueError` if a model of this configuration cannot be computed with these methods."""
-        config = config.get_text_config()
-        call = "SequenceParallel"
-        unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
-        if unknown or not hasattr(config, "linear_num_key_heads"):
-            raise input_error(
-                call,
-                expected="a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
-                got=f"{config.model_type}",
-                fix="Train this model without sequence parallelism.",
-            )
-        if self.gated_delta_rule == "heads":
-            for heads in (config.linear_num_key_heads, config.linear_num_value_heads):
-                if heads % self.size:
-                    raise input_error(
-                        call,
-                        expected=f'numbers of linear key and value heads that are multiples of {self.size} for "heads"',
-                        got=f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
-                        fix='Use gated_delta_rule="state".',
-                    )
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        if self.attention == "heads" and not fits_heads(self.size, heads, kv_heads):
-            raise input_error(
-                call,
-                expected=f"{self.size} processes to divide the attention heads, and to divide or be a multiple of the "
-                'key and value heads, for "heads"',
-                got=f"{heads} and {kv_heads}",
-                fix='Use attention="gather".',
-            )
+        check_methods(config.get_text_config(), self.size, self.gated_delta_rule, self.attention)
 
     def attention_for(self, heads: int, kv_heads: int) -> str:
         """The method that serves an attention layer: the one asked for, or what fits."""
@@ -113,3 +81,46 @@ class SequenceParallel:
 def fits_heads(size: int, heads: int, kv_heads: int) -> bool:
     """Whether `size` processes can share an attention layer's heads."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def check_methods(config, size: int, gated_delta_rule: str, attention: str | None) -> None:
+    """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration in this way."""
+    call = "SequenceParallel"
+    _check_names(gated_delta_rule, attention)
+    unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
+    if unknown or not hasattr(config, "linear_num_key_heads"):
+        raise input_error(
+            call,
+            expected="a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
+            got=f"{config.model_type}",
+            fix="Train this model without sequence parallelism.",
+        )
+    if gated_delta_rule == "heads":
+        for heads in (config.linear_num_key_heads, config.linear_num_value_heads):
+            if heads % size:
+                raise input_error(
+                    call,
+                    expected=f'numbers of linear key and value heads that are multiples of {size} for "heads"',
+                    got=f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
+                    fix='Use gated_delta_rule="state".',
+                )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if attention == "heads" and not fits_heads(size, heads, kv_heads):
+        raise input_error(
+            call,
+            expected=f"{size} processes to divide the attention heads, and to divide or be a multiple of the "
+            'key and value heads, for "heads"',
+            got=f"{heads} and {kv_heads}",
+            fix='Use attention="gather".',
+        )
+
+
+def _check_names(gated_delta_rule: str, attention: str | None) -> None:
+    for name, value, known in (
+        ("gated_delta_rule", gated_delta_rule, GATED_DELTA_RULES),
+        ("attention", attention, (None, *ATTENTIONS)),
+    ):
+        if value not in known:
+            raise input_error(
+                "SequenceParallel", expected=f"{name} to be one of {known}", got=repr(value), fix="Choose one."
+            )
