@@ -5,6 +5,7 @@ import io
 import tempfile
 import time
 import unittest
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def make_trainer(family, processes=1, size=1, **options):
         "ddp_backend": "gloo" if processes > 1 else None,
     }
     arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
-    args = PackedTrainingArguments(tempfile.mkdtemp(), **{**defaults, **options})
+    args = PackedTrainingArguments(**{"output_dir": tempfile.mkdtemp(), **defaults, **options})
     rows = make_documents() if family == "vision" else make_rows()
     # Each process gets as many, or some are evaluated twice.
     even = rows[: len(rows) // 8 * 8] if family == "vision" else rows[: len(rows) // 4 * 4]
@@ -110,6 +111,40 @@ def train(family, processes=1, size=1, options=()):
 
 def train_all(processes, size, arms):
     return [train(family, processes, size, options) for family, options in arms]
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
+def save_and_resume(folder, processes, size, stop=None):
+    """The change of all parameters after five steps in rows of random order, three of them an epoch."""
+    options = {
+        "output_dir": folder,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "train_sampling_strategy": "random",
+        "optim": "adamw_torch",
+        # Smaller, and it would make whole steps of what float32 rounds in the loss.
+        "adam_epsilon": 1e-3,
+    }
+    trainer = make_trainer("qwen3_5", processes, size, **options)
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    if stop:
+        trainer.add_callback(StopAt(stop))
+    saved = not stop and any(Path(folder).glob("checkpoint-*"))
+    if saved:
+        # All that it goes on with has to come from the checkpoint.
+        for parameter in trainer.model.parameters():
+            parameter.data.zero_()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train(resume_from_checkpoint=saved)
+    return trainer.state.global_step, {name: p.detach() - start[name] for name, p in trainer.model.named_parameters()}
 
 
 HEADS = (("sequence_parallel_gated_delta_rule", "heads"), ("sequence_parallel_attention", "heads"))
@@ -216,6 +251,35 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             self.assertEqual(set(updates), {1, STEPS})
             for step, update in updates.items():
                 self.assertLess(total_relative_error(update, expected_updates[step]), 1e-5, step)
+
+    @parameterized.expand(
+        [
+            (f"{before} to {after}", before, after)
+            for before, after in (
+                ((2, 2), (1, 1)),
+                ((2, 2), (4, 4)),
+                ((2, 2), (4, 2)),
+                ((4, 4), (2, 1)),
+                ((1, 1), (2, 2)),
+            )
+        ]
+    )
+    @pytest.mark.slow
+    def test_resumes_over_other_processes(self, _, before, after):
+        """With as many rows in a step: what was saved at one number of processes and P goes on at another."""
+        with tempfile.TemporaryDirectory() as folder:
+            ((_, expected),) = run_once(save_and_resume, 1, self.unsharded, 1, 1)
+            for step, _ in run_processes(save_and_resume, before[0], folder, *before, 2):
+                self.assertEqual(step, 2)
+            for step, found in run_processes(save_and_resume, after[0], folder, *after):
+                self.assertEqual(step, 5)
+                self.assertLess(total_relative_error(found, expected), 1e-5)
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.unsharded = folder.name
 
     @parameterized.expand(["forward", "backward"])
     def test_a_rank_that_fails_ends_the_others(self, where):
