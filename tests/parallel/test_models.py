@@ -94,6 +94,22 @@ def _run_all(size):
     return results
 
 
+def _run_frozen(size, trained, checkpointing):
+    """Gradients where nothing but one kind of parameter is trained, so that layers below the first of them need none."""
+    results = {}
+    for row in ("aligned", "cut", "one long", "many short"):
+        for methods in ({}, {"attention": "gather"}):
+            parallel, model = SequenceParallel(size, **methods), make_model("dense")
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained in name)
+            batch = _batch(row)
+            inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
+            loss = _loss(model, checkpointing, inputs, _targets(batch))
+            loss.backward()
+            results[(row, *methods)] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return results
+
+
 def _run_errors():
     parallel = SequenceParallel(2)
     shard = RowShard.cut(SequenceBoundaries.from_lengths([8]), parallel.rank, 2, parallel)
@@ -137,6 +153,23 @@ class ParallelModelTest(unittest.TestCase):
         for name in expected:
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-9)
             self.assertLess(error.item(), 1e-6, name)
+
+    @parameterized.expand(
+        [
+            (trained, checkpointing)
+            for trained in ("dt_bias", "in_proj_b", "layers.1.self_attn.v_proj", "lm_head")
+            for checkpointing in (None, {"use_reentrant": False})
+        ]
+    )
+    def test_frozen_parameters(self, trained, checkpointing):
+        parts = run_processes(_run_frozen, 2, 2, trained, checkpointing)
+        for arm in parts[0]:
+            batch, model = _batch(arm[0]), make_model("dense")
+            _loss(model, None, batch, _targets(batch)).backward()
+            actual = {name: sum(part[arm][name] for part in parts) for name in parts[0][arm]}
+            expected = {name: p.grad for name, p in model.named_parameters() if trained in name}
+            self.assertEqual(set(actual), set(expected))
+            self.assertLess(total_relative_error(actual, expected), 1e-6)
 
     def test_what_cannot_be_is_refused(self):
         for messages in run_processes(_run_errors, 2):

@@ -138,9 +138,14 @@ class _Redistribute(torch.autograd.Function):
 class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *unused):
-        ctx.save_for_backward(*unused)
+        # Not the tensors themselves, which nobody else may need any more.
+        ctx.unused = [(other.shape, other.dtype, other.device) for other in unused]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, *(torch.zeros_like(other) for other in ctx.saved_tensors)
+        wanted = zip(ctx.unused, ctx.needs_input_grad[1:], strict=True)
+        return gradient, *(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in wanted
+        )

@@ -132,8 +132,8 @@ def _by_states(shard: "RowShard", query, key, value, g, beta, **options: Any) ->
         outputs.append(output)
         summary = torch.nn.functional.pad(state, (0, key_dim))
     if summary is None:
-        # Nobody reads it, but every rank has to have the exchange in its backward.
-        summary = tie(value.new_zeros(1, heads, key_dim, value_dim + key_dim, dtype=dtype), key)
+        # Nobody reads it, but every rank has to have the exchange in its backward, whichever of these is trained.
+        summary = tie(value.new_zeros(1, heads, key_dim, value_dim + key_dim, dtype=dtype), *inputs)
 
     summaries = all_gather(summary.contiguous(), 0, shard.parallel.group)
     if continued:
