@@ -6,6 +6,7 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,19 @@ from packed_model_tester import total_relative_error
 from packed_vision_tester import TEXT, document, vision_config
 from parameterized import parameterized
 from process_tester import ROWS, run_once, run_processes
+from torch.utils.data import IterableDataset
 from training.trainer_arms import CONFIGS, OPTIONS
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config, TrainerCallback, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3_5Config,
+    TrainerCallback,
+    set_seed,
+)
 
 from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, register
+from transformers_packed.training.sequence_parallel import check_sequence_parallel
 
 
 # The row of 22 tokens is padded to a multiple.
@@ -113,6 +123,11 @@ def train_all(processes, size, arms):
     return [train(family, processes, size, options) for family, options in arms]
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(make_rows())
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step):
         self.step = step
@@ -183,25 +198,48 @@ def refusals():
         {"compute_loss_func": lambda *args, **kwargs: None},
         {"size": 3},
         {"family": "qwen3_5_odd", "sequence_parallel_gated_delta_rule": "heads"},
+        {"family": "qwen3_5_odd", "sequence_parallel_attention": "heads"},
+        {"family": "llama"},
     ]
     messages = []
     CONFIGS["qwen3_5_odd"] = odd_heads
+    CONFIGS["llama"] = lambda: LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     for case in cases:
         try:
             make_trainer(**{"family": "qwen3_5", "processes": 2, "size": 2, **case})
         except ValueError as error:
             messages.append(str(error))
     trainer = make_trainer("qwen3_5", 2, 2)
-    try:
-        trainer.predict(make_rows())
-    except ValueError as error:
-        messages.append(str(error))
+    others = make_trainer("qwen3_5", 2, 2, train_sampling_strategy="batch_rebalance")
+    stream = make_trainer("qwen3_5", 2, 2)
+    stream.train_dataset = Stream()
+    mixed = make_trainer("qwen3_5", 2, 2)
+    if dist.get_rank() == 1:
+        mixed.train_dataset = mixed.train_dataset[::-1]
+    calls = [
+        lambda: trainer.predict(make_rows()),
+        others.get_train_dataloader,
+        stream.get_train_dataloader,
+        mixed.train,
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    for name in ("cp_size", "sp_size"):
+        trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, name: 2})
+        try:
+            check_sequence_parallel(trainer)
+        except ValueError as error:
+            messages.append(str(error))
     return messages
 
 
 def odd_heads():
     config = CONFIGS["qwen3_5"]()
     config.linear_num_key_heads = config.linear_num_value_heads = 1
+    config.num_key_value_heads = 3
     return config
 
 
@@ -299,7 +337,14 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "compute_loss_func",
             "divides the 2 processes",
             'gated_delta_rule="state"',
+            'attention="gather"',
+            "got llama",
             "predict",
+            "BatchRebalanceSampler",
+            "a stream",
+            "parts of different ones",
+            "cp_size=2",
+            "sp_size=2",
         ]
         for messages in run_processes(refusals, 2):
             self.assertEqual(len(messages), len(reasons), messages)

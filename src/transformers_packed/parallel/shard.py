@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 
@@ -34,6 +35,8 @@ class RowShard(SequenceBoundaries):
             The processes that hold the other parts.
         vision (`dict`, *optional*):
             For `"image"` and `"video"`, where the row has them, a [`VisionShard`].
+        checksum (`int`, *optional*):
+            Of the row's tokens: all ranks that hold a part of it have the same.
     """
 
     row: SequenceBoundaries = None
@@ -42,6 +45,7 @@ class RowShard(SequenceBoundaries):
     is_shard: ClassVar[bool] = True
     parallel: SequenceParallel | None = None
     vision: dict[str, VisionShard] = field(default_factory=dict)
+    checksum: int = 0
 
     @classmethod
     def cut(
@@ -243,7 +247,8 @@ def shard_batch(
             got=f"shape {tuple(batch['position_ids'].shape)}",
             fix="Pass model= to DataCollatorWithFlattening.",
         )
-    shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision)
+    checksum = crc32(batch["input_ids"].cpu().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
+    shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision, checksum=checksum)
     for name in names:
         batch[name] = shard.of_row(batch[name]).contiguous()
     if "shift_labels" in batch:

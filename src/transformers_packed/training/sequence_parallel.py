@@ -8,6 +8,7 @@ is its part of one sum over them, and the gradients are summed by the mean over 
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
@@ -15,7 +16,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..errors import input_error
 from ..models.base import transformers_model
-from ..parallel import SequenceParallel, shard_batch
+from ..parallel import RowShard, SequenceParallel, shard_batch
 from .metrics import PackingMetricsCallback
 from .reasons import check_devices
 
@@ -53,6 +54,7 @@ class SequenceParallelMixin:
     """For a Trainer whose collator makes packed rows; changes nothing before `make_sequence_parallel` is called."""
 
     sequence_parallel: SequenceParallel | None = None
+    _compared_rows = False
 
     def make_sequence_parallel(self: Trainer, size: int, **methods: Any) -> None:
         """Form the groups of processes; `methods` are those of [`SequenceParallel`].
@@ -87,13 +89,16 @@ class SequenceParallelMixin:
                     "Use PackingDataset or a dataset with a length.",
                 )
             sampler = dataloader.batch_sampler
-            if not isinstance(sampler, BatchSamplerShard) or isinstance(sampler.batch_sampler, BatchRebalanceSampler):
+            dealt = isinstance(sampler, BatchSamplerShard)
+            inner = sampler.batch_sampler if dealt else sampler
+            if not dealt or isinstance(inner, BatchRebalanceSampler):
                 raise _refusal(
                     "batches that accelerate deals out to the processes",
-                    f"a sampler that does so itself ({type(sampler).__name__})",
+                    f"a sampler that does so itself ({type(inner).__name__})",
                     'Leave train_sampling_strategy at "random", or set "sequential".',
                 )
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
+            self._compared_rows = False
         return dataloader
 
     def predict(self, *args, **kwargs):
@@ -109,8 +114,25 @@ class SequenceParallelMixin:
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
         if self.sequence_parallel is not None:
-            inputs["boundaries"] = replace(inputs["boundaries"], parallel=self.sequence_parallel)
+            shard = replace(inputs["boundaries"], parallel=self.sequence_parallel)
+            if not self._compared_rows:
+                # Once for each dataloader: it waits for the others.
+                _check_same_row(shard)
+                self._compared_rows = True
+            inputs["boundaries"] = shard
         return inputs
+
+
+def _check_same_row(shard: RowShard) -> None:
+    """Raise a `ValueError` if the ranks hold parts of different rows, of which they would make a plausible loss."""
+    found = [None] * shard.size
+    dist.all_gather_object(found, shard.checksum, group=shard.parallel.group)
+    if len(set(found)) > 1:
+        raise _refusal(
+            f"{shard.size} neighbouring processes that read the same rows",
+            "parts of different ones",
+            "Shuffle with the same seed on all processes, and give all of them the whole dataset.",
+        )
 
 
 def check_sequence_parallel(trainer: Trainer) -> None:
