@@ -26,7 +26,13 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, register
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
+    SequenceBoundaries,
+    register,
+)
 from transformers_packed.training.sequence_parallel import check_sequence_parallel
 
 
@@ -86,11 +92,11 @@ def make_trainer(family, processes=1, size=1, **options):
     arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
     args = PackedTrainingArguments(**{"output_dir": tempfile.mkdtemp(), **defaults, **options})
     rows = make_documents() if family == "vision" else make_rows()
-    # Each process gets as many, or some are evaluated twice.
-    even = rows[: len(rows) // 8 * 8] if family == "vision" else rows[: len(rows) // 4 * 4]
+    # With several readers stock Trainer evaluates some of the odd ones twice.
+    evaluated = {"even": rows[:8], "odd": rows[:11]}
     collator = DataCollatorWithFlattening(return_cu_seqlens=True)
     model = make_model(family)
-    return PackedTrainer(model, args, train_dataset=rows, eval_dataset=even, data_collator=collator, **arguments)
+    return PackedTrainer(model, args, train_dataset=rows, eval_dataset=evaluated, data_collator=collator, **arguments)
 
 
 class Updates(TrainerCallback):
@@ -110,13 +116,13 @@ class Updates(TrainerCallback):
 def train(family, processes=1, size=1, options=()):
     with contextlib.redirect_stdout(io.StringIO()):
         # Trainer trains without DDP when it evaluated first.
-        before = make_trainer(family, processes, size, **dict(options)).evaluate()["eval_loss"]
+        metrics = make_trainer(family, processes, size, **dict(options)).evaluate()
         trainer = make_trainer(family, processes, size, **dict(options))
         callback = Updates(trainer.model)
         trainer.add_callback(callback)
         trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    return callback.updates, losses, before
+    return callback.updates, losses, {name: metrics[f"eval_{name}_loss"] for name in ("even", "odd")}
 
 
 def train_all(processes, size, arms):
@@ -126,6 +132,22 @@ def train_all(processes, size, arms):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(make_rows())
+
+
+def read_rows(processes, size):
+    """The documents of each batch that this process trains on and evaluates, from five samples in batches of two."""
+    trainer = make_trainer("qwen3_5", processes, size, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    trainer.train_dataset = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(4, 9)]
+    loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader(trainer.train_dataset)
+    found = []
+    for loader in loaders:
+        batches = []
+        for batch in loader:
+            row = batch["boundaries"].row if size > 1 else SequenceBoundaries.from_cu_seqlens(batch["cu_seqlens"])
+            batches.append(row.lengths[:-1] if row.padding_tokens else row.lengths)
+        assert len(loader) == len(batches)
+        found.append(batches[: getattr(loader, "own_batches", None)])
+    return found
 
 
 class StopAt(TrainerCallback):
@@ -284,11 +306,24 @@ class SequenceParallelTrainerTest(unittest.TestCase):
         expected_updates, expected_losses, expected_evaluation = run_once(train_all, 1, 1, 1, ((family, ()),))[0][0]
         for results in run_once(train_all, processes, processes, size, arms):
             updates, losses, evaluation = results[number]
-            self.assertAlmostEqual(evaluation, expected_evaluation, delta=2e-6 * expected_evaluation)
+            for rows in ("even", "odd") if size > 1 else ("even",):
+                expected = expected_evaluation[rows]
+                self.assertAlmostEqual(evaluation[rows], expected, delta=2e-6 * expected)
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-5, atol=1e-5)
             self.assertEqual(set(updates), {1, STEPS})
             for step, update in updates.items():
                 self.assertLess(total_relative_error(update, expected_updates[step]), 1e-5, step)
+
+    def test_reads_what_one_process_reads(self):
+        whole = [[4, 5], [6, 7], [8]]
+        self.assertEqual(run_processes(read_rows, 1, 1, 1), [[whole, whole]])
+        self.assertEqual(run_processes(read_rows, 2, 2, 2), [[whole, whole]] * 2)
+        first, *others = run_processes(read_rows, 4, 4, 2)
+        self.assertEqual(others[0], first)
+        self.assertEqual(others[1], others[2])
+        # In training accelerate fills up the last batches, as in data parallelism.
+        self.assertEqual([first[0], others[1][0]], [[[4, 5], [8, 4]], [[6, 7], [5, 6]]])
+        self.assertEqual([first[1], others[1][1]], [[[4, 5], [8]], [[6, 7]]])
 
     @parameterized.expand(
         [

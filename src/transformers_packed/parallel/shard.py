@@ -247,7 +247,7 @@ def shard_batch(
             got=f"shape {tuple(batch['position_ids'].shape)}",
             fix="Pass model= to DataCollatorWithFlattening.",
         )
-    checksum = crc32(batch["input_ids"].cpu().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
+    checksum = crc32(batch["input_ids"].cpu().contiguous().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
     shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision, checksum=checksum)
     for name in names:
         batch[name] = shard.of_row(batch[name]).contiguous()

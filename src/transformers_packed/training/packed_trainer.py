@@ -149,7 +149,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if self._evaluated and name in output.metrics:
-            total, targets = reduce(torch.stack(self._evaluated).sum(0), "sum").tolist()
+            # Batches that only stand in come last.
+            own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
+            total, targets = reduce(own.sum(0), "sum").tolist()
             output.metrics[name] = total / targets if targets else float("nan")
         self._evaluated = []
         return output
