@@ -86,8 +86,9 @@ class ParallelIsolationTest(unittest.TestCase):
                 with self.subTest(case=case, row=row):
                     self.assertEqual(leaks, [])
 
-    def test_documents_stay_apart(self):
-        self.check(2, tuple(CASES), FEW)
+    @parameterized.expand([(2, tuple(CASES), FEW), (4, ("states and heads",), ("cut",))])
+    def test_documents_stay_apart(self, size, cases, rows):
+        self.check(size, cases, rows)
 
     @parameterized.expand([2, 4])
     @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Whole models on parts of a row: the sum of the ranks' losses and gradients is that of the whole row in one process."""
 
 import unittest
+from itertools import product
 
+import pytest
 import torch
 from packed_model_tester import VOCAB_SIZE, gradients, total_relative_error
 from packed_vision_tester import TEXT
@@ -94,19 +96,23 @@ def _run_all(size):
     return results
 
 
-def _run_frozen(size, trained, checkpointing):
+def _run_frozen(size):
     """Gradients where nothing but one kind of parameter is trained, so that layers below the first of them need none."""
     results = {}
-    for row in ("aligned", "cut", "one long", "many short"):
-        for methods in ({}, {"attention": "gather"}):
-            parallel, model = SequenceParallel(size, **methods), make_model("dense")
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(trained in name)
-            batch = _batch(row)
-            inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
-            loss = _loss(model, checkpointing, inputs, _targets(batch))
-            loss.backward()
-            results[(row, *methods)] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for arm in product(
+        ("aligned", "cut", "one long", "many short"),
+        ("dt_bias", "in_proj_b", "layers.1.self_attn.v_proj", "lm_head"),
+        (None, "gather"),
+        (False, True),
+    ):
+        row, trained, attention, checkpointing = arm
+        parallel, model = SequenceParallel(size, attention=attention), make_model("dense")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        batch = _batch(row)
+        inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
+        _loss(model, {"use_reentrant": False} if checkpointing else None, inputs, _targets(batch)).backward()
+        results[arm] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return results
 
 
@@ -132,16 +138,23 @@ def _run_errors():
     return messages
 
 
+def arms(size):
+    return [
+        (f"{case}, {row}", case, row) for case, (_, _, sizes, _) in CASES.items() if size in sizes for row in LENGTHS
+    ]
+
+
 class ParallelModelTest(unittest.TestCase):
-    @parameterized.expand(
-        [
-            (f"{case}, {row}, {size}", case, row, size)
-            for case, (_, _, sizes, _) in CASES.items()
-            for size in sizes
-            for row in LENGTHS
-        ]
-    )
-    def test_equals_the_whole_row(self, _, case, row, size):
+    @parameterized.expand(arms(2))
+    def test_equals_the_whole_row(self, _, case, row):
+        self.check(case, row, 2)
+
+    @parameterized.expand(arms(4))
+    @pytest.mark.slow
+    def test_four_parts_equal_the_whole_row(self, _, case, row):
+        self.check(case, row, 4)
+
+    def check(self, case, row, size):
         batch, model = _batch(row), make_model(CASES[case][0])
         loss = _loss(model, None, batch, _targets(batch))
         expected = gradients(model, loss)
@@ -154,22 +167,17 @@ class ParallelModelTest(unittest.TestCase):
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-9)
             self.assertLess(error.item(), 1e-6, name)
 
-    @parameterized.expand(
-        [
-            (trained, checkpointing)
-            for trained in ("dt_bias", "in_proj_b", "layers.1.self_attn.v_proj", "lm_head")
-            for checkpointing in (None, {"use_reentrant": False})
-        ]
-    )
-    def test_frozen_parameters(self, trained, checkpointing):
-        parts = run_processes(_run_frozen, 2, 2, trained, checkpointing)
+    def test_frozen_parameters(self):
+        parts = run_processes(_run_frozen, 2, 2)
         for arm in parts[0]:
-            batch, model = _batch(arm[0]), make_model("dense")
+            row, trained, *_ = arm
+            batch, model = _batch(row), make_model("dense")
             _loss(model, None, batch, _targets(batch)).backward()
             actual = {name: sum(part[arm][name] for part in parts) for name in parts[0][arm]}
             expected = {name: p.grad for name, p in model.named_parameters() if trained in name}
-            self.assertEqual(set(actual), set(expected))
-            self.assertLess(total_relative_error(actual, expected), 1e-6)
+            with self.subTest(arm=arm):
+                self.assertEqual(set(actual), set(expected))
+                self.assertLess(total_relative_error(actual, expected), 1e-6)
 
     def test_what_cannot_be_is_refused(self):
         for messages in run_processes(_run_errors, 2):
