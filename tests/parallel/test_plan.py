@@ -179,7 +179,11 @@ class PlanTest(unittest.TestCase):
             ("no memory", {"memory": -1.0}, "memory above 0"),
             ("weights", {"weights": "int8"}, "weights"),
             ("method", {"attention": "ring"}, "attention to be one of"),
-            ("heads", {"memory": 20, "row_length": 2**20, "gpus": 64, "attention": "heads"}, "larger P is in the way"),
+            (
+                "heads",
+                {"memory": 20, "row_length": 2**20, "gpus": 64, "attention": "heads"},
+                "larger P does not fit the heads",
+            ),
         ]
     )
     def test_refuses(self, _, changes, message):

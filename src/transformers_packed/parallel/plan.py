@@ -134,7 +134,7 @@ class SequenceParallelPlan:
 
     def summary(self) -> str:
         """All of it as text."""
-        without, checkpointed = self.options[self.size]
+        without, _ = self.options[self.size]
         lines = [
             f"{self.config.model_type}, {self.parameters.total / 1e9:.2f} B parameters; rows of {self.row_length:,} tokens on "
             f"{self.gpus:,} GPUs of {self.memory:g} GiB, to be filled to {FILLED:.0%}",
@@ -249,10 +249,9 @@ def plan_sequence_parallel(
                 fitting.append(size)
     parameters = Parameters.of(config)
     width = _HALF if weights == "bfloat16" else _FULL
-    method = attention
     options = {
         size: tuple(
-            step_memory(config, parameters, row_length, size, gpus, width, checkpointing, method)
+            step_memory(config, parameters, row_length, size, gpus, width, checkpointing, attention)
             for checkpointing in (False, True)
         )
         for size in fitting
@@ -270,7 +269,7 @@ def plan_sequence_parallel(
             f"{parameters.total / 1e9:.2f} B parameters need on {gpus:,} of them ({_gib(sharded)} of weights, gradients "
             f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
             got=f"{memory:g}",
-            fix=f"Take more GPUs or shorter rows{'' if reason is None else f'; larger P is in the way of heads: {reason}'}",
+            fix=f"Take more GPUs or shorter rows{'.' if reason is None else f'; a larger P does not fit the heads. {reason}'}",
         )
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     return SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods)
