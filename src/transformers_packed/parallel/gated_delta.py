@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all, tie
 
 
@@ -137,8 +138,10 @@ def _by_states(shard: "RowShard", query, key, value, g, beta, **options: Any) ->
 
     summaries = all_gather(summary.contiguous(), 0, shard.parallel.group)
     if continued:
-        state = summaries[0, ..., :value_dim]
-        for rank in range(1, shard.rank):
+        # Not from rank 0 on: what is not a number before the document would not become zero by a product with zero.
+        begun = (shard.start - shard.tokens_before) // total
+        state = summaries[begun, ..., :value_dim]
+        for rank in range(begun + 1, shard.rank):
             update, transition = summaries[rank].split([value_dim, key_dim], dim=-1)
             state = transition @ state + update
         outputs[0] = (outputs[0].to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(query.dtype)
@@ -156,16 +159,18 @@ def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
 
 
 def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    """State passing inside flash-linear-attention's kernels. Has not run on a GPU yet."""
+    """State passing inside flash-linear-attention's kernels."""
     from inspect import unwrap
 
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    record("gated_delta_rule", "fla with cp_context", [], logger.info)
     # It keeps index tensors by the identity of what it is given, so it is built once per row, from the whole row.
     row = shard.row
     context = shard.derived(
         "fla context",
         lambda: build_cp_context(row.cu_seqlens, shard.parallel.group, cu_seqlens_cpu=row.cu_seqlens_cpu),
     )
+    # Unwrapped, it is the Triton kernel and not what the package would hand the call to, which knows no other ranks.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]
