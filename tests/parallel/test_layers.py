@@ -145,6 +145,16 @@ def _run_unfit_heads():
     return messages
 
 
+def _run_with_nan(lengths, document, size):
+    """This rank's outputs of the rule by states, with one document that holds no numbers, and the documents' numbers."""
+    parallel = SequenceParallel(size, gated_delta_rule="state")
+    shard = RowShard.cut(SequenceBoundaries.from_lengths(lengths), parallel.rank, size, parallel)
+    tensors, _ = _rule_inputs(torch.Generator().manual_seed(0))
+    tensors[2][:, shard.row.seq_idx[0] == document] = float("nan")
+    outputs = gated_delta_rule(*(shard.of_row(x.movedim(1, -1)).movedim(-1, 1) for x in tensors), boundaries=shard)[0]
+    return outputs.isnan().flatten(2).any(2)[0], shard.of_row(shard.row.seq_idx)[0]
+
+
 class ParallelLayersTest(unittest.TestCase):
     """All cases of one size run in the same processes, which take longer to start than to compute."""
 
@@ -164,6 +174,12 @@ class ParallelLayersTest(unittest.TestCase):
         tolerance = 1e-6 if case.startswith("eager") else 1e-10
         expected = [*outputs, *token_gradients, *weight_gradients]
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+    def test_what_is_no_number_stays_in_its_document(self):
+        """Not through the states that ranks hand on either, also where a later document begins before the last rank."""
+        found = run_processes(_run_with_nan, 4, ROWS["cut"], 1, 4)
+        spoilt, documents = (torch.cat([part[number] for part in found]) for number in (0, 1))
+        self.assertEqual(documents[spoilt].unique().tolist(), [1])
 
     def test_a_shard_shorter_than_the_window_is_refused(self):
         for message in run_processes(_run_short_shards, 2):
