@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 import unittest
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,8 +130,9 @@ class _Draw:
         return torch.randn(shape, generator=self.generator) / 2
 
 
+@cache
 def _inputs(case, dtype, seed=0):
-    """On the device, with what `dtype` can hold; the decay stays float32, as in every model."""
+    """On the device, with what `dtype` can hold; the decay stays float32, as in every model. Not to be written to."""
     tensors, weights = CASES[case][1](_Draw(seed))
     cast = lambda x: x.to(DEVICE).to(dtype)  # noqa: E731
     tensors = [x.to(DEVICE) if case.startswith("rule") and i == 3 else cast(x) for i, x in enumerate(tensors)]
@@ -145,12 +147,13 @@ def _compute(case, inputs, cotangents, boundaries, impl="auto"):
     return [y.detach() for y in outputs], gradients[: len(tensors)], gradients[len(tensors) :]
 
 
-def _random_cotangents(part):
-    def make(outputs):
-        draw = _Draw(1)
-        return [part(draw(*y.shape[2:])).to(y) for y in outputs]
+@cache
+def _random_row(*shape):
+    return _Draw(1)(*shape).to(DEVICE)
 
-    return make
+
+def _random_cotangents(part):
+    return lambda outputs: [part(_random_row(*y.shape[2:])).to(y) for y in outputs]
 
 
 def _error(a, b):
@@ -197,7 +200,7 @@ def _spread(case, dtype, lengths, parallel, document, value):
     shard = RowShard.cut(whole, parallel.rank, SIZE, parallel)
     of_document = whole.seq_idx[0] == document
     tensors, weights = _inputs(case, dtype)
-    others = [x.fill_(value) for x in _inputs(case, dtype)[0]] if value else _inputs(case, dtype, seed=2)[0]
+    others = [torch.full_like(x, value) for x in tensors] if value else _inputs(case, dtype, seed=2)[0]
     expand = lambda x: of_document.view(1, -1, *[1] * (x.ndim - 2))  # noqa: E731
     changed = [torch.where(expand(x), other, x) for x, other in zip(tensors, others, strict=True)]
 
@@ -223,6 +226,8 @@ def _spread(case, dtype, lengths, parallel, document, value):
 
 def _run_all():
     """All figures of this rank, or what went wrong, by case, type and row."""
+    # The convolutions of the reference would have TF32's precision.
+    torch.backends.cudnn.allow_tf32 = False
     results = {}
 
     def attempt(*key, function):
