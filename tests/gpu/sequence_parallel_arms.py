@@ -21,9 +21,12 @@ from transformers_packed.ops import dispatch, implementations_used
 ON_CPU = bool(os.environ.get("TRANSFORMERS_PACKED_TEST_SP_ON_CPU"))
 ARMS = {
     "alone": {"sequence_parallel_size": 1},
-    "state": {"sequence_parallel_size": 2},
-    "heads": {"sequence_parallel_size": 2, "sequence_parallel_gated_delta_rule": "heads"},
-    "gather": {"sequence_parallel_size": 2, "sequence_parallel_attention": "gather"},
+    "the default methods": {"sequence_parallel_size": 2},
+    "the other methods": {
+        "sequence_parallel_size": 2,
+        "sequence_parallel_gated_delta_rule": "heads",
+        "sequence_parallel_attention": "gather",
+    },
 }
 STEPS, ROWS_PER_STEP = 20, 2
 TOTAL = 128 if ON_CPU else 2048

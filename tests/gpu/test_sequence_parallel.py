@@ -328,7 +328,7 @@ class ParallelTrainingOnGpusTest(unittest.TestCase):
 
     def test_equals_one_gpu(self):
         alone = self.train(1, "alone")["alone"]
-        for name, found in self.train(SIZE, "state", "heads", "gather").items():
+        for name, found in self.train(SIZE, "the default methods", "the other methods").items():
             self.assertTrue(found["sharded"])
             self.assertEqual(len(found["losses"]), len(alone["losses"]))
             figures = {}
