@@ -2,12 +2,14 @@
 
 Every arm gets the same samples and the same random weights, in bfloat16: padded batches of `--batch` for the padded arms,
 one packed row for the others. The arms take turns, so that a change of the machine's speed meets all of them, and
-each counts with the median of its steps after a warm-up. The built-in classes need `causal_conv1d` for packed rows; they
+each counts with the median of its steps after a warm-up. The steps of an arm follow one another as in training: nobody waits
+for the GPU between them, and events on it take the times. The built-in classes need `causal_conv1d` for packed rows; they
 get flash-linear-attention's convolution in its place, and `varlen` is torch's variable-length attention, which
 Transformers does not offer by itself.
 
 The share of the machine is the model's FLOPs (three times the forward's, attention inside documents only, the head for
-every token) over the time, against the best matrix product that the machine itself manages.
+every token) over the time, against the best matrix product that the machine itself manages: once by itself, and once
+repeated for seconds, as in a step, when the GPU's power limit lowers its clock.
 
     python benchmarks/step.py --models 0.8B 4B --tokens 16384 --output benchmarks/results/step.json
     python benchmarks/step.py --models 0.8B --tokens 16384 --arms ours --profile
@@ -130,18 +132,46 @@ def model_flops(config: dict, lengths: list[int]) -> float:
     return 3 * (per_token * tokens + layers // 4 * within)
 
 
-def gemm_rate(device: str) -> float:
-    """FLOP/s of the best of a few large bfloat16 products."""
-    best = 0.0
-    for m, n, k in (
-        ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 8192, 4096)) if device == "cuda" else ((512,) * 3,)
-    ):
+# Of an arm at least: caches of the host and the GPU's clock settle.
+_WARM_UP_SECONDS = 2.0
+_SUSTAINED_SECONDS = 1.0
+
+
+def gemm_rates(device: str) -> dict[str, float]:
+    """FLOP/s of the best of a few large bfloat16 products, each by itself, and repeated for seconds."""
+    shapes = ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 8192, 4096)) if device == "cuda" else ((512,) * 3,)
+    rates = {"gemm_flops_per_second": 0.0, "sustained_gemm_flops_per_second": 0.0}
+    for m, n, k in shapes:
         a, b = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
         for _ in range(3):
             a @ b
         seconds = min(timed(lambda a=a, b=b: a @ b, device) for _ in range(10))
-        best = max(best, 2 * m * n * k / seconds)
-    return best
+        rates["gemm_flops_per_second"] = max(rates["gemm_flops_per_second"], 2 * m * n * k / seconds)
+    m, n, k = shapes[0]
+    a, b = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
+    product = a @ b
+    repeats = max(1, int(_SUSTAINED_SECONDS * rates["gemm_flops_per_second"] / (2 * m * n * k)))
+
+    def again():
+        for _ in range(repeats):
+            torch.mm(a, b, out=product)
+
+    # The second one finds the GPU as warm as a step does.
+    seconds = [timed(again, device) for _ in range(2)][1]
+    rates["sustained_gemm_flops_per_second"] = 2 * m * n * k * repeats / seconds
+    return rates
+
+
+def seconds_of_steps(arm: "Arm", repeats: int, device: str) -> list[float]:
+    if device != "cuda":
+        return [timed(arm.run, device) for _ in range(repeats)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        arm.run()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in zip(events, events[1:], strict=False)]
 
 
 def timed(function, device: str) -> float:
@@ -258,7 +288,7 @@ def without_flash_qla(*args, **kwargs):
     return kernel(*args, **{name: value for name, value in kwargs.items() if name in known})
 
 
-def measure(model: str, distribution: str, tokens: int, args, rate: float) -> dict:
+def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, float]) -> dict:
     """All arms on one model and one set of samples; each arm's model lives only while it runs, to measure its memory."""
     config, lengths = MODELS[model], sample_lengths(distribution, tokens)
     flops, results = model_flops(config, lengths), {}
@@ -266,11 +296,13 @@ def measure(model: str, distribution: str, tokens: int, args, rate: float) -> di
         for name in args.arms:
             try:
                 arm = Arm(name, config, lengths, args)
-                for _ in range(args.warmup if round_number == 0 else 2):
+                steps, begin = args.warmup if round_number == 0 else 2, time.perf_counter()
+                while steps > 0 or (args.device == "cuda" and time.perf_counter() - begin < _WARM_UP_SECONDS):
                     loss = float(arm.run())
+                    steps -= 1
                 if args.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                seconds = [timed(arm.run, args.device) for _ in range(args.repeats)]
+                seconds = seconds_of_steps(arm, args.repeats, args.device)
                 entry = results.setdefault(name, {"seconds": [], "loss": loss})
                 entry["seconds"] += [round(x, 5) for x in seconds]
                 if args.device == "cuda":
@@ -291,7 +323,8 @@ def measure(model: str, distribution: str, tokens: int, args, rate: float) -> di
             entry |= {
                 "median_ms": round(1000 * median, 2),
                 "tokens_per_second": round(tokens / median),
-                "share_of_gemm_rate": round(flops / median / rate, 4),
+                "share_of_gemm_rate": round(flops / median / rates["gemm_flops_per_second"], 4),
+                "share_of_sustained_gemm_rate": round(flops / median / rates["sustained_gemm_flops_per_second"], 4),
             }
     ours = results.get("ours", {}).get("median_ms")
     for entry in results.values():
@@ -347,7 +380,8 @@ def print_table(model: str, distribution: str, tokens: int, lengths: list[int], 
             continue
         print(
             f"  {name:<30} {entry['median_ms']:9.1f} ms  {entry['tokens_per_second']:>9,} tokens/s"
-            f"  {100 * entry['share_of_gemm_rate']:5.1f} %  {entry.get('peak_GiB', 0):6.1f} GiB"
+            f"  {100 * entry['share_of_gemm_rate']:5.1f} % ({100 * entry['share_of_sustained_gemm_rate']:.1f} %)"
+            f"  {entry.get('peak_GiB', 0):6.1f} GiB"
             f"  x {entry.get('over_ours', 0):5.2f}  loss {entry['loss']:.4f}"
         )
         if "profile_ms" in entry:
@@ -384,6 +418,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def earlier_report(output: Path | None, machine: str, parser: argparse.ArgumentParser) -> dict:
+    """What the JSON file holds of this machine and these versions, to add runs to; a new report if there is no file."""
+    report = {"machine": machine, "versions": versions(), "runs": []}
+    if output and output.exists():
+        earlier = json.loads(output.read_text())
+        if any(earlier[key] != report[key] for key in ("machine", "versions")):
+            parser.error(f"{output} holds runs of another machine or of other versions; name another file")
+        report = earlier
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
@@ -407,20 +452,16 @@ def main() -> int:
     AttentionMaskInterface.register("varlen", lambda *_, **__: None)
     if args.device == "cuda":
         builtin.causal_conv1d_fn = flas_convolution
-    rate = gemm_rate(args.device)
+    rates = gemm_rates(args.device)
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
-    print(f"{machine}, best matrix product {rate / 1e12:.0f} TFLOP/s", versions())
-    report = {"machine": machine, "versions": versions(), "runs": []}
-    if args.output and args.output.exists():
-        earlier = json.loads(args.output.read_text())
-        if any(earlier[key] != report[key] for key in ("machine", "versions")):
-            parser.error(f"{args.output} holds runs of another machine or of other versions; name another file")
-        report = earlier
+    once, sustained = (rate / 1e12 for rate in rates.values())
+    print(f"{machine}, best matrix product {once:.1f} TFLOP/s, for seconds {sustained:.1f} TFLOP/s", versions())
+    report = earlier_report(args.output, machine, parser)
     for model in args.models:
         for tokens in args.tokens:
             for distribution in args.lengths:
-                run = {"command": " ".join(["python", *sys.argv]), "gemm_flops_per_second": rate}
-                run |= measure(model, distribution, tokens, args, rate)
+                run = {"command": " ".join(["python", *sys.argv])} | rates
+                run |= measure(model, distribution, tokens, args, rates)
                 report["runs"].append(run | {"implementations": implementations_used()})
                 if args.output:
                     args.output.write_text(json.dumps(report, indent=1) + "\n")

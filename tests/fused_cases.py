@@ -14,11 +14,14 @@ from transformers_packed.ops import (
     convolved_query_key_value,
     decay_and_rate,
     gated_rms_norm,
+    gated_rms_norm_linear,
     linear_cross_entropy,
     normed_rotary,
     rms_norm,
     sigmoid_gate,
+    sigmoid_gate_linear,
     swiglu,
+    swiglu_linear,
 )
 
 
@@ -120,6 +123,10 @@ def _make_loss(normal, tokens, *, hidden, vocab):
     return [normal(1, tokens, hidden), normal(vocab, hidden) / 32, labels[None]]
 
 
+def _make_gated_linear(normal, tokens, *, width):
+    return [normal(1, tokens, width), normal(1, tokens, width), normal(24, width) / 32]
+
+
 def _row_and_weight(normal, tokens, *, width, rows=1):
     """`rows` rows of inputs, each of which is a token's."""
     return [*(normal(1, tokens, width) for _ in range(rows)), normal(width)]
@@ -163,6 +170,35 @@ CASES = [
         "sigmoid_gate",
         lambda impl, gate, x: sigmoid_gate(gate, x, impl=impl),
         lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
+        per_token=2,
+        small=[{"width": 37}],
+        released=[{"width": 4096}],
+    ),
+    Case(
+        "gated_rms_norm_linear",
+        lambda impl, x, gate, scale, weight: gated_rms_norm_linear(x, gate, scale, weight, impl=impl),
+        lambda normal, tokens, heads, dim: [
+            normal(1, tokens, heads, dim),
+            normal(1, tokens, heads, dim),
+            normal(dim),
+            normal(24, heads * dim) / 32,
+        ],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32}],
+        released=[{"heads": 16, "dim": 128}],
+    ),
+    Case(
+        "swiglu_linear",
+        lambda impl, gate, up, weight: swiglu_linear(gate, up, weight, impl=impl),
+        _make_gated_linear,
+        per_token=2,
+        small=[{"width": 37}],
+        released=[{"width": 3584}],
+    ),
+    Case(
+        "sigmoid_gate_linear",
+        lambda impl, gate, x, weight: sigmoid_gate_linear(gate, x, weight, impl=impl),
+        _make_gated_linear,
         per_token=2,
         small=[{"width": 37}],
         released=[{"width": 4096}],

@@ -17,8 +17,8 @@ from .ops.causal_conv1d import QUERY_KEY_VALUE
 from .ops.cross_entropy import IMPLEMENTATIONS as LINEAR_CROSS_ENTROPY
 from .ops.dispatch import Implementation
 from .ops.gated_delta_rule import IMPLEMENTATIONS as GATED_DELTA_RULE
-from .ops.gates import DECAY_AND_RATE, SIGMOID_GATE, SWIGLU
-from .ops.norm import GATED_RMS_NORM, RMS_NORM
+from .ops.gates import DECAY_AND_RATE, SIGMOID_GATE, SIGMOID_GATE_LINEAR, SWIGLU, SWIGLU_LINEAR
+from .ops.norm import GATED_RMS_NORM, GATED_RMS_NORM_LINEAR, RMS_NORM
 from .ops.rotary import IMPLEMENTATIONS as NORMED_ROTARY
 
 
@@ -132,11 +132,15 @@ def _fused_calls(zeros: Callable[..., torch.Tensor], options: dict) -> Iterator[
     yield "decay and rate", DECAY_AND_RATE, (heads, heads, zeros(4), zeros(4)), {}
     yield "norm", RMS_NORM, (row, weight, 1e-6), {"residual": row, "offset": 1.0}
     yield "gated norm", GATED_RMS_NORM, (row, row, weight, 1e-6), {}
+    layer = zeros(8, 256)
+    yield "gated norm and layer", GATED_RMS_NORM_LINEAR, (row[:, :, None], row[:, :, None], weight, layer, 1e-6), {}
     rotary = (zeros(1, 3, 2, 512), zeros(1, 3, 1, 256), weight, weight, *angles, 1e-6)
     yield "norm and rotary positions", NORMED_ROTARY, rotary, {}
     yield "SwiGLU", SWIGLU, (row, row), {}
+    yield "SwiGLU and layer", SWIGLU_LINEAR, (row, row, layer), {}
     yield "gate of attention", SIGMOID_GATE, (row, row), {}
-    yield "head and cross entropy", LINEAR_CROSS_ENTROPY, (row[0], zeros(8, 256), torch.zeros(3), None), {}
+    yield "gate and layer", SIGMOID_GATE_LINEAR, (row, row, layer), {}
+    yield "head and cross entropy", LINEAR_CROSS_ENTROPY, (row[0], layer, torch.zeros(3), None), {}
 
 
 def _verify_flash_attention(available: Callable[[], bool], tensor: torch.Tensor, **options) -> tuple[bool, str]:

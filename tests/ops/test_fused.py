@@ -16,11 +16,14 @@ from transformers_packed.ops import (
     convolved_query_key_value,
     decay_and_rate,
     gated_rms_norm,
+    gated_rms_norm_linear,
     linear_cross_entropy,
     normed_rotary,
     rms_norm,
     sigmoid_gate,
+    sigmoid_gate_linear,
     swiglu,
+    swiglu_linear,
 )
 
 
@@ -105,6 +108,18 @@ class FusedTest(InterpretedTest):
             guarded = case.run("triton", inputs)
         self.assert_same_bits(guarded, plain)
         self.assert_same_bits(case.run("triton", inputs), plain, "not the same twice")
+
+    @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case.name.endswith("_linear")))
+    def test_keeps_nothing_between_its_inputs_and_its_output(self, _, case, size):
+        leaves = case.leaves(case.inputs(33, **size))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            case.outputs("triton", leaves)
+        inputs = {x.untyped_storage().data_ptr() for x in leaves}
+        others = [x for x in kept if x.untyped_storage().data_ptr() not in inputs]
+        # One number for each row of a norm.
+        self.assertLessEqual(sum(x.numel() for x in others), 3 * 33)
+        self.assertEqual(len(kept) - len(others), len(leaves))
 
     @parameterized.expand(named(ONE_SIZE))
     def test_each_output_and_each_gradient_alone(self, _, case, size):
@@ -384,6 +399,19 @@ SHAPES = [
     ("swiglu", lambda: swiglu(ones(2, 4), ones(4)), "swiglu: expected gate and up of one shape"),
     ("swiglu_dtype", lambda: swiglu(ones(4), ones(4, dtype=BFLOAT16)), "torch.bfloat16"),
     ("sigmoid_gate", lambda: sigmoid_gate(ones(2, 4), ones(2, 1)), "sigmoid_gate: expected gate and hidden_states"),
+    ("swiglu_linear", lambda: swiglu_linear(ones(2, 4), ones(4), ones(3, 4)), "swiglu_linear: expected gate and up"),
+    ("swiglu_linear_weight", lambda: swiglu_linear(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
+    ("gate_linear_ndim", lambda: sigmoid_gate_linear(*(ones(2, 4),) * 2, ones(4)), r"a weight \[out, 4\]"),
+    (
+        "norm_linear_weight",
+        lambda: gated_rms_norm_linear(*(ones(2, 3, 4),) * 2, ones(4), ones(5, 4)),
+        r"gated_rms_norm_linear: expected a weight \[out, 12\]",
+    ),
+    (
+        "norm_linear_gate",
+        lambda: gated_rms_norm_linear(ones(2, 3, 4), ones(2, 12), ones(4), ones(5, 12)),
+        "gated_rms_norm_linear: expected hidden_states and gate",
+    ),
     ("decay_b", lambda: decay_and_rate(ones(2, 4), ones(2, 3), ones(4), ones(4)), "decay_and_rate: expected"),
     ("decay_a_log", lambda: decay_and_rate(ones(2, 4), ones(2, 4), ones(1), ones(4)), "value heads"),
     ("decay_dt_bias", lambda: decay_and_rate(ones(2, 4), ones(2, 4), ones(4), ones(2, 4)), "value heads"),
@@ -437,6 +465,18 @@ UNSERVED = [
 
 
 class BadInputTest(InterpretedKernelsTest):
+    @parameterized.expand([("swiglu", swiglu_linear, 0), ("sigmoid", sigmoid_gate_linear, 0), ("norm", None, 1)])
+    def test_a_cast_before_the_linear_layer(self, _, op, heads):
+        x = torch.randn(5, *[2] * heads, 16, dtype=BFLOAT16)
+        op = op or (lambda x, gate, weight, **options: gated_rms_norm_linear(x, gate, x[0, 0], weight, **options))
+        weight = torch.randn(3, x[0].numel())
+        with self.assertRaisesRegex(ValueError, "wants torch.bfloat16 for the weight too"):
+            op(x, x, weight, impl="triton")
+        with torch.autocast("cpu", BFLOAT16):
+            y = op(x, x, weight)
+            self.assertEqual(y.dtype, BFLOAT16)
+            self.assertTrue(torch.equal(y, op(x, x, weight, impl="reference")))
+
     @parameterized.expand(SHAPES)
     def test_shapes(self, _, call, message):
         with self.assertRaisesRegex(ValueError, message):

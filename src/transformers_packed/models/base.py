@@ -74,12 +74,24 @@ def is_bare_linear(module: torch.nn.Module) -> bool:
     )
 
 
+def has_only_a_weight(module: torch.nn.Module) -> bool:
+    """Whether the module is a [`is_bare_linear`] without a bias."""
+    return is_bare_linear(module) and module.bias is None
+
+
+def computed_before(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether the op that makes this linear layer's input computes the layer too, which saves memory on a GPU."""
+    # The ops bring triton along, which importing this package may not.
+    from ..ops.kernels import on_gpu
+
+    return on_gpu(hidden_states) and has_only_a_weight(layer)
+
+
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """What each of these linear layers makes of `hidden_states`, in one step of autograd where that is possible."""
-    # The ops bring triton along, which importing this package may not.
     from ..ops.linear import can_share_input, shared_input_linears
 
-    if not torch.compiler.is_compiling() and all(is_bare_linear(layer) and layer.bias is None for layer in layers):
+    if not torch.compiler.is_compiling() and all(map(has_only_a_weight, layers)):
         weights = [layer.weight for layer in layers]
         if can_share_input(hidden_states, weights):
             return shared_input_linears(hidden_states, *weights)

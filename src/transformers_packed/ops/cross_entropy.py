@@ -30,7 +30,7 @@ def linear_cross_entropy(
     num_items_in_batch: int | torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-    chunk_size: int = 4096,
+    chunk_size: int = 3072,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Cross entropy of `hidden_states @ weight.T + bias` against `labels`, in chunks of tokens.
@@ -50,7 +50,7 @@ def linear_cross_entropy(
             The share of the target that is spread over the whole vocabulary.
         ignore_index (`int`, *optional*, defaults to -100):
             The label of tokens without a target.
-        chunk_size (`int`, *optional*, defaults to 4096):
+        chunk_size (`int`, *optional*, defaults to 3072):
             How many tokens' logits exist at a time.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (chunks, with a kernel for the softmax), `"torch"` (chunks), or `"reference"` (all logits
@@ -115,7 +115,7 @@ def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label
     return loss if num_items_in_batch is None else loss / _like(num_items_in_batch, loss)
 
 
-def _chunked(softmax_step):
+def _chunked(softmax_step, scaled):
     def chunked(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
         kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
         labels = labels.to(hidden_states.device)
@@ -125,7 +125,7 @@ def _chunked(softmax_step):
             num_items_in_batch = len(labels) or math.nan
         scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
         return _LinearCrossEntropy.apply(
-            hidden_states, weight, bias, labels, scale, softmax_step, chunk_size, label_smoothing
+            hidden_states, weight, bias, labels, scale, softmax_step, scaled, chunk_size, label_smoothing
         )
 
     return chunked
@@ -142,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The loss, with the gradients of all that has one made on the way, of the sum over the targets."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, scale, softmax_step, chunk_size, label_smoothing):
+    def forward(ctx, hidden_states, weight, bias, labels, scale, softmax_step, scaled, chunk_size, label_smoothing):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
         # Under autocast the head's product would be in the low precision too.
         device = hidden_states.device.type
@@ -171,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_bias += logits.sum(0, dtype=torch.float32)
         if for_weight and d_weight is None:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        ctx.gradients, ctx.scale = (d_hidden, d_weight, d_bias), scale
+        ctx.gradients, ctx.scale, ctx.scaled = (d_hidden, d_weight, d_bias), scale, scaled
         return losses.sum() * scale
 
     @staticmethod
@@ -183,15 +183,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         # Not scaled before: in float16 the gradient of a mean over many targets would vanish.
         factor = d_loss * ctx.scale
-        gradients = []
-        for x, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
-            gradients.append(
-                None
-                if x is None
-                else torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
-            )
+        gradients = [
+            None if x is None else ctx.scaled(x, factor, dtype)
+            for x, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
         ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -223,10 +220,20 @@ def _torch_softmax_step(logits, labels, label_smoothing, gradient_too):
     return losses[:, 0]
 
 
+def _torch_scaled(x, factor, dtype):
+    return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
+
+
 def _triton_softmax_step(*args):
     from .triton_kernels.softmax import softmax_minus_target
 
     return softmax_minus_target(*args)
+
+
+def _triton_scaled(*args):
+    from .triton_kernels.softmax import scaled
+
+    return scaled(*args)
 
 
 def _verify_triton(hidden_states, *args, **kwargs):
@@ -234,7 +241,7 @@ def _verify_triton(hidden_states, *args, **kwargs):
 
 
 IMPLEMENTATIONS = {
-    "triton": Implementation(_chunked(_triton_softmax_step), _verify_triton),
-    "torch": Implementation(_chunked(_torch_softmax_step), always),
+    "triton": Implementation(_chunked(_triton_softmax_step, _triton_scaled), _verify_triton),
+    "torch": Implementation(_chunked(_torch_softmax_step, _torch_scaled), always),
     "reference": Implementation(_reference, always),
 }

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
+from .linear import check_layer, verify_triton_linear
 from .norm import widened
 
 
@@ -65,6 +66,72 @@ def sigmoid_gate(gate: torch.Tensor, hidden_states: torch.Tensor, *, impl: str =
     """
     _check("sigmoid_gate", "gate and hidden_states", gate, hidden_states)
     return run("sigmoid_gate", impl, SIGMOID_GATE, gate, hidden_states)
+
+
+def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """[`swiglu`] and the linear layer behind it: `(silu(gate) * up) @ weight.T`. Backward makes the product again.
+
+    Args:
+        gate, up (`torch.Tensor` of shape `[..., width]`):
+            What the two projections of an MLP give, any floating dtype.
+        weight (`torch.Tensor` of shape `[out, width]`):
+            The layer's weight.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (the product is not kept for backward) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
+
+    Raises:
+        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import swiglu_linear
+    >>> swiglu_linear(torch.tensor([[0.0, 20.0]]), torch.tensor([[5.0, 2.0]]), torch.ones(1, 2)).tolist()
+    [[40.0]]
+
+    ```
+    """
+    _check("swiglu_linear", "gate and up", gate, up)
+    check_layer("swiglu_linear", gate.shape[-1], weight)
+    return run("swiglu_linear", impl, SWIGLU_LINEAR, gate, up, weight)
+
+
+def sigmoid_gate_linear(
+    gate: torch.Tensor, hidden_states: torch.Tensor, weight: torch.Tensor, *, impl: str = "auto"
+) -> torch.Tensor:
+    """[`sigmoid_gate`] and the linear layer behind it. Backward makes the product again.
+
+    Args:
+        gate, hidden_states (`torch.Tensor` of shape `[..., width]`):
+            Any floating dtype.
+        weight (`torch.Tensor` of shape `[out, width]`):
+            The layer's weight.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (the product is not kept for backward) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
+
+    Raises:
+        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import sigmoid_gate_linear
+    >>> sigmoid_gate_linear(torch.zeros(1, 2), torch.tensor([[5.0, 2.0]]), torch.ones(1, 2)).tolist()
+    [[3.5]]
+
+    ```
+    """
+    _check("sigmoid_gate_linear", "gate and hidden_states", gate, hidden_states)
+    check_layer("sigmoid_gate_linear", gate.shape[-1], weight)
+    return run("sigmoid_gate_linear", impl, SIGMOID_GATE_LINEAR, gate, hidden_states, weight)
 
 
 def decay_and_rate(
@@ -133,6 +200,25 @@ SWIGLU = {
 SIGMOID_GATE = {
     "triton": _triton(silu=False),
     "reference": Implementation(lambda gate, x: x * gate.sigmoid(), always),
+}
+
+
+def _triton_linear(silu: bool):
+    def gated_product_linear(gate, x, weight):
+        from .triton_kernels.gates import GatedProductLinear
+
+        return GatedProductLinear.apply(gate, x, weight, silu)
+
+    return Implementation(gated_product_linear, verify_triton_linear)
+
+
+SWIGLU_LINEAR = {
+    "triton": _triton_linear(silu=True),
+    "reference": Implementation(lambda gate, up, weight: F.linear(swiglu(gate, up), weight), always),
+}
+SIGMOID_GATE_LINEAR = {
+    "triton": _triton_linear(silu=False),
+    "reference": Implementation(lambda gate, x, weight: F.linear(sigmoid_gate(gate, x), weight), always),
 }
 
 

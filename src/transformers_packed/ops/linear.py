@@ -12,20 +12,42 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..errors import input_error
 from . import kernels
+
+
+def runs_uncast(hidden_states: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether linear layers with these weights would take `hidden_states` as they are: no cast, as under autocast."""
+    dtype, device = hidden_states.dtype, hidden_states.device.type
+    if any(weight.dtype != dtype for weight in weights):
+        return False
+    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
+
+
+def check_layer(call: str, width: int, weight: torch.Tensor) -> None:
+    """Raise unless `weight` is that of a linear layer of `width` inputs."""
+    if weight.ndim != 2 or weight.shape[1] != width:
+        raise input_error(
+            call,
+            expected=f"a weight [out, {width}] of the linear layer",
+            got=f"{tuple(weight.shape)}",
+            fix="Give the weight of the torch.nn.Linear that takes the result.",
+        )
+
+
+def verify_triton_linear(hidden_states: torch.Tensor, *others: torch.Tensor) -> tuple[bool, str]:
+    """Whether a Triton kernel and the linear layer behind it, whose weight comes last, serve as one."""
+    if not runs_uncast(hidden_states, others[-1]):
+        return False, f"wants {hidden_states.dtype} for the weight too, and no autocast to another"
+    return kernels.verify_triton(hidden_states)
 
 
 def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """Whether [`shared_input_linears`] does what the layers do, and is worth it.
 
-    No cast may stand between them and their input, as under autocast. On a CPU the additions that it saves count for
-    little, and gradients keep the order of additions of the layers alone.
+    On a CPU the additions that it saves count for little, and gradients keep the order of additions of the layers alone.
     """
-    dtype = hidden_states.dtype
-    if not kernels.on_gpu(hidden_states) or any(weight.dtype != dtype for weight in weights):
-        return False
-    device = hidden_states.device.type
-    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
+    return kernels.on_gpu(hidden_states) and runs_uncast(hidden_states, *weights)
 
 
 def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

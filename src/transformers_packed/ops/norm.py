@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
+from .linear import check_layer, verify_triton_linear
 
 
 def rms_norm(
@@ -89,6 +90,51 @@ def gated_rms_norm(
     return run("gated_rms_norm", impl, GATED_RMS_NORM, hidden_states, gate, weight, eps)
 
 
+def gated_rms_norm_linear(
+    hidden_states: torch.Tensor,
+    gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """[`gated_rms_norm`] of each head, and the linear layer behind it. Backward makes the norm again.
+
+    Args:
+        hidden_states, gate (`torch.Tensor` of shape `[..., heads, width]`):
+            The input and its gate, any floating dtype.
+        norm_weight (`torch.Tensor` of shape `[width]`):
+            The scale of the norm.
+        weight (`torch.Tensor` of shape `[out, heads * width]`):
+            The layer's weight.
+        eps (`float`, *optional*, defaults to 1e-6):
+            Added to the mean of the squares.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (the norm is not kept for backward) or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import gated_rms_norm_linear
+    >>> gated_rms_norm_linear(torch.ones(5, 2, 3), torch.zeros(5, 2, 3), torch.ones(3), torch.ones(4, 6)).shape
+    torch.Size([5, 4])
+
+    ```
+    """
+    _check("gated_rms_norm_linear", hidden_states, norm_weight, "gate", gate)
+    check_layer("gated_rms_norm_linear", hidden_states.shape[-2:].numel(), weight)
+    call = (hidden_states, gate, norm_weight, weight, eps)
+    return run("gated_rms_norm_linear", impl, GATED_RMS_NORM_LINEAR, *call)
+
+
 def _check(
     call: str, hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None
 ) -> None:
@@ -156,6 +202,21 @@ def _verify(hidden_states, *args, residual=None, **kwargs):
     return verify_triton(hidden_states)
 
 
+def _gated_rms_norm_linear_reference(hidden_states, gate, norm_weight, weight, eps):
+    return F.linear(gated_rms_norm(hidden_states, gate, norm_weight, eps).flatten(-2), weight)
+
+
+def _gated_rms_norm_linear_triton(hidden_states, gate, norm_weight, weight, eps):
+    from .triton_kernels.norm import GatedRMSNormLinear
+
+    return GatedRMSNormLinear.apply(hidden_states, gate, norm_weight, weight, eps)
+
+
+def _verify_gated_linear(hidden_states, gate, norm_weight, weight, eps):
+    ok, reason = verify_triton_linear(hidden_states, weight)
+    return _verify_gated(hidden_states, gate, norm_weight, eps) if ok else (ok, reason)
+
+
 RMS_NORM = {
     "triton": Implementation(_rms_norm_triton, _verify),
     "reference": Implementation(_rms_norm_reference, always),
@@ -163,4 +224,8 @@ RMS_NORM = {
 GATED_RMS_NORM = {
     "triton": Implementation(_gated_rms_norm_triton, _verify_gated),
     "reference": Implementation(_gated_rms_norm_reference, always),
+}
+GATED_RMS_NORM_LINEAR = {
+    "triton": Implementation(_gated_rms_norm_linear_triton, _verify_gated_linear),
+    "reference": Implementation(_gated_rms_norm_linear_reference, always),
 }

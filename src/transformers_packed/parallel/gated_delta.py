@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all, tie
 
 
@@ -158,16 +159,18 @@ def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
 
 
 def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    """State passing inside flash-linear-attention's kernels. Has not run on a GPU yet."""
+    """State passing inside flash-linear-attention's kernels."""
     from inspect import unwrap
 
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    record("gated_delta_rule", "fla with cp_context", [], logger.info)
     # It keeps index tensors by the identity of what it is given, so it is built once per row, from the whole row.
     row = shard.row
     context = shard.derived(
         "fla context",
         lambda: build_cp_context(row.cu_seqlens, shard.parallel.group, cu_seqlens_cpu=row.cu_seqlens_cpu),
     )
+    # Unwrapped, it is the Triton kernel and not what the package would hand the call to, which knows no other ranks.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]

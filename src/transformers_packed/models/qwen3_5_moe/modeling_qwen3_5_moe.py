@@ -16,12 +16,15 @@ from ...ops import (
     decay_and_rate,
     gated_delta_rule,
     gated_rms_norm,
+    gated_rms_norm_linear,
     normed_rotary,
     rms_norm,
     sigmoid_gate,
+    sigmoid_gate_linear,
     swiglu,
+    swiglu_linear,
 )
-from ..base import PackedModelMixin, is_plain, only_faster, project, replaces_builtin
+from ..base import PackedModelMixin, computed_before, is_plain, only_faster, project, replaces_builtin
 from ..heads import loss_without_logits, skips_logits
 from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import (
@@ -108,6 +111,9 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
+        if is_plain(self.norm, Qwen3_5MoeRMSNormGated) and computed_before(self.out_proj, output):
+            norm = self.norm
+            return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
         output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
 
@@ -152,7 +158,10 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             dropout=self.attention_dropout if self.training else 0.0,
             **(kwargs | {"boundaries": boundaries}),
         )
-        return self.o_proj(sigmoid_gate(gate.flatten(2), output.flatten(2))), weights
+        gate, output = gate.flatten(2), output.flatten(2)
+        if computed_before(self.o_proj, output):
+            return sigmoid_gate_linear(gate, output, self.o_proj.weight), weights
+        return self.o_proj(sigmoid_gate(gate, output)), weights
 
 
 @only_faster
@@ -175,7 +184,10 @@ class Qwen3_5MoeMLP(builtin.Qwen3_5MoeMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.config.hidden_act not in ("silu", "swish"):
             return super().forward(x)
-        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        if computed_before(self.down_proj, gate):
+            return swiglu_linear(gate, up, self.down_proj.weight)
+        return self.down_proj(swiglu(gate, up))
 
 
 @only_faster

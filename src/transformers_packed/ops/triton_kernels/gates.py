@@ -1,6 +1,7 @@
 """Elementwise products with an activation: `silu(gate) * up` of an MLP, and `x * sigmoid(gate)` after attention."""
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
@@ -24,7 +25,10 @@ def _gate_forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _gate_backward(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_backward(
+    dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, y_ptr, count, SILU: tl.constexpr, AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -39,6 +43,26 @@ def _gate_backward(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, count, SILU: tl.c
         slope = sigmoid * (1.0 - sigmoid)
     tl.store(dx_ptr + at, (dy * activated).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dgate_ptr + at, (dy * x * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(y_ptr + at, (x * activated).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _product(gate: torch.Tensor, x: torch.Tensor, silu: bool) -> torch.Tensor:
+    y = torch.empty_like(x)
+    if y.numel():
+        _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
+    return y
+
+
+def _gradients(dy, gate, x, silu: bool, again: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of `gate` and `x`, and the product `again` if it is wanted."""
+    dy = dy.contiguous()
+    dgate, dx = torch.empty_like(gate), torch.empty_like(x)
+    y = torch.empty_like(x) if again else None
+    if dy.numel():
+        grid = (ceil_div(dy.numel(), _BLOCK),)
+        _gate_backward[grid](dy, gate, x, dgate, dx, y, dy.numel(), silu, again, _BLOCK)
+    return dgate, dx, y
 
 
 class GatedProduct(torch.autograd.Function):
@@ -48,19 +72,36 @@ class GatedProduct(torch.autograd.Function):
     @on_its_device
     def forward(ctx, gate, x, silu: bool):
         gate, x = gate.contiguous(), x.contiguous()
-        y = torch.empty_like(x)
         ctx.save_for_backward(gate, x)
         ctx.silu = silu
-        if y.numel():
-            _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
-        return y
+        return _product(gate, x, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        gate, x = ctx.saved_tensors
-        dy = dy.contiguous()
-        dgate, dx = torch.empty_like(gate), torch.empty_like(x)
-        if dy.numel():
-            _gate_backward[(ceil_div(dy.numel(), _BLOCK),)](dy, gate, x, dgate, dx, dy.numel(), ctx.silu, _BLOCK)
+        dgate, dx, _ = _gradients(dy, *ctx.saved_tensors, ctx.silu)
         return dgate, dx, None
+
+
+class GatedProductLinear(torch.autograd.Function):
+    """[`GatedProduct`] of `gate` and `x` `[..., width]`, through a linear layer with `weight` `[out, width]`.
+
+    The product is not kept for backward, which makes it again where it computes the gradients.
+    """
+
+    @staticmethod
+    @on_its_device
+    def forward(ctx, gate, x, weight, silu: bool):
+        gate, x = gate.contiguous(), x.contiguous()
+        ctx.save_for_backward(gate, x, weight)
+        ctx.silu = silu
+        return F.linear(_product(gate, x, silu), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        gate, x, weight = ctx.saved_tensors
+        d_out = d_out.reshape(-1, weight.shape[0])
+        dy = torch.mm(d_out, weight).view(x.shape)
+        dgate, dx, y = _gradients(dy, gate, x, ctx.silu, again=ctx.needs_input_grad[2])
+        return dgate, dx, None if y is None else torch.mm(d_out.t(), y.flatten(0, -2)), None

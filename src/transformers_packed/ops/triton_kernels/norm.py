@@ -10,6 +10,7 @@ and then over these, so its order never changes.
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
@@ -49,13 +50,15 @@ def _norm_forward(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _norm_backward(
-    dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, rows, width, tiles,
-    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, y_ptr, rows, width, tiles,
+    AGAIN: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros((WIDTH,), tl.float32)
+    # Over the rows of the tiles only at the end: between the warps of a program a sum has to wait.
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in range(program, tiles, tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -70,20 +73,23 @@ def _norm_backward(
             # d silu = sigmoid * (1 + gate * (1 - sigmoid))
             dgate = dy * normed * weight[None, :] * sigmoid * (1.0 + gate * (1.0 - sigmoid))
             tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            if AGAIN:
+                y = normed * weight[None, :] * gate * sigmoid
+                tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
             dy = dy * gate * sigmoid
-        dweight += tl.sum(dy * normed, 0)
+        dweight += dy * normed
         dnormed = dy * weight[None, :]
         dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
         if RESIDUAL:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dweight_ptr + program * width + column, dweight, mask=column < width)
+    tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0), mask=column < width)
 
 
 @lru_cache
 def _tile(width: int) -> dict[str, int]:
     padded = triton.next_power_of_2(width)
-    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 512), 16)}
+    return {"ROWS": max(1, _TILE // padded), "WIDTH": padded, "num_warps": min(max(4, padded // 256), 16)}
 
 
 class RMSNorm(torch.autograd.Function):
@@ -92,43 +98,82 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @on_its_device
     def forward(ctx, x, weight, residual, gate, eps: float, offset: float):
-        x, weight = x.contiguous(), weight.contiguous()
-        residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
-        rows, width = x.shape
-        ctx.dtypes = x.dtype, x.dtype
-        total = x
-        if residual is not None:
-            # Under autocast the layers' results are in low precision, and the stream is not.
-            ctx.dtypes = x.dtype, residual.dtype
-            total = torch.empty(x.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
-        y = torch.empty_like(total)
-        r = torch.empty(rows, dtype=torch.float32, device=x.device)
-        tile = _tile(width)
-        grid = (ceil_div(rows, tile["ROWS"]),)
-        options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
-        _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
-        ctx.save_for_backward(total, weight, gate, r)
-        ctx.options = options
-        return y if residual is None else (y, total)
+        # Under autocast the layers' results are in low precision, and the stream is not.
+        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+        y, ctx.options = _normed(ctx.save_for_backward, x, weight, residual, gate, eps, offset)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dsum=None):
-        x, weight, gate, r = ctx.saved_tensors
-        rows, width = x.shape
-        dy = dy.contiguous()
-        dsum = None if dsum is None else dsum.contiguous()
-        dx = torch.empty_like(x)
-        dgate = None if gate is None else torch.empty_like(gate)
-        tiles = ceil_div(rows, ctx.options["ROWS"])
-        programs = programs_for(tiles, x.device)
-        dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        _norm_backward[(programs,)](
-            dy, dsum, x, gate, weight, r, dx, dgate, dweight, rows, width, tiles, **ctx.options
-        )
-        dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dx, dweight, dgate, _ = _gradients(dy, dsum, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1])
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
         return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None
+
+
+class GatedRMSNormLinear(torch.autograd.Function):
+    """The norm of `x` with `gate` `[..., heads, width]`, through a linear layer with `weight` `[out, heads * width]`.
+
+    The norm is not kept for backward, which makes it again where it computes the gradients.
+    """
+
+    @staticmethod
+    @on_its_device
+    def forward(ctx, x, gate, norm_weight, weight, eps: float):
+        def save(*tensors):
+            ctx.save_for_backward(*tensors, weight)
+
+        rows = (z.reshape(-1, z.shape[-1]) for z in (x, gate))
+        x_rows, gate_rows = rows
+        y, ctx.options = _normed(save, x_rows, norm_weight, None, gate_rows, eps, 0.0)
+        ctx.shape = x.shape
+        return F.linear(y.view(*x.shape[:-2], weight.shape[1]), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        *saved, weight = ctx.saved_tensors
+        d_out = d_out.reshape(-1, weight.shape[0])
+        dy = torch.mm(d_out, weight).view(saved[0].shape)
+        _, _, for_norm, for_weight, _ = ctx.needs_input_grad
+        dx, d_norm, dgate, y = _gradients(dy, None, *saved, ctx.options, for_norm, again=for_weight)
+        d_weight = torch.mm(d_out.t(), y.view(-1, weight.shape[1])) if for_weight else None
+        return dx.view(ctx.shape), dgate.view(ctx.shape), d_norm, d_weight, None
+
+
+def _normed(save, x, weight, residual, gate, eps: float, offset: float):
+    """The norm, or with a residual the pair of it and the sum; and the kernel's options. `save`s what backward needs."""
+    x, weight = x.contiguous(), weight.contiguous()
+    residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
+    rows, width = x.shape
+    total = x
+    if residual is not None:
+        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    y = torch.empty_like(total)
+    r = torch.empty(rows, dtype=torch.float32, device=x.device)
+    tile = _tile(width)
+    grid = (ceil_div(rows, tile["ROWS"]),)
+    options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
+    _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
+    save(total, weight, gate, r)
+    return (y if residual is None else (y, total)), options
+
+
+def _gradients(dy, dsum, x, weight, gate, r, options: dict, for_weight: bool, again: bool = False):
+    """Of `x` (and of the residual), the weight and the gate; and the gated norm `again` if it is wanted."""
+    rows, width = x.shape
+    dy = dy.contiguous()
+    dsum = None if dsum is None else dsum.contiguous()
+    dx = torch.empty_like(x)
+    dgate = None if gate is None else torch.empty_like(gate)
+    y = torch.empty_like(x) if again else None
+    tiles = ceil_div(rows, options["ROWS"])
+    programs = programs_for(tiles, x.device)
+    dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, **options
+    )
+    return dx, dweight.sum(0).to(weight.dtype) if for_weight else None, dgate, y
 
 
 @lru_cache

@@ -1,10 +1,10 @@
 """From the projections of an attention layer to its queries and keys: zero-centred RMS norm of each head, then rotary
 positions on the first channels. The queries' projection holds each head's gate too, which is split off on the way.
 
-A program takes one head of a tile of tokens: first the queries' heads, then the keys'. With the first `ROTARY` channels
-in two halves, channel `c` and its partner `p` in the other half turn together:
+A program takes one head of a tile of tokens: first the queries' heads, then the keys'. The first `ROTARY` channels are
+taken once more, in two halves that turn together:
 
-    y_c = n_c * cos_c -+ n_p * sin_c        (- in the first half, + in the second)        n = x * r * (1 + weight)
+    y1 = n1 * cos1 - n2 * sin1        y2 = n2 * cos2 + n1 * sin2        n = x * r * (1 + weight)
 """
 
 import torch
@@ -20,94 +20,126 @@ _TOKENS = 8
 
 
 @triton.jit
-def _partner(column, ROTARY: tl.constexpr):
-    """Of each channel its partner, and the sign of the partner's share; a channel that does not turn is its own."""
-    half: tl.constexpr = ROTARY // 2
-    partner = tl.where(column < half, column + half, tl.where(column < ROTARY, column - half, column))
-    return partner, tl.where(column < half, -1.0, 1.0)
+def _halves(pointer, inside, HALF: tl.constexpr):
+    """The two halves of what turns, of the rows that `pointer` `[tokens, columns]` begins."""
+    first = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(pointer + HALF, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scales(weight_ptr, column, HALF: tl.constexpr):
+    """`1 + weight` of the two halves."""
+    inside = column < HALF
+    first = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return 1.0 + first, 1.0 + tl.load(weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _rotary_forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, gate_ptr, r_ptr, length, eps,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, DIM)
-    partner, sign = _partner(column, ROTARY)
-    inside = (token < length)[:, None] & (column < DIM)[None, :]
+    column = tl.arange(0, DIM)[None, :]
+    inside = (token < length)[:, None]
     if head < Q_HEADS:
         weight_ptr = q_weight_ptr
         source = q_ptr + (token * (2 * Q_HEADS * DIM) + head * 2 * DIM)[:, None]
-        target = q_out_ptr + (token * (Q_HEADS * DIM) + head * DIM)[:, None]
-        gate = tl.load(source + DIM + column[None, :], mask=inside, other=0.0)
-        tl.store(gate_ptr + (token * (Q_HEADS * DIM) + head * DIM)[:, None] + column[None, :], gate, mask=inside)
+        at = (token * (Q_HEADS * DIM) + head * DIM)[:, None]
+        target = q_out_ptr + at
+        gate = tl.load(source + DIM + column, mask=inside, other=0.0)
+        tl.store(gate_ptr + at + column, gate, mask=inside)
     else:
         weight_ptr = k_weight_ptr
         at = (token * (K_HEADS * DIM) + (head - Q_HEADS) * DIM)[:, None]
         source = k_ptr + at
         target = k_out_ptr + at
-    x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     tl.store(r_ptr + token * (Q_HEADS + K_HEADS) + head, r, mask=token < length)
-    n = x * r[:, None] * (1.0 + tl.load(weight_ptr + column).to(tl.float32))[None, :]
-    other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = other * r[:, None] * (1.0 + tl.load(weight_ptr + partner).to(tl.float32))[None, :]
-    turns = inside & (column < ROTARY)[None, :]
-    angle = token[:, None] * ROTARY + column[None, :]
-    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
-    y = n * cos + other * sin * sign[None, :]
-    tl.store(target + column[None, :], y.to(q_out_ptr.dtype.element_ty), mask=inside)
+    r = r[:, None]
+    y = x * r * (1.0 + tl.load(weight_ptr + column).to(tl.float32))
+    tl.store(target + column, y.to(q_out_ptr.dtype.element_ty), mask=inside & (column >= 2 * HALF))
+    turning = tl.arange(0, WIDTH)[None, :]
+    inside = inside & (turning < HALF)
+    w1, w2 = _scales(weight_ptr, turning, HALF)
+    x1, x2 = _halves(source + turning, inside, HALF)
+    cos1, cos2 = _halves(cos_ptr + token[:, None] * (2 * HALF) + turning, inside, HALF)
+    sin1, sin2 = _halves(sin_ptr + token[:, None] * (2 * HALF) + turning, inside, HALF)
+    n1 = x1 * r * w1
+    n2 = x2 * r * w2
+    tl.store(target + turning, (n1 * cos1 - n2 * sin1).to(q_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(target + HALF + turning, (n2 * cos2 + n1 * sin2).to(q_out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "tiles"])
 def _rotary_backward(
     dq_ptr, dk_ptr, dgate_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, r_ptr, dq_in_ptr, dk_in_ptr,
     dweight_ptr, length, tiles,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
-    column = tl.arange(0, DIM)
-    partner, sign = _partner(column, ROTARY)
+    column = tl.arange(0, DIM)[None, :]
+    turning = tl.arange(0, WIDTH)[None, :]
     if head < Q_HEADS:
         weight_ptr = q_weight_ptr
     else:
         weight_ptr = k_weight_ptr
     weight = 1.0 + tl.load(weight_ptr + column).to(tl.float32)
-    dweight = tl.zeros((DIM,), tl.float32)
+    w1, w2 = _scales(weight_ptr, turning, HALF)
+    dweight = tl.zeros((TOKENS, DIM), tl.float32)
+    dw1 = tl.zeros((TOKENS, WIDTH), tl.float32)
+    dw2 = tl.zeros((TOKENS, WIDTH), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         token = (tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-        inside = (token < length)[:, None] & (column < DIM)[None, :]
+        exists = (token < length)[:, None]
         if head < Q_HEADS:
             out = (token * (Q_HEADS * DIM) + head * DIM)[:, None]
             gradient = dq_ptr + out
             at = (token * (2 * Q_HEADS * DIM) + head * 2 * DIM)[:, None]
             source = q_ptr + at
             target = dq_in_ptr + at
-            gate = tl.load(dgate_ptr + out + column[None, :], mask=inside, other=0.0)
-            tl.store(target + DIM + column[None, :], gate, mask=inside)
+            gate = tl.load(dgate_ptr + out + column, mask=exists, other=0.0)
+            tl.store(target + DIM + column, gate, mask=exists)
         else:
             at = (token * (K_HEADS * DIM) + (head - Q_HEADS) * DIM)[:, None]
             gradient = dk_ptr + at
             source = k_ptr + at
             target = dk_in_ptr + at
-        dy = tl.load(gradient + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(gradient + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        turns = inside & (column < ROTARY)[None, :]
-        cos = tl.load(cos_ptr + token[:, None] * ROTARY + column[None, :], mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + token[:, None] * ROTARY + partner[None, :], mask=turns, other=0.0).to(tl.float32)
-        # The partner's sign is the opposite one.
-        dn = dy * cos - other * sin * sign[None, :]
+        # What does not turn, then the halves of what does: the same but for the angle.
         r = tl.load(r_ptr + token * (Q_HEADS + K_HEADS) + head, mask=token < length, other=0.0)[:, None]
-        normed = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32) * r
-        dweight += tl.sum(dn * normed, 0)
-        dn *= weight[None, :]
-        dx = r * (dn - normed * (tl.sum(dn * normed, 1) / DIM)[:, None])
-        tl.store(target + column[None, :], dx.to(dq_in_ptr.dtype.element_ty), mask=inside)
-    at = (tl.program_id(0) * (Q_HEADS + K_HEADS) + head) * DIM + column
-    tl.store(dweight_ptr + at, dweight)
+        straight = exists & (column >= 2 * HALF)
+        normed = tl.load(source + column, mask=straight, other=0.0).to(tl.float32) * r
+        dn = tl.load(gradient + column, mask=straight, other=0.0).to(tl.float32)
+        inside = exists & (turning < HALF)
+        normed1, normed2 = _halves(source + turning, inside, HALF)
+        normed1 *= r
+        normed2 *= r
+        dy1, dy2 = _halves(gradient + turning, inside, HALF)
+        cos1, cos2 = _halves(cos_ptr + token[:, None] * (2 * HALF) + turning, inside, HALF)
+        sin1, sin2 = _halves(sin_ptr + token[:, None] * (2 * HALF) + turning, inside, HALF)
+        dn1 = dy1 * cos1 + dy2 * sin2
+        dn2 = dy2 * cos2 - dy1 * sin1
+        dweight += dn * normed
+        dw1 += dn1 * normed1
+        dw2 += dn2 * normed2
+        dn *= weight
+        dn1 *= w1
+        dn2 *= w2
+        mean = ((tl.sum(dn * normed, 1) + tl.sum(dn1 * normed1 + dn2 * normed2, 1)) / DIM)[:, None]
+        tl.store(target + column, (r * (dn - normed * mean)).to(dq_in_ptr.dtype.element_ty), mask=straight)
+        target += turning
+        tl.store(target, (r * (dn1 - normed1 * mean)).to(dq_in_ptr.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, (r * (dn2 - normed2 * mean)).to(dq_in_ptr.dtype.element_ty), mask=inside)
+    to = dweight_ptr + (tl.program_id(0) * (Q_HEADS + K_HEADS) + head) * DIM
+    column = tl.arange(0, DIM)
+    tl.store(to + column, tl.sum(dweight, 0), mask=column >= 2 * HALF)
+    turning = tl.arange(0, WIDTH)
+    tl.store(to + turning, tl.sum(dw1, 0), mask=turning < HALF)
+    tl.store(to + HALF + turning, tl.sum(dw2, 0), mask=turning < HALF)
 
 
 class NormedRotary(torch.autograd.Function):
@@ -121,7 +153,8 @@ class NormedRotary(torch.autograd.Function):
         q_out, gate = (q.new_empty(length, q_heads, dim) for _ in range(2))
         k_out = torch.empty_like(k)
         r = torch.empty(length, q_heads + k.shape[1], dtype=torch.float32, device=q.device)
-        ctx.sizes = (q_heads, k.shape[1], dim, cos.shape[1], _TOKENS)
+        half = cos.shape[1] // 2
+        ctx.sizes = (q_heads, k.shape[1], dim, half, triton.next_power_of_2(half), _TOKENS)
         grid = (ceil_div(length, _TOKENS), q_heads + k.shape[1])
         _rotary_forward[grid](q, k, q_weight, k_weight, cos, sin, q_out, k_out, gate, r, length, eps, *ctx.sizes)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, r)
@@ -138,8 +171,9 @@ class NormedRotary(torch.autograd.Function):
         programs = programs_for(tiles, q.device)
         dweight = torch.empty(programs, q_heads + k_heads, dim, dtype=torch.float32, device=q.device)
         _rotary_backward[(programs, q_heads + k_heads)](
-            dq_out, dk_out, dgate, q, k, q_weight, k_weight, cos, sin, r, dq, dk, dweight, len(q), tiles, *ctx.sizes
-        )
+            dq_out, dk_out, dgate, q, k, q_weight, k_weight, cos, sin, r, dq, dk, dweight, len(q), tiles, *ctx.sizes,
+            num_warps=2,
+        )  # fmt: skip
         dweight = dweight.sum(0)
         dq_weight, dk_weight = dweight[:q_heads].sum(0), dweight[q_heads:].sum(0)
         return dq, dk, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None

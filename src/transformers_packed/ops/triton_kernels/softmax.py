@@ -1,10 +1,10 @@
-"""Cross entropy of rows of logits, and the gradient of the logits in their place."""
+"""Cross entropy of rows of logits, the gradient of the logits in their place, and what scales a gradient at the end."""
 
 import torch
 import triton
 import triton.language as tl
 
-from . import on_its_device
+from . import ceil_div, on_its_device
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -89,3 +89,19 @@ def softmax_minus_target(
         num_warps=8,
     )
     return losses
+
+
+@triton.jit
+def _scaled(x_ptr, factor_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, (x * tl.load(factor_ptr)).to(y_ptr.dtype.element_ty), mask=at < count)
+
+
+@on_its_device
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x * factor` in `dtype`, in the place of `x` if it has that; `factor` is a float32 scalar on the device."""
+    y = x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        _scaled[(ceil_div(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)
+    return y

@@ -1,0 +1,81 @@
+"""Whole models through this package's Triton kernels, in Triton's interpreter: what a GPU runs but attention and the rule."""
+
+import copy
+import unittest
+from unittest import mock
+
+import torch
+from packed_model_tester import gradients, total_relative_error
+from parameterized import parameterized
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from triton_tester import InterpretedKernelsTest
+
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers_packed.ops import dispatch, implementations_used
+
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FAMILIES = {
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, {}),
+    "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, EXPERTS),
+}
+
+
+class FusedLayersTest(InterpretedKernelsTest):
+    @parameterized.expand(
+        [*((family, "plain") for family in FAMILIES), ("qwen3_5", "hooked"), ("qwen3_5", "checkpointing")]
+    )
+    def test_gradients_equal_those_of_the_torch_forms(self, family, how):
+        cls, config_class, options = FAMILIES[family]
+        set_seed(0)
+        model = cls._from_config(config_class(**TINY, **options), attn_implementation="sdpa").train()
+        ids = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, 3, 4, 12])}
+        with mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: False):
+            plain = copy.deepcopy(model)
+            expected = gradients(plain, plain(**batch).loss)
+        if how == "hooked":
+            for module in model.model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_hook(lambda *args: None)
+        elif how == "checkpointing":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        dispatch._used.clear()
+        got = gradients(model, model(**batch).loss)
+        self.assertLess(total_relative_error(got, expected), 1e-5)
+        ran = {op for op, names in implementations_used().items() if "triton" in names}
+        shared = {"convolved_query_key_value", "decay_and_rate", "linear_cross_entropy", "normed_rotary", "rms_norm"}
+        self.assertLessEqual(shared, ran)
+        with_a_layer = {"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}
+        without = {"gated_rms_norm", "sigmoid_gate", "swiglu"}
+        wanted, unwanted = (without, with_a_layer) if how == "hooked" else (with_a_layer, without)
+        self.assertLessEqual(wanted, ran)
+        self.assertFalse(unwanted & ran)
+
+
+if __name__ == "__main__":
+    unittest.main()
