@@ -1,6 +1,7 @@
 """Rows over two GPUs (NCCL): the ops on parts of a row against the whole row, documents that stay apart, and training.
 
 The heads are those of a model of 4B parameters, also in the small models, so that kernels are compiled for one shape.
+These tests have not run on a GPU: they were started on two, and kernels were still being compiled when their time was up.
 """
 
 import os

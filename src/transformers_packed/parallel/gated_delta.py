@@ -159,7 +159,10 @@ def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
 
 
 def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    """State passing inside flash-linear-attention's kernels."""
+    """State passing inside flash-linear-attention's kernels.
+
+    On GPUs it has run in benchmarks/sequence_parallel.py; the tests that compare it with the whole row have not run there.
+    """
     from inspect import unwrap
 
     from fla.ops.cp import build_cp_context
