@@ -17,8 +17,8 @@ from .groups import check_methods, fits_heads
 _GIB = 2**30
 # bfloat16, and float32.
 _HALF, _FULL = 2, 4
-# What the loss makes at a time.
-_LOSS_TOKENS = 4096
+# The tokens whose logits the loss makes at a time.
+_LOSS_TOKENS = 3072
 # The gated delta rule keeps a square matrix for each head and so many tokens.
 _CHUNK = 64
 # Of the memory; the rest is left to the allocator's gaps, CUDA and NCCL.
@@ -65,7 +65,8 @@ class StepMemory:
         saved (`float`):
             What forward keeps for backward.
         working (`float`):
-            The larger of the loss at work and, with gradient checkpointing, of the largest layer.
+            The larger of the loss at work and of the backward of a layer; with gradient checkpointing that layer's
+            forward is made again first.
     """
 
     weights: float
@@ -224,7 +225,7 @@ def plan_sequence_parallel(
     >>> from transformers_packed.parallel import plan_sequence_parallel
     >>> plan = plan_sequence_parallel(Qwen3_5TextConfig(), 262144, gpus=16, memory=80)
     >>> plan.needed
-    (None, 2)
+    (None, 4)
 
     ```
     """
@@ -288,20 +289,31 @@ def step_memory(
     """The memory of one GPU when `size` of `gpus` share a row; `width` is that of a parameter in bytes."""
     text = config.get_text_config()
     tokens = -(-row_length // size)
-    layers = [
-        _HALF * layer_elements(text, number, row_length, size, attention) for number in range(len(text.layer_types))
-    ]
-    loss = _HALF * min(tokens, _LOSS_TOKENS) * text.vocab_size + _FULL * text.vocab_size * text.hidden_size
+    numbers = range(len(text.layer_types))
+    kept = [_HALF * layer_elements(text, number, row_length, size, attention) for number in numbers]
+    work = [_HALF * tokens * backward_elements(text, number) for number in numbers]
+    # Checkpointing keeps a layer's input whether the rest is there or not.
+    given = _HALF * tokens * text.hidden_size
+    layer = max(k - given + w for k, w in zip(kept, work, strict=True)) if checkpointing else max(work)
     sharded = width * parameters.total / gpus
     gathered = _HALF * (2 * parameters.root + 3 * parameters.layer) if gpus > 1 else 0
-    saved = len(layers) * _HALF * text.hidden_size * tokens if checkpointing else sum(layers)
     return StepMemory(
         weights=sharded,
         gradients=sharded,
         moments=2 * sharded,
         gathered=gathered,
-        saved=saved,
-        working=max(loss, max(layers)) if checkpointing else loss,
+        saved=len(kept) * given if checkpointing else sum(kept),
+        working=max(loss_memory(text, tokens), layer),
+    )
+
+
+def loss_memory(text: PreTrainedConfig, tokens: int) -> float:
+    """Bytes of the loss at work, with the last norm before it."""
+    # The norm keeps its input and its output, the loss the tokens with a target and their gradients.
+    hidden = _HALF * 4 * text.hidden_size * tokens
+    # Beside the gradient of the head in float32 there are logits, and later its copy in bfloat16.
+    return hidden + text.vocab_size * (
+        _HALF * max(min(tokens, _LOSS_TOKENS), text.hidden_size) + _FULL * text.hidden_size
     )
 
 
@@ -311,28 +323,65 @@ def layer_elements(text: PreTrainedConfig, number: int, row_length: int, size: i
     # The layer's input, what its two norms make of it, and the input of the second.
     elements = 4 * hidden + _feed_forward(text, number)
     if text.layer_types[number] == "linear_attention":
-        keys = text.linear_num_key_heads * text.linear_key_head_dim
-        heads, values = text.linear_num_value_heads, text.linear_num_value_heads * text.linear_value_head_dim
-        # Queries, keys and values before and after the convolution, and the former two normed; z, the output before and
-        # behind the gated norm; decay and rate in float32; a chunk's square.
-        return tokens * (elements + 2 * (2 * keys + values) + 2 * keys + 3 * values + 4 * heads + _CHUNK * heads)
+        keys, values = _keys_and_values(text)
+        heads = text.linear_num_value_heads
+        # Queries, keys and values before and after the convolution, z, and the output. For each head a row of a chunk's
+        # square, what decay and rate are made of, the rate, and in float32 the decay, its sum in a chunk, and the scale
+        # of the norm.
+        return tokens * (elements + 2 * (2 * keys + values) + 2 * values + (_CHUNK + 3 + 2 * 3) * heads)
     query = text.num_attention_heads * text.head_dim
     gathers = size > 1 and _attention_method(text, size, attention) == "gather"
     # With fewer heads than processes each of them has a copy.
     key = max(text.num_key_value_heads, 1 if gathers else size) * text.head_dim
-    # Queries, their gate, keys and values as projected; queries and keys normed and rotated; the output, and gated.
+    # Queries, their gate, keys and values as projected; queries and keys normed and rotated; the gate by itself, and the
+    # output.
     elements = tokens * (elements + 2 * query + 2 * key + query + key + 2 * query)
     if gathers:
-        elements += (row_length - tokens) * 2 * key
-    return elements
+        return elements + (row_length - tokens) * 2 * key
+    # The output before it is exchanged for other heads', and after.
+    return elements + tokens * query if size > 1 else elements
+
+
+def backward_elements(text: PreTrainedConfig, number: int) -> int:
+    """How many bfloat16 numbers for each token a layer's backward makes, at most at a time, beyond what was kept."""
+    if text.layer_types[number] == "linear_attention":
+        # In flash-linear-attention, of a head's size each: states before chunks and their gradients (two sizes each), what
+        # chunks write, made again in three steps, their gradients and those of the inputs, and of the output and z.
+        mixer = 13 * _keys_and_values(text)[1]
+    else:
+        # Gradients of the output, its gate and the inputs, with keys and values once per query head, and those of the
+        # queries in float32 before.
+        mixer = (7 * text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
+    # By then the second half of the layer has given back what it had kept. Its own backward comes first, with the
+    # gradient of the layer's output.
+    return max(text.hidden_size + _feed_forward_work(text, number), mixer - _feed_forward(text, number))
+
+
+def _keys_and_values(text: PreTrainedConfig) -> tuple[int, int]:
+    """The numbers of a token's keys, and of its values, in the gated delta rule."""
+    return (
+        text.linear_num_key_heads * text.linear_key_head_dim,
+        text.linear_num_value_heads * text.linear_value_head_dim,
+    )
 
 
 def _feed_forward(text: PreTrainedConfig, number: int) -> int:
     """What the MLP, or the router, the shared and the chosen experts keep for a token."""
     if not has_experts(text, number):
-        return 3 * text.intermediate_size
-    chosen = text.num_experts_per_tok * (3 * text.moe_intermediate_size + 2 * text.hidden_size)
-    return 2 * text.num_experts + chosen + 3 * text.shared_expert_intermediate_size
+        return 2 * text.intermediate_size
+    return 2 * text.num_experts + _chosen_experts(text) + 2 * text.shared_expert_intermediate_size
+
+
+def _feed_forward_work(text: PreTrainedConfig, number: int) -> int:
+    """What their backward makes: the product of gate and `up` again, its gradient, and those of the two."""
+    if not has_experts(text, number):
+        return 4 * text.intermediate_size
+    return _chosen_experts(text) + 4 * text.shared_expert_intermediate_size
+
+
+def _chosen_experts(text: PreTrainedConfig) -> int:
+    """What they keep, and as much in gradients."""
+    return text.num_experts_per_tok * (3 * text.moe_intermediate_size + 2 * text.hidden_size)
 
 
 def exchanges(
@@ -348,9 +397,8 @@ def exchanges(
     tokens = -(-row_length // size)
     linear = text.layer_types.count("linear_attention")
     full = len(text.layer_types) - linear
-    keys = text.linear_num_key_heads * text.linear_key_head_dim
-    heads, value_dim = text.linear_num_value_heads, text.linear_value_head_dim
-    values, others = heads * value_dim, size - 1
+    keys, values = _keys_and_values(text)
+    heads, value_dim, others = text.linear_num_value_heads, text.linear_value_head_dim, size - 1
     # A tensor that is cut over heads and not over tokens: all but a P-th of this GPU's share comes from others.
     swapped = tokens * others / size
     halo = others * (text.linear_conv_kernel_dim - 1) * (2 * keys + values) * _HALF
