@@ -425,6 +425,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def earlier_report(output: Path | None, machine: str, parser: argparse.ArgumentParser) -> dict:
+    """What the JSON file holds of this machine and these versions, to add runs to; a new report if there is no file."""
+    report = {"machine": machine, "versions": versions(), "runs": []}
+    if output and output.exists():
+        earlier = json.loads(output.read_text())
+        if any(earlier[key] != report[key] for key in ("machine", "versions")):
+            parser.error(f"{output} holds runs of another machine or of other versions; name another file")
+        report = earlier
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
@@ -452,12 +463,7 @@ def main() -> int:
     machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     once, sustained = (rate / 1e12 for rate in rates.values())
     print(f"{machine}, best matrix product {once:.1f} TFLOP/s, for seconds {sustained:.1f} TFLOP/s", versions())
-    report = {"machine": machine, "versions": versions(), "runs": []}
-    if args.output and args.output.exists():
-        earlier = json.loads(args.output.read_text())
-        if any(earlier[key] != report[key] for key in ("machine", "versions")):
-            parser.error(f"{args.output} holds runs of another machine or of other versions; name another file")
-        report = earlier
+    report = earlier_report(args.output, machine, parser)
     for model in args.models:
         for tokens in args.tokens:
             for distribution in args.lengths:

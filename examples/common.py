@@ -34,8 +34,8 @@ COLORS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220), "
 _directory = tempfile.TemporaryDirectory()  # goes away with the process
 
 
-def run(main: Callable[[argparse.Namespace], None], description: str, dataset: str) -> None:
-    """Parse the command line and call `main` with it; Ctrl-C ends it with status 130."""
+def run(main: Callable[[argparse.Namespace], None], description: str, dataset: str, **more: dict) -> None:
+    """Parse the command line and call `main` with it; Ctrl-C ends it with status 130. `more` are further arguments."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
     )
@@ -47,6 +47,8 @@ def run(main: Callable[[argparse.Namespace], None], description: str, dataset: s
     parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="training steps (default: 10)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="samples or rows (default: 4)")
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens (default: 1024)")
+    for name, options in more.items():
+        parser.add_argument(f"--{name}", **options)
     try:
         main(parser.parse_args())
     except KeyboardInterrupt:

@@ -42,7 +42,8 @@ def environment() -> dict[str, str]:
             continue
         if hidden(package):
             del versions[package]
-    return {"gpu": torch.cuda.get_device_name(), "python": platform.python_version(), **versions}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "python": platform.python_version(), **versions}
 
 
 def write_summary(write_line, outcome: dict[str, int]) -> None:

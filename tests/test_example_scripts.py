@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from unittest import mock
 
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, Trainer
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -28,6 +32,10 @@ SCRIPTS = {
     "sft": ([r"Packing on: isolation by ", *PACKED], "model.safetensors"),
     "lora": ([r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED], "adapter_model.safetensors"),
     "dpo": ([r"'rewards/margins': "], "adapter_model.safetensors"),
+    "sequence_parallel": (
+        [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED],
+        "model.safetensors",
+    ),
     "vision_language": (PADDING_FREE, "model.safetensors"),
 }
 
@@ -41,17 +49,43 @@ class ExamplesTest(unittest.TestCase):
     def test_none_is_left_out(self):
         self.assertEqual({path.stem for path in EXAMPLES.glob("*.py")} - {"common"}, set(SCRIPTS))
 
-    @parameterized.expand(SCRIPTS)
-    def test_default_arguments(self, name):
-        printed, saved = SCRIPTS[name]
+    def run_script(self, *command, **variables):
         result = subprocess.run(
-            [sys.executable, str(EXAMPLES / f"{name}.py")],
+            [sys.executable, *command],
             capture_output=True,
             text=True,
             cwd=self.directory,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
         )
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        return result
+
+    def test_two_processes_share_rows(self):
+        """Both make the updates of one process: the same loss, which is rounded to four digits."""
+        script = [str(EXAMPLES / "sequence_parallel.py"), "--max-steps", "5"]
+        # On a machine with a GPU too.
+        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        alone = self.run_script(*script, "--batch-size", "2", **variables)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        shared = self.run_script(*launch, *script, "--batch-size", "2", "--sequence_parallel_size", "2", **variables)
+        losses = [re.findall(r"'loss': '([\d.]+)'", result.stdout) for result in (alone, shared)]
+        self.assertEqual([len(x) for x in losses], [1, 1])
+        self.assertAlmostEqual(float(losses[0][0]), float(losses[1][0]), delta=2e-3)
+        self.assertTrue((self.directory / "tuned" / "model.safetensors").is_file())
+
+    def test_the_config_of_accelerate(self):
+        """accelerate knows every key, and shards the layer that it names."""
+        with redirect_stderr(io.StringIO()):
+            config = load_config_from_file(str(EXAMPLES / "fsdp2.yaml"))
+        self.assertEqual(config.distributed_type, "FSDP")
+        known = vars(launch_command_parser().parse_args(["script.py"]))
+        self.assertEqual(set(config.fsdp_config) - set(known), set())
+        self.assertTrue(hasattr(modeling_qwen3_5, config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"]))
+
+    @parameterized.expand(SCRIPTS)
+    def test_default_arguments(self, name):
+        printed, saved = SCRIPTS[name]
+        result = self.run_script(str(EXAMPLES / f"{name}.py"))
         for line in printed:
             self.assertRegex(result.stdout, line)
         self.assertTrue((self.directory / "tuned" / saved).is_file())

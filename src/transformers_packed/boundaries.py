@@ -10,7 +10,7 @@ ask the device how long a document is.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,9 @@ class SequenceBoundaries:
     cu_seqlens: torch.Tensor
     cu_seqlens_cpu: torch.Tensor
     padding_tokens: int = 0
+
+    # Whether these are of a part of a row, whose other parts are elsewhere (`parallel.RowShard`).
+    is_shard: ClassVar[bool] = False
 
     @classmethod
     def from_lengths(
@@ -248,6 +251,10 @@ class SequenceBoundaries:
         """int64 `[1, T]`: each token's position in its own document, from 0. No synchronisation."""
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
+
+    def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
+        return tokens[: len(tokens) - self.padding_tokens] if self.padding_tokens else tokens
 
     def same_as(self, other: "SequenceBoundaries") -> bool:
         """Whether both describe the same documents (compared on the host)."""

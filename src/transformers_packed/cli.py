@@ -185,23 +185,32 @@ def _run_train(args: argparse.Namespace) -> int:
 def _add_plan(subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="plan packed rows over a dataset and show them",
-        description="Plan packed rows over a file or a dataset and print how many there are, how full they are, what "
-        "was too long, and how evenly ranks share them. Records hold input_ids, or what `train` takes.",
+        help="plan packed rows over a dataset, or over GPUs, and show them",
+        description="With --data: plan packed rows over a file or a dataset and print how many there are, how full they "
+        "are, what was too long, and how evenly ranks share them. Records hold input_ids, or what `train` takes. With "
+        "--gpus: how many GPUs have to share a row of --max-length tokens of --model to train it with AdamW under FSDP2, "
+        "and what they exchange; of the other options only those of GPUs are taken then.",
     )
     add = parser.add_argument
-    add(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--data",
-        required=True,
         metavar="FILE|NAME",
         help="JSON-lines or parquet file, or dataset: a name on the Hub or a directory",
+    )
+    source.add_argument("--gpus", type=positive_int, metavar="N", help="how many there are")
+    add("--gpu-memory", type=positive_float, metavar="GIB", help="with --gpus: of each of them")
+    add(
+        "--weights",
+        choices=("bfloat16", "float32"),
+        help="with --gpus: dtype of parameters, gradients and AdamW's moments (default: bfloat16)",
     )
     add("--max-length", type=positive_int, required=True, metavar="N", help="the most tokens of a row")
     add("--tokenizer", metavar="PATH|NAME", help="for data without input_ids (default: that of --model)")
     add(
         "--model",
         metavar="PATH|NAME",
-        help="checkpoint whose configuration says what documents cost (default: about Qwen3.5 9B)",
+        help="checkpoint or config.json whose configuration says what tokens cost (default with --data: about Qwen3.5 9B)",
     )
     add("--split", metavar="NAME", help="split of the dataset (default: train)")
     add("--subset", metavar="NAME", help="configuration of the dataset")
@@ -240,13 +249,31 @@ def _add_plan(subparsers) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)")
     add("--preview", type=positive_int, default=0, metavar="K", help="print the first K rows as text")
     add("--save", type=Path, metavar="FILE", help="write the plan, for PackingPlan.load")
-    parser.set_defaults(run=_run_plan)
+    parser.set_defaults(run=lambda args: _run_plan(args, parser))
 
 
-def _run_plan(args: argparse.Namespace) -> int:
-    from .plan_report import PlanSettings, report_plan
+def _run_plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    of_gpus = {"gpu_memory", "weights"}
+    given = {k: v for k, v in vars(args).items() if k not in ("command", "run")}
+    changed = {name for name, value in given.items() if value != parser.get_default(name)}
+    useless = changed - of_gpus - {"gpus", "model", "max_length"} if args.gpus else changed & of_gpus
+    if useless:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(useless))
+        parser.error(f"{options}: not allowed with --{'gpus' if args.gpus else 'data'}")
+    if not args.gpus:
+        from .plan_report import PlanSettings, report_plan
 
-    return report_plan(PlanSettings(**{k: v for k, v in vars(args).items() if k not in ("command", "run")}))
+        return report_plan(PlanSettings(**{k: v for k, v in given.items() if k not in (*of_gpus, "gpus")}))
+    if not (args.model and args.gpu_memory):
+        parser.error("--gpus needs --model and --gpu-memory")
+    from transformers import AutoConfig
+
+    from .parallel import plan_sequence_parallel
+
+    config = AutoConfig.from_pretrained(args.model)
+    weights = args.weights or "bfloat16"
+    print(plan_sequence_parallel(config, args.max_length, args.gpus, args.gpu_memory, weights=weights).summary())
+    return 0
 
 
 def _add_env(subparsers) -> None:

@@ -130,11 +130,15 @@ def default_cost() -> PackingCost:
     return PackingCost.from_config(Qwen3_5TextConfig())
 
 
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer of a text model has a mixture of experts in the place of an MLP."""
+    sparse = getattr(config, "num_experts", None) and layer not in (getattr(config, "mlp_only_layers", None) or ())
+    return bool(sparse) and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+
 def _feed_forward(config: Any, layer: int) -> float:
     """Operations per token of the layer's MLP, or of its router, shared expert and chosen experts."""
-    experts = getattr(config, "num_experts", None)
-    sparse = experts and layer not in (getattr(config, "mlp_only_layers", None) or ())
-    if sparse and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0:
+    if has_experts(config, layer):
         width = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_expert_intermediate_size
-        return 6.0 * config.hidden_size * width + 2.0 * config.hidden_size * (experts + 1)
+        return 6.0 * config.hidden_size * width + 2.0 * config.hidden_size * (config.num_experts + 1)
     return 6.0 * config.hidden_size * config.intermediate_size

@@ -38,6 +38,13 @@ def classify_documents(
     Raises:
         `ValueError`: not one label per document.
     """
+    if boundaries.is_shard:
+        raise input_error(
+            call,
+            expected="a whole row, as one result per document comes from its last token",
+            got="a part of one",
+            fix="Train classifiers without sequence parallelism.",
+        )
     outputs = getattr(model, model.base_model_prefix)(boundaries=boundaries, **inputs)
     last_tokens = boundaries.cu_seqlens[1:].long() - 1
     logits = model.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
@@ -63,8 +70,25 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
     which FSDP2 may have sharded: not one of PEFT, or one that accelerate moves.
     """
     skip = kwargs.pop("skip_logits", None)
+    boundaries = kwargs.get("boundaries")
     if skip is None:
         skip = model.training
+    head = model.lm_head
+    possible = (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
+    if (
+        boundaries is not None
+        and boundaries.is_shard
+        and hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+    ):
+        # Only here is the loss of the routers, which is one for the whole row, taken once.
+        skip = True
+        if labels is not None and not possible:
+            raise input_error(
+                f"{type(model).__name__}.forward",
+                expected="a plain linear lm_head and Transformers' own loss for a part of a row",
+                got=f"{type(model.lm_head).__name__}",
+                fix="Leave lm_head out of what is adapted, or train without sequence parallelism.",
+            )
     if (
         not skip
         or labels is None
@@ -73,8 +97,7 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
         or logits_to_keep
     ):
         return False
-    head = model.lm_head
-    return (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
+    return possible
 
 
 class _LogitsOnDemand:
@@ -166,6 +189,10 @@ def loss_without_logits(
             aux_loss = load_balancing_loss_func(
                 outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
             )
+            boundaries = inputs.get("boundaries")
+            if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
+                # Every rank has that of the whole row, and losses that are part of one sum are added up.
+                aux_loss = aux_loss / boundaries.size
             loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
         router_logits = outputs.get("router_logits")
         result = MoeLanguageModelLoss(loss=loss, aux_loss=aux_loss, router_logits=router_logits, **fields)

@@ -56,8 +56,15 @@ def packed_mrope_position_ids(
         time, height and width; all restart in every document.
 
     Raises:
-        `ValueError`: an image or video that a boundary cuts, or vision tokens that do not match the grids.
+        `ValueError`: an image or video that a boundary cuts, vision tokens that do not match the grids, or a part of a row.
     """
+    if boundaries.is_shard:
+        raise input_error(
+            call,
+            expected="position_ids [4, 1, T] beside images or videos in a part of a row",
+            got="none of the images' dimensions",
+            fix="Pass model= to DataCollatorWithFlattening.",
+        )
     for name, tensor in (("input_ids", input_ids), ("mm_token_type_ids", mm_token_type_ids)):
         if tensor is None or tensor.shape != (1, boundaries.total_length):
             raise input_error(
@@ -84,6 +91,14 @@ def packed_mrope_position_ids(
     )
     rows = [host.position_ids, *(host.pack(row) for row in positions)]
     return torch.stack(rows).to(input_ids.device)
+
+
+def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:
+    """The vision tower's `outputs` with the features of the tokens that this process has, if it has a part of a row."""
+    boundaries = kwargs.get("boundaries")
+    if boundaries is not None and boundaries.is_shard:
+        outputs.pooler_output = (boundaries.vision_features(kind, torch.cat(outputs.pooler_output)),)
+    return outputs
 
 
 def _check_vision_tokens(

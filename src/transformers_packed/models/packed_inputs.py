@@ -180,8 +180,18 @@ def mask_targets_across_documents(
     """`labels` `[1, T]` without targets that would make one document's last token predict the next one's first.
 
     The same is done to `shift_labels` in `kwargs`, whose targets stand one token earlier. A document alone has no
-    target for its first token either, so its own loss is untouched.
+    target for its first token either, so its own loss is untouched. A part of a row has to come with `shift_labels`, as the
+    target of its last token stands elsewhere; who cut them saw to what is done here.
     """
+    if boundaries.is_shard:
+        if labels is not None and kwargs.get("shift_labels") is None:
+            raise input_error(
+                "labels",
+                expected="shift_labels beside labels for a part of a row",
+                got="labels alone",
+                fix="Cut the batch with transformers_packed.parallel.shard_batch.",
+            )
+        return labels
     if labels is not None:
         starts = boundaries.cu_seqlens[:-1].long()
         labels = labels.index_fill(1, starts.to(labels.device), -100)

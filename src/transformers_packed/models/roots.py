@@ -192,6 +192,13 @@ def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries
             got=f"a packed row of {boundaries.num_documents} documents",
             fix="Use a padded batch.",
         )
+    if boundaries.is_shard:
+        raise input_error(
+            call,
+            expected="whole rows, as the layers of this model do not exchange what crosses a cut",
+            got="a part of a row",
+            fix="Train this model without sequence parallelism.",
+        )
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
             raise input_error(
@@ -214,8 +221,7 @@ def _run(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, An
         if root.kind == "base" and is_flash_attention_requested(model.config):
             inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
         outputs = root.builtin.forward(model, **inputs)
-    padding = boundaries.padding_tokens
-    if root.kind == "base" and padding and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
-        # Tail padding is no load to balance.
-        outputs.router_logits = tuple(layer if layer is None else layer[:-padding] for layer in outputs.router_logits)
+    if root.kind == "base" and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
+        layers = outputs.router_logits
+        outputs.router_logits = tuple(x if x is None else boundaries.real_tokens(x) for x in layers)
     return outputs

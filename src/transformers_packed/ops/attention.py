@@ -98,16 +98,36 @@ def serves_packed_rows(name: str, device: torch.device) -> bool:
     return name in IMPLEMENTATIONS or is_flash_attention_requested(requested_attention_implementation=name)
 
 
-def _flash_attention(module, query, key, value, *, boundaries, eager, **kwargs):
+def attention_with_earlier_keys(
+    module, query, key, value, *, boundaries: SequenceBoundaries, keys: SequenceBoundaries, **options
+) -> torch.Tensor | None:
+    """Attention where documents may have more `keys` than queries, which are their last: `[B, T, H, D]`.
+
+    `None` where neither FlashAttention nor `varlen_attn` can serve. On GPUs `varlen_attn` has run in
+    benchmarks/sequence_parallel.py; the tests that compare this with the whole row have not run there.
+    """
+    name = module.config._attn_implementation
+    if is_flash_attention_requested(requested_attention_implementation=name):
+        return _flash_attention(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
+    if name == "sdpa" and _verify_varlen_attn(module, query, key, value, **options)[0]:
+        return _varlen_attn(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
+    return None
+
+
+def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None, **kwargs):
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    return interface(module, query, key, value, None, **(kwargs | boundaries.layer_kwargs()))
+    kwargs |= boundaries.layer_kwargs()
+    if keys is not None:
+        kwargs |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.max_length}
+    return interface(module, query, key, value, None, **kwargs)
 
 
-def _varlen_attn(module, query, key, value, *, boundaries, scaling, **kwargs):
+def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, **kwargs):
     from torch.nn.attention.varlen import varlen_attn
 
     tokens_first = (x.transpose(1, 2)[0].to(_varlen_dtype(query)) for x in (query, key, value))
-    lengths = (boundaries.cu_seqlens, boundaries.cu_seqlens, boundaries.max_length, boundaries.max_length)
+    keys = boundaries if keys is None else keys
+    lengths = (boundaries.cu_seqlens, keys.cu_seqlens, boundaries.max_length, keys.max_length)
     # A window without a right side is causal attention. Up to torch 2.11 grouped queries need no permission.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **grouped)[None], None

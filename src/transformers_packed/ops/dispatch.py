@@ -69,9 +69,13 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     """[`choose`] and call.
 
     With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given
-    depends on the lengths of the documents, which are different in each row.
+    depends on the lengths of the documents, which are different in each row. Boundaries of a part of a row know who has
+    the other parts.
     """
-    outside = torch.compiler.is_compiling() and kwargs.get("boundaries") is not None
+    boundaries = kwargs.get("boundaries")
+    if boundaries is not None and boundaries.is_shard:
+        return boundaries.run(op, *args, **kwargs)
+    outside = torch.compiler.is_compiling() and boundaries is not None
     return (_run_outside_of_graphs if outside else _run)(op, impl, table, *args, **kwargs)
 
 

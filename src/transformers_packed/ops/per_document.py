@@ -87,6 +87,13 @@ def per_document(
 
     ```
     """
+    if boundaries.is_shard:
+        raise input_error(
+            "per_document",
+            expected="a whole row",
+            got="a part of one, whose first and last documents may be cut",
+            fix="Train this model without sequence parallelism.",
+        )
     for tensor in tensors:
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
             raise input_error(

@@ -209,13 +209,19 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
     if not has_items(dataset):
         return IterablePackingDataset(dataset, max_length, **options)
     defaults = {
-        "world_size": args.world_size,
+        "world_size": _readers(trainer),
         # Every batch of every process is full then.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
         "balance": trainer.model.config if _has_cost(trainer.model) else True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
     return PackingDataset(dataset, max_length, **(defaults | options))
+
+
+def _readers(trainer: Trainer) -> int:
+    """How many processes read rows of their own."""
+    parallel = getattr(trainer, "sequence_parallel", None)
+    return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
 def _has_cost(model: torch.nn.Module) -> bool:
@@ -273,7 +279,7 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
         return f"Padding-free on: {known}{isolation}"
     if isinstance(dataset, PackingDataset):
         plan, args = dataset.plan, trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
             f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "

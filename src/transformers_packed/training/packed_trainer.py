@@ -10,6 +10,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from .configure import configure_packing
+from .sequence_parallel import SequenceParallelMixin
 
 
 @dataclass
@@ -23,6 +24,12 @@ class PackedTrainingArguments(TrainingArguments):
             Lay the samples of a batch end to end. By default that is done where it is safe; `False` leaves batches padded.
         max_length (`int`, *optional*):
             Tokens of a packed row.
+        sequence_parallel_size (`int`, *optional*, defaults to 1):
+            How many processes compute one row, each a part of its tokens ([`SequenceParallel`]).
+        sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
+            How these share the layers of linear attention, `"state"` or `"heads"`.
+        sequence_parallel_attention (`str`, *optional*):
+            How they share those of full attention, `"heads"` or `"gather"`; by default what fits.
 
     After the Trainer is built, `packing` and `padding_free` say what is active.
 
@@ -33,6 +40,9 @@ class PackedTrainingArguments(TrainingArguments):
     packing: bool | None = field(default=None, metadata={"help": "Pack the dataset to rows of max_length tokens."})
     padding_free: bool | None = field(default=None, metadata={"help": "Lay the samples of a batch end to end."})
     max_length: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
+    sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
+    sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
+    sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,12 +62,16 @@ class PackedTrainingArguments(TrainingArguments):
         return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(SequenceParallelMixin, Trainer):
     """`Trainer` with [`configure_packing`] built in.
 
     Takes the arguments of `Trainer`. With [`PackedTrainingArguments`] these say what to do, with plain
     `TrainingArguments` it is `packing="auto"`. The loss of an evaluation is the mean over all targets of the dataset, where
     `Trainer`'s is the mean of its batches' means. `compute_metrics` and `predict` get a document per row, padded with -100.
+
+    Args:
+        sequence_parallel_size (`int`, *optional*):
+            As in [`PackedTrainingArguments`], for other arguments.
 
     Raises:
         `ValueError`: what the arguments ask for cannot be honoured.
@@ -82,19 +96,40 @@ class PackedTrainer(Trainer):
 
     restores_documents = True
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
+        self._own_mean = False
         packing = getattr(self.args, "packing_mode", "auto")
+        size = (
+            getattr(self.args, "sequence_parallel_size", 1)
+            if sequence_parallel_size is None
+            else sequence_parallel_size
+        )
+        if size != 1:
+            self.make_sequence_parallel(
+                size,
+                gated_delta_rule=getattr(self.args, "sequence_parallel_gated_delta_rule", "state"),
+                attention=getattr(self.args, "sequence_parallel_attention", None),
+            )
+            # What is in the way of rows is an error then.
+            packing = "padding_free" if packing == "auto" else packing
         configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
+        if size != 1:
+            self.cut_rows()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""
         cumulative = inputs.get("cu_seq_lens_q")
         cumulative = cumulative.tolist() if cumulative is not None else None
         labels = inputs.get("labels")
-        targets = None if labels is None else (labels[..., 1:] != -100).sum()
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
+        targets = None if targets is None else (targets != -100).sum()
+        self._own_mean = True
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._own_mean = False
         if loss is not None and targets is not None:
             targets = targets.to(loss)
             # A batch without a target has a loss that is not a number.
@@ -103,12 +138,20 @@ class PackedTrainer(Trainer):
             logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
         return loss, logits, labels
 
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        # Over the targets of all processes the loss would be a part of a sum; here it is weighted by its own targets.
+        if self._own_mean and self.args.world_size > 1 and self.compute_loss_func is None:
+            return None
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if self._evaluated and name in output.metrics:
-            total, targets = reduce(torch.stack(self._evaluated).sum(0), "sum").tolist()
+            # Batches that only stand in come last.
+            own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
+            total, targets = reduce(own.sum(0), "sum").tolist()
             output.metrics[name] = total / targets if targets else float("nan")
         self._evaluated = []
         return output

@@ -127,7 +127,7 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else transformers_model(trainer.model).dtype
 
 
-def _check_devices(trainer: Trainer) -> Reason | None:
+def check_devices(trainer: Trainer) -> Reason | None:
     if trainer.args.n_gpu > 1:
         return Reason(
             expected="one process per GPU",
@@ -304,7 +304,7 @@ def _check_dataset(trainer: Trainer) -> Reason | None:
 
 
 _ALWAYS: tuple[Callable[[Trainer], Reason | None], ...] = (
-    _check_devices,
+    check_devices,
     _check_model,
     _check_collator,
     _check_samples,

@@ -9,7 +9,7 @@ from transformers.utils import can_return_tuple
 
 from ..base import PackedModelMixin, project, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
-from ..multimodal import packed_mrope_position_ids
+from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
 from ..padding import PackedGenerationMixin
 from ..qwen3_next.modular_qwen3_next import (
@@ -107,7 +107,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        outputs = super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("image", outputs, kwargs)
 
     def get_video_features(
         self,
@@ -115,7 +116,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("video", outputs, kwargs)
 
     def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:

@@ -26,7 +26,7 @@ from ...ops import (
 )
 from ..base import PackedModelMixin, computed_before, is_plain, only_faster, project, replaces_builtin
 from ..heads import loss_without_logits, skips_logits
-from ..multimodal import packed_mrope_position_ids
+from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
     boundaries_from_metadata,
@@ -296,9 +296,8 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
             if outputs.get("router_logits") is not None:
                 outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
-        elif boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
-            # Tail padding is no load to balance.
-            outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
+        elif boundaries is not None and outputs.get("router_logits") is not None:
+            outputs.router_logits = tuple(boundaries.real_tokens(layer) for layer in outputs.router_logits)
         return outputs
 
 
@@ -355,7 +354,8 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        outputs = super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("image", outputs, kwargs)
 
     def get_video_features(
         self,
@@ -363,7 +363,8 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
-        return super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+        return features_of_tokens("video", outputs, kwargs)
 
     def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:

@@ -295,9 +295,8 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
             if outputs.get("router_logits") is not None:
                 outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
-        elif boundaries is not None and boundaries.padding_tokens and outputs.get("router_logits") is not None:
-            # Tail padding is no load to balance.
-            outputs.router_logits = tuple(layer[: -boundaries.padding_tokens] for layer in outputs.router_logits)
+        elif boundaries is not None and outputs.get("router_logits") is not None:
+            outputs.router_logits = tuple(boundaries.real_tokens(layer) for layer in outputs.router_logits)
         return outputs
 
 

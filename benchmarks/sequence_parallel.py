@@ -1,0 +1,186 @@
+"""A packed row over several GPUs: tokens per second and GPU, and memory, against whole rows on each of them.
+
+    torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --output benchmarks/results/sequence_parallel.json
+    torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --sizes 4 --one-document 524288
+
+What is measured is forward and backward of one row per group of processes, with random weights in bfloat16 and gradient
+checkpointing. Every process has all weights and gradients and there is no optimizer; gradients are summed over all
+processes at the end of the step, which counts in every arm. At size 1 each process computes a row of its own, at size P
+P of them share one, so tokens per second and GPU are `row / (time * P)`. All rows are the same, so losses and gradient
+norms of all arms are to agree. The time of a step is that of the slowest process, and an arm counts with its median.
+
+An arm `state+heads` shares the gated delta rule by states and attention by heads; size 1 has the arm `whole`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import step as one_gpu
+import torch
+import torch.distributed as dist
+
+from transformers_packed import DataCollatorWithFlattening
+from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.parallel import SequenceParallel, shard_batch
+
+
+ARMS = [f"{rule}+{attention}" for rule in ("state", "heads") for attention in ("heads", "gather")]
+
+
+def make_batch(lengths: list[int], vocab_size: int, parallel: SequenceParallel, device: str) -> dict:
+    """This process's part of the row, or all of it."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    row = DataCollatorWithFlattening(return_cu_seqlens=True)([{"input_ids": ids} for ids in documents])
+    if parallel.size > 1:
+        row = shard_batch(row, parallel.rank, parallel.size, parallel=parallel, minimum=3)
+    # The model takes boundaries from the host to the device by itself.
+    keep_on_host = ("cu_seqlens", "boundaries")
+    return {
+        name: x.to(device) if isinstance(x, torch.Tensor) and name not in keep_on_host else x
+        for name, x in row.items()
+    }
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    if dist.get_world_size() > 1:
+        waiting = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
+        for work in waiting:
+            work.wait()
+
+
+def largest(value: float, device: str) -> float:
+    """Over all processes."""
+    value = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
+    device, cuda = args.device, args.device == "cuda"
+    methods = {}
+    if size > 1:
+        methods = dict(zip(("gated_delta_rule", "attention"), arm.split("+"), strict=True))
+    parallel = SequenceParallel(size, **methods)
+    batch = make_batch(lengths, model.config.vocab_size, parallel, device)
+    # Of the rows of all groups, whose gradients are summed.
+    targets = (sum(lengths) - len(lengths)) * parallel.data_parallel_size
+    losses = []
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        inputs = dict(batch)
+        if size > 1:
+            # They keep the index tensors that layers share, and in training every row has its own.
+            inputs["boundaries"] = replace(batch["boundaries"], row=replace(batch["boundaries"].row))
+        loss = model(**inputs, num_items_in_batch=targets).loss
+        loss.backward()
+        sum_gradients(model)
+        losses.append(loss.detach())
+
+    dispatch._used.clear()
+    for _ in range(args.warmup):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(args.repeats):
+        dist.barrier()
+        seconds.append(round(largest(one_gpu.timed(step, device), device), 5))
+    dist.all_reduce(losses[-1])
+    median = statistics.median(seconds)
+    norms = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None])
+    result = {
+        "size": size,
+        "arm": arm,
+        "seconds": seconds,
+        "median_ms": round(1000 * median, 2),
+        "tokens_per_second_per_gpu": round(sum(lengths) / median / size),
+        "loss": round(losses[-1].item(), 5),
+        "gradient_norm": round(norms.norm().item(), 5),
+        "implementations": implementations_used(isolating=True),
+    }
+    if cuda:
+        result["peak_GiB"] = round(largest(torch.cuda.max_memory_allocated() / 2**30, device), 2)
+    model.zero_grad(set_to_none=True)
+    return result
+
+
+def print_arm(arm: dict, baseline: dict) -> None:
+    ratio = ""
+    if baseline["size"] == 1:
+        ratio = f"x {arm['tokens_per_second_per_gpu'] / baseline['tokens_per_second_per_gpu']:4.2f}"
+    print(
+        f"  P = {arm['size']} {arm['arm']:<13} {arm['median_ms']:10.1f} ms"
+        f"  {arm['tokens_per_second_per_gpu']:>8,} tokens/s/GPU  {ratio}  {arm.get('peak_GiB', 0):6.1f} GiB"
+        f"  loss {arm['loss']:.4f}  |gradient| {arm['gradient_norm']:.4f}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=one_gpu.MODELS, default=["4B"])
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of the row")
+    parser.add_argument("--one-document", type=int, metavar="TOKENS", help="instead, a row of one such document")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4], help="those that divide the processes run")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="for sizes above 1")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node N")
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    machine = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
+    report = one_gpu.earlier_report(args.output, machine, parser)
+    for name in args.models:
+        config = one_gpu.MODELS[name]
+        lengths = [args.one_document] if args.one_document else one_gpu.sample_lengths("lognormal", args.tokens)
+        start = time.perf_counter()
+        model = one_gpu.make_model(config, "ours", args.device)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if first:
+            print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
+        run = {
+            "command": f"torchrun --nproc_per_node {world} {' '.join(sys.argv)}",
+            "model": name,
+            "gpus": world,
+            "documents": len(lengths),
+            "tokens": sum(lengths),
+            "flops": one_gpu.model_flops(config, lengths),
+            "arms": [],
+        }
+        report["runs"].append(run)
+        for size in args.sizes:
+            for arm in args.arms if size > 1 else ["whole"]:
+                if world % size:
+                    continue
+                run["arms"].append(measure(model, lengths, size, arm, args))
+                if first:
+                    print_arm(run["arms"][-1], run["arms"][0])
+                    if args.output:
+                        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        if first:
+            documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
+            print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
+            for arm in run["arms"]:
+                print_arm(arm, run["arms"][0])
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Softmax attention on a part of a row: exchange tokens for heads, or gather all keys and values."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .. import ops
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from ..ops.attention import attention_with_earlier_keys
+from .collectives import all_gather, all_to_all
+from .groups import fits_heads
+
+
+if TYPE_CHECKING:
+    from .shard import RowShard
+
+
+class _WithGroups:
+    """An attention layer as seen by attention functions, with another number of query heads per key head."""
+
+    def __init__(self, module: torch.nn.Module, num_key_value_groups: int):
+        self._module, self.num_key_value_groups = module, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def attention(
+    shard: "RowShard",
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    boundaries: SequenceBoundaries,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
+    if options.get("output_attentions"):
+        raise input_error(
+            "attention",
+            expected="a whole row for attention weights",
+            got="a part of a row",
+            fix="Leave output_attentions out, or run without sequence parallelism.",
+        )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if shard.parallel.attention_for(heads, kv_heads) == "gather":
+        return _by_gather(shard, module, query, key, value, **options), None
+    if not fits_heads(shard.size, heads, kv_heads):
+        raise input_error(
+            "attention",
+            expected=f"{heads} heads over {kv_heads} that {shard.size} processes can share",
+            got=f"{shard.size} processes",
+            fix='Use attention="gather".',
+        )
+    return _by_heads(shard, module, query, key, value, **options), None
+
+
+def _by_heads(shard: "RowShard", module, query, key, value, **options: Any) -> torch.Tensor:
+    size, group = shard.size, shard.parallel.group
+    if key.shape[1] < size:
+        # Each rank gets the one key head of its query heads; their gradients are summed.
+        key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
+    module = _WithGroups(module, query.shape[1] // key.shape[1])
+    query, key, value = (all_to_all(x, 1, 2, group) for x in (query, key, value))
+    output = ops.attention(module, query, key, value, None, boundaries=shard.row, **options)[0]
+    return all_to_all(output, 1, 2, group)
+
+
+def _by_gather(shard: "RowShard", module, query, key, value, **options: Any) -> torch.Tensor:
+    # One exchange for both. The keys that are used begin with the first document's, wherever it began.
+    begin, before = shard.start - shard.tokens_before, shard.tokens_before
+    both = all_gather(torch.cat([key, value], dim=-1), 2, shard.parallel.group)
+    key, value = both[:, :, begin : shard.start + shard.total_length].split([key.shape[-1], value.shape[-1]], dim=-1)
+    if not before:
+        return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), **options)[0]
+    if query.is_cuda:
+        # All pieces at once, where a kernel can.
+        lengths = {"boundaries": _pieces(shard, 0), "keys": _keys(shard)}
+        output = attention_with_earlier_keys(module, query, key, value, **lengths, **options)
+        if output is not None:
+            return output
+    first = shard.lengths[0]
+    outputs = [_continued(module, query[:, :, :first], *(x[:, :, : before + first] for x in (key, value)), **options)]
+    if shard.num_documents > 1:
+        rest = query[:, :, first:], *(x[:, :, before + first :] for x in (key, value))
+        outputs.append(ops.attention(module, *rest, None, boundaries=_pieces(shard, 1), **options)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _pieces(shard: "RowShard", begin: int) -> SequenceBoundaries:
+    """The boundaries of the pieces from `begin` on, as if they were all."""
+    device = shard.cu_seqlens.device
+    return shard.derived(
+        f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(shard.lengths[begin:], device=device)
+    )
+
+
+def _keys(shard: "RowShard") -> SequenceBoundaries:
+    """The boundaries of the pieces' keys: the first piece has those of the whole document before it."""
+    first, *others = shard.lengths
+    lengths = [shard.tokens_before + first, *others]
+    return shard.derived("keys", lambda: SequenceBoundaries.from_lengths(lengths, device=shard.cu_seqlens.device))
+
+
+def _continued(module, query, key, value, *, eager, scaling, dropout, **kwargs: Any) -> torch.Tensor:
+    """The last queries of one document against all keys up to them."""
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    shape = query.shape[2], key.shape[2]
+    mask = torch.full(shape, torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
+    mask = mask.triu(1 + shape[1] - shape[0])[None, None]
+    return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]

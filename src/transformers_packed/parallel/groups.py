@@ -1,0 +1,126 @@
+"""Which processes share a row, and how its layers compute it together."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..errors import input_error
+
+
+GATED_DELTA_RULES = ("state", "heads")
+ATTENTIONS = ("heads", "gather")
+
+
+class SequenceParallel:
+    """`size` neighbouring processes compute one packed row, each of them a contiguous part of its tokens.
+
+    The object makes a device mesh `("dp", "sp")` of its own. A shard of a row carries it to the layers
+    ([`RowShard`]), so there is no global state, and a model computes whole rows as before when it is given one.
+
+    Args:
+        size (`int`):
+            Processes per row, `P`. The number of processes is a multiple of it.
+        gated_delta_rule (`str`, *optional*, defaults to `"state"`):
+            `"state"`: each process hands the state of a document that goes on to the next one, in float32, whatever the
+            number of heads. `"heads"`: processes exchange tokens for heads, so each computes all tokens of its heads.
+        attention (`str`, *optional*):
+            `"heads"` as above, with key and value heads repeated where there are fewer than processes; `"gather"`:
+            each process has all keys and values and its own queries. By default what fits the model's heads, `"heads"` if
+            that does.
+        device_type (`str`, *optional*):
+            `"cpu"` or `"cuda"`; by default what the default process group's backend is for.
+
+    Raises:
+        `ValueError`: no process group, a number of processes that is no multiple of `size`, or an unknown method.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        gated_delta_rule: str = "state",
+        attention: str | None = None,
+        device_type: str | None = None,
+    ):
+        call = "SequenceParallel"
+        _check_names(gated_delta_rule, attention)
+        if not dist.is_initialized():
+            raise input_error(
+                call,
+                expected="a default process group",
+                got="none",
+                fix="Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first.",
+            )
+        world = dist.get_world_size()
+        if not isinstance(size, int) or size < 1 or world % size:
+            raise input_error(
+                call,
+                expected=f"a size that divides the {world} processes",
+                got=f"{size}",
+                fix="Start a multiple of it, or choose another size.",
+            )
+        if device_type is None:
+            device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        self.mesh = init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
+        self.size = size
+        self.group = self.mesh["sp"].get_group()
+        self.rank = self.mesh["sp"].get_local_rank()
+        self.data_parallel_size = world // size
+        self.data_parallel_rank = self.mesh["dp"].get_local_rank()
+        self.gated_delta_rule = gated_delta_rule
+        self.attention = attention
+
+    def check_config(self, config) -> None:
+        """Raise a `ValueError` if a model of this configuration cannot be computed with these methods."""
+        check_methods(config.get_text_config(), self.size, self.gated_delta_rule, self.attention)
+
+    def attention_for(self, heads: int, kv_heads: int) -> str:
+        """The method that serves an attention layer: the one asked for, or what fits."""
+        return self.attention or ("heads" if fits_heads(self.size, heads, kv_heads) else "gather")
+
+
+def fits_heads(size: int, heads: int, kv_heads: int) -> bool:
+    """Whether `size` processes can share an attention layer's heads."""
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def check_methods(config, size: int, gated_delta_rule: str, attention: str | None) -> None:
+    """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration in this way."""
+    call = "SequenceParallel"
+    _check_names(gated_delta_rule, attention)
+    unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
+    if unknown or not hasattr(config, "linear_num_key_heads"):
+        raise input_error(
+            call,
+            expected="a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
+            got=f"{config.model_type}",
+            fix="Train this model without sequence parallelism.",
+        )
+    if gated_delta_rule == "heads":
+        for heads in (config.linear_num_key_heads, config.linear_num_value_heads):
+            if heads % size:
+                raise input_error(
+                    call,
+                    expected=f'numbers of linear key and value heads that are multiples of {size} for "heads"',
+                    got=f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
+                    fix='Use gated_delta_rule="state".',
+                )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if attention == "heads" and not fits_heads(size, heads, kv_heads):
+        raise input_error(
+            call,
+            expected=f"{size} processes to divide the attention heads, and to divide or be a multiple of the "
+            'key and value heads, for "heads"',
+            got=f"{heads} and {kv_heads}",
+            fix='Use attention="gather".',
+        )
+
+
+def _check_names(gated_delta_rule: str, attention: str | None) -> None:
+    for name, value, known in (
+        ("gated_delta_rule", gated_delta_rule, GATED_DELTA_RULES),
+        ("attention", attention, (None, *ATTENTIONS)),
+    ):
+        if value not in known:
+            raise input_error(
+                "SequenceParallel", expected=f"{name} to be one of {known}", got=repr(value), fix="Choose one."
+            )

@@ -1,0 +1,39 @@
+"""From the parts of a row back to the row, for losses that look at whole documents."""
+
+import torch
+
+from ..errors import input_error
+from .collectives import all_gather
+from .shard import RowShard
+
+
+def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[torch.Tensor, ...]:
+    """The whole row's log-probabilities, labels, and whatever else has one entry per token. Differentiable.
+
+    Every rank gets the same and can compute the loss of the row, each document's own for example, from
+    `boundaries.row`. As in data parallelism, the gradients' mean over all processes (DDP, FSDP) is then that of the mean
+    of the rows' losses. All ranks have to call it, and to use the same of what it returns.
+
+    Args:
+        tensors (`torch.Tensor` of shape `[1, T / P, ...]`):
+            This rank's log-probabilities, its `shift_labels`, and so on.
+        boundaries ([`RowShard`]):
+            Which part of the row they are of.
+
+    Returns:
+        `tuple` of `torch.Tensor` of shape `[1, T, ...]`, without the row's tail padding.
+
+    Raises:
+        `ValueError`: a tensor is not this part of the row, or the other ranks are not known.
+    """
+    for x in tensors:
+        if boundaries.parallel is None or x.shape[:2] != (1, boundaries.total_length):
+            raise input_error(
+                "gather_loss_tensors",
+                expected=f"tensors [1, {boundaries.total_length}, ...] of a shard that knows the other ranks",
+                got=f"shape {tuple(x.shape)}",
+                fix="Pass the boundaries of these tensors' batch, as the model got them.",
+            )
+    group, row = boundaries.parallel.group, boundaries.row
+    length = row.total_length - row.padding_tokens
+    return tuple(all_gather(x, 1, group)[:, :length] for x in tensors)

@@ -1,0 +1,349 @@
+"""Rows over two GPUs (NCCL): the ops on parts of a row against the whole row, documents that stay apart, and training.
+
+The heads are those of a model of 4B parameters, also in the small models, so that kernels are compiled for one shape.
+These tests have not run on a GPU: they were started on two, and kernels were still being compiled when their time was up.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import unittest
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu_tester import report
+from parameterized import parameterized
+from process_tester import run_once
+from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import (
+    attention,
+    causal_conv1d,
+    convolved_query_key_value,
+    dispatch,
+    gated_delta_rule,
+    implementations_used,
+)
+from transformers_packed.parallel import RowShard, SequenceParallel
+
+
+SIZE = 2
+# On a CPU, to try this file out: `TRANSFORMERS_PACKED_TEST_SP_ON_CPU=1`, with gloo and few heads.
+ON_CPU = bool(os.environ.get("TRANSFORMERS_PACKED_TEST_SP_ON_CPU"))
+DEVICE, BACKEND = ("cpu", "gloo") if ON_CPU else ("cuda", "nccl")
+KEY_HEADS, VALUE_HEADS, DIM = (2, 4, 16) if ON_CPU else (16, 32, 128)
+HEADS, HEAD_DIM = (4, 16) if ON_CPU else (16, 256)
+TOTAL = 256 if ON_CPU else 2048
+UNIT = TOTAL // 256
+# Rows that are cut in the middle.
+ROWS = {
+    "aligned": [64 * UNIT, 64 * UNIT, 100 * UNIT, 28 * UNIT],
+    "cut": [40 * UNIT, 110 * UNIT + 1, 7 * UNIT, 99 * UNIT - 1],
+    "one long": [TOTAL],
+    "shorter than the halo around the cut": [128 * UNIT - 4, 1, 2, 2, 1, 3, 128 * UNIT - 5],
+    "one token behind": [TOTAL - 1, 1],
+}
+LEAKING = ("cut", "shorter than the halo around the cut")
+# Largest errors of outputs and of gradients, relative to the whole row in float32.
+BARS = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-4, 1e-4)}
+
+
+def _conv_inputs(draw):
+    return [draw(2 * KEY_HEADS * DIM + VALUE_HEADS * DIM)], [draw.weight(2 * KEY_HEADS * DIM + VALUE_HEADS * DIM, 4)]
+
+
+def _conv(tensors, weights, boundaries, impl):
+    return [causal_conv1d(*tensors, *weights, None, "silu", boundaries=boundaries, impl=impl)]
+
+
+def _projections(tensors, weights, boundaries, impl):
+    shapes = {"key_heads": KEY_HEADS, "key_dim": DIM, "value_dim": DIM}
+    return convolved_query_key_value(*tensors, *weights, boundaries=boundaries, impl=impl, **shapes)
+
+
+def _rule_inputs(draw):
+    query, key = (F.normalize(draw(KEY_HEADS, DIM), dim=-1) for _ in range(2))
+    decay = -F.softplus(draw(VALUE_HEADS) - 2)
+    return [query, key, draw(VALUE_HEADS, DIM), decay, draw(VALUE_HEADS).sigmoid()], []
+
+
+def _rule(tensors, weights, boundaries, impl):
+    return [gated_delta_rule(*tensors, boundaries=boundaries, impl=impl)[0]]
+
+
+def _attention_inputs(kv_heads):
+    return lambda draw: ([draw(heads, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads)], [])
+
+
+def _attention(tensors, weights, boundaries, impl):
+    query, key, value = (x.transpose(1, 2) for x in tensors)
+    module = torch.nn.Module()
+    module.config = SimpleNamespace(_attn_implementation="sdpa")
+    module.num_key_value_groups, module.is_causal = query.shape[1] // key.shape[1], True
+    options = {"eager": eager_attention_forward, "scaling": HEAD_DIM**-0.5, "boundaries": boundaries}
+    # The reference of attention has another name.
+    impl = "per_document(sdpa)" if impl == "reference" else impl
+    return [attention(module, query, key, value, None, impl=impl, **options)[0]]
+
+
+# Name: methods, inputs, op, and what has to have run for bfloat16 on GPUs that have all packages.
+CASES = {
+    "rule by states": ({"gated_delta_rule": "state"}, _rule_inputs, _rule, "fla with cp_context"),
+    "rule by heads": ({"gated_delta_rule": "heads"}, _rule_inputs, _rule, None),
+    "projections": ({}, _conv_inputs, _projections, "triton"),
+    "attention by heads": ({"attention": "heads"}, _attention_inputs(HEADS // 4), _attention, "varlen_attn"),
+    "attention over one by heads": ({"attention": "heads"}, _attention_inputs(1), _attention, "varlen_attn"),
+    "attention by gather": ({"attention": "gather"}, _attention_inputs(HEADS // 4), _attention, None),
+    "conv": ({}, _conv_inputs, _conv, None),
+}
+# To have accelerate shard without GPUs.
+FSDP_ON_CPU = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_CPU": "false",
+    "ACCELERATE_TORCH_DEVICE": "cpu",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class _Draw:
+    """Random tensors `[1, TOTAL, *shape]`, and weights."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape):
+        return torch.randn(1, TOTAL, *shape, generator=self.generator)
+
+    def weight(self, *shape):
+        return torch.randn(shape, generator=self.generator) / 2
+
+
+@cache
+def _inputs(case, dtype, seed=0):
+    """On the device, with what `dtype` can hold; the decay stays float32, as in every model. Not to be written to."""
+    tensors, weights = CASES[case][1](_Draw(seed))
+    cast = lambda x: x.to(DEVICE).to(dtype)  # noqa: E731
+    tensors = [x.to(DEVICE) if case.startswith("rule") and i == 3 else cast(x) for i, x in enumerate(tensors)]
+    return tensors, [cast(x) for x in weights]
+
+
+def _compute(case, inputs, cotangents, boundaries, impl="auto"):
+    """Outputs, and gradients of tokens and weights for these gradients of the outputs."""
+    tensors, weights = ([x.detach().contiguous().requires_grad_() for x in part] for part in inputs)
+    outputs = CASES[case][2](tensors, weights, boundaries, impl)
+    gradients = torch.autograd.grad(outputs, tensors + weights, cotangents(outputs))
+    return [y.detach() for y in outputs], gradients[: len(tensors)], gradients[len(tensors) :]
+
+
+@cache
+def _random_row(*shape):
+    return _Draw(1)(*shape).to(DEVICE)
+
+
+def _random_cotangents(part):
+    return lambda outputs: [part(_random_row(*y.shape[2:])).to(y) for y in outputs]
+
+
+def _error(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)).item()
+
+
+def _errors(found, expected, part):
+    """The largest of outputs, and of gradients, of this rank's part; weights' gradients are summed over the ranks."""
+    outputs, tokens, weights = found
+    outputs = max(_error(a, part(b)) for a, b in zip(outputs, expected[0], strict=True))
+    gradients = [_error(a, part(b)) for a, b in zip(tokens, expected[1], strict=True)]
+    gradients += [_error(a, b) for a, b in zip(weights, expected[2], strict=True)]
+    return outputs, max(gradients)
+
+
+def _summed(weights):
+    weights = [x.float() for x in weights]
+    for x in weights:
+        dist.all_reduce(x)
+    return weights
+
+
+def _figures(case, dtype, lengths, parallel):
+    """Errors of the parts, and of the whole row in the same type, both relative to the whole row in float32."""
+    whole = SequenceBoundaries.from_lengths(lengths, device=DEVICE)
+    shard = RowShard.cut(whole, parallel.rank, SIZE, parallel)
+    part = lambda x: x[:, shard.start : shard.start + shard.total_length]  # noqa: E731
+    every = lambda x: x  # noqa: E731
+    tensors, weights = _inputs(case, dtype)
+    exact = [[x.float() for x in tensors], [x.float() for x in weights]]
+    expected = _compute(case, exact, _random_cotangents(every), whole, "reference")
+    alone = _compute(case, (tensors, weights), _random_cotangents(every), whole)
+    outputs, tokens, weights = _compute(case, ([part(x) for x in tensors], weights), _random_cotangents(part), shard)
+    found = outputs, tokens, _summed(weights)
+    return _errors(found, expected, part), _errors(alone, expected, every)
+
+
+def _spread(case, dtype, lengths, parallel, document, value):
+    """Which documents' outputs change when one document's tokens do, and where gradients of its outputs alone arrive.
+
+    On the parts of a row, and on the whole row. `value` is what the document's tokens become, by default other numbers.
+    """
+    whole = SequenceBoundaries.from_lengths(lengths, device=DEVICE)
+    shard = RowShard.cut(whole, parallel.rank, SIZE, parallel)
+    of_document = whole.seq_idx[0] == document
+    tensors, weights = _inputs(case, dtype)
+    others = [torch.full_like(x, value) for x in tensors] if value else _inputs(case, dtype, seed=2)[0]
+    expand = lambda x: of_document.view(1, -1, *[1] * (x.ndim - 2))  # noqa: E731
+    changed = [torch.where(expand(x), other, x) for x, other in zip(tensors, others, strict=True)]
+
+    def run(boundaries, part):
+        def cotangents(outputs):
+            chosen = torch.full((), value or 1.0, device=DEVICE)
+            return [torch.where(part(expand(y)), chosen, torch.zeros_like(chosen)).to(y).expand_as(y) for y in outputs]
+
+        numbers = part(whole.seq_idx)[0]
+        before, gradients, _ = _compute(case, ([part(x) for x in tensors], weights), cotangents, boundaries)
+        after, _, _ = _compute(case, ([part(x) for x in changed], weights), cotangents, boundaries)
+        # Not equal also where it is not a number.
+        touched = [~(a == b) for a, b in zip(after, before, strict=True)]
+        reached = [~(x == 0) for x in gradients]
+        return [
+            set(numbers[torch.stack([x.flatten(2).any(2)[0] for x in flags]).any(0)].tolist())
+            for flags in (touched, reached)
+        ]
+
+    start = shard.start
+    return run(shard, lambda x: x[:, start : start + shard.total_length]), run(whole, lambda x: x)
+
+
+def _run_all():
+    """All figures of this rank, or what went wrong, by case, type and row."""
+    # The convolutions of the reference would have TF32's precision.
+    torch.backends.cudnn.allow_tf32 = False
+    results = {}
+
+    def attempt(*key, function):
+        dispatch._used.clear()
+        try:
+            results[key] = function(), implementations_used()
+        except Exception:
+            results[key] = traceback.format_exc()[-3000:], {}
+        if dist.get_rank() == 0:
+            print(*key, str(results[key])[-900:], flush=True)
+
+    for case, (methods, *_) in CASES.items():
+        parallel = SequenceParallel(SIZE, **methods)
+        for name, dtype in DTYPES.items():
+            for row, lengths in ROWS.items():
+                call = (case, dtype, lengths, parallel)
+                attempt(case, name, row, function=lambda call=call: _figures(*call))
+            for row in LEAKING if name == "bfloat16" else ():
+                for document in range(len(ROWS[row])):
+                    for value in (0.0, float("nan")):
+                        call = (case, dtype, ROWS[row], parallel, document, value)
+                        attempt(case, row, document, str(value), function=lambda call=call: _spread(*call))
+    return results
+
+
+def _kernels_are_there():
+    """Whether all packages with kernels are, so that each case has one way."""
+    import importlib.util
+
+    return not ON_CPU and all(importlib.util.find_spec(x) for x in ("fla", "tilelang", "flash_qla"))
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(ON_CPU or torch.cuda.device_count() >= SIZE, f"needs {SIZE} CUDA devices")
+class ParallelOpsOnGpusTest(unittest.TestCase):
+    """All cases run in the same two processes, which take longer to start than to compute."""
+
+    def results(self, *key):
+        found = [results[key] for results in run_once(_run_all, SIZE, backend=BACKEND)]
+        for result, _ in found:
+            if isinstance(result, str):
+                self.fail(result)
+        return found
+
+    @parameterized.expand([(f"{case}, {dtype}", case, dtype) for case in CASES for dtype in DTYPES])
+    def test_equals_the_whole_row(self, _, case, dtype):
+        found = {row: self.results(case, dtype, row) for row in ROWS}
+        names = {name for ranks in found.values() for _, used in ranks for names in used.values() for name in names}
+        worst = {}
+        for kind, side in (("parts", 0), ("whole", 1)):
+            for number, what in enumerate(("outputs", "gradients")):
+                worst[f"{what}, {kind}"] = max(result[side][number] for ranks in found.values() for result, _ in ranks)
+        report(f"sequence parallel: {case}, {dtype}", **worst, ran=", ".join(sorted(names)))
+        for row, ranks in found.items():
+            for (outputs, gradients), _ in (result for result, _ in ranks):
+                self.assertLess(outputs, BARS[DTYPES[dtype]][0], row)
+                self.assertLess(gradients, BARS[DTYPES[dtype]][1], row)
+        needed = CASES[case][3]
+        if needed and dtype == "bfloat16" and _kernels_are_there():
+            self.assertIn(needed, names)
+
+    @parameterized.expand([(case, case) for case in CASES])
+    def test_documents_stay_apart(self, _, case):
+        for row in LEAKING:
+            for document in range(len(ROWS[row])):
+                # Other numbers go nowhere else. Of NaN that is asked as far as the kernel holds it on a whole row.
+                for value in ("0.0", "nan"):
+                    found = [result for result, _ in self.results(case, row, document, value)]
+                    for number, what in enumerate(("outputs", "gradients")):
+                        parts = set().union(*(shards[number] for shards, _ in found))
+                        whole = found[0][1][number]
+                        self.assertIn(document, parts)
+                        allowed = whole | {document} if value == "nan" else {document}
+                        self.assertEqual(parts - allowed, set(), f"{what}, {row}, {document}, {value}")
+        report(f"sequence parallel: {case}", others="bit for bit the same", gradients="exactly 0 across")
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(ON_CPU or torch.cuda.device_count() >= SIZE, f"needs {SIZE} CUDA devices")
+class ParallelTrainingOnGpusTest(unittest.TestCase):
+    def train(self, processes: int, *arms: str) -> dict:
+        """What the arms of `sequence_parallel_arms.py` logged, sharded by FSDP2 through accelerate."""
+        root = Path(__file__).parents[2]
+        script = Path(__file__).with_name("sequence_parallel_arms.py")
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "log.pt"
+            config = ["--config_file", str(root / "examples" / "fsdp2.yaml"), "--num_processes", str(processes)]
+            launch = [sys.executable, "-m", "accelerate.commands.launch", *config]
+            environment = dict(os.environ)
+            if ON_CPU:
+                environment |= FSDP_ON_CPU
+                launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                launch.append(f"--nproc_per_node={processes}")
+            command = [*launch, str(script), str(output), *arms]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+            self.assertEqual(result.returncode, 0, result.stderr[-4000:])
+            return torch.load(output)
+
+    def test_equals_one_gpu(self):
+        alone = self.train(1, "alone")["alone"]
+        for name, found in self.train(SIZE, "the default methods", "the other methods").items():
+            self.assertTrue(found["sharded"])
+            self.assertEqual(len(found["losses"]), len(alone["losses"]))
+            figures = {}
+            for what in ("losses", "grad_norms"):
+                a, b = (torch.tensor(x[what]) for x in (found, alone))
+                errors = (a - b).abs() / b
+                figures |= {f"{what}, first": errors[0].item(), f"{what}, largest": errors.max().item()}
+            report(f"sequence parallel: 20 steps of training, {name}", **figures, ran=str(found["implementations"]))
+            # accelerate has the loss rounded to bfloat16, to 0.4%; steps make more of what rounding did before them.
+            self.assertLess(figures["losses, largest"], 1e-2)
+            self.assertLess(figures["grad_norms, first"], 1e-2)
+            self.assertLess(figures["grad_norms, largest"], 5e-2)
+            self.assertLess(found["losses"][-1], 0.9 * found["losses"][0])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,175 @@
+"""The ops on parts of a row, against the same ops on the whole row in one process: outputs and gradients."""
+
+import unittest
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from parameterized import parameterized
+from process_tester import ROWS, run_once, run_processes
+from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import attention, causal_conv1d, convolved_query_key_value, gated_delta_rule
+from transformers_packed.parallel import RowShard, SequenceParallel
+
+
+WIDTH = 4
+
+
+def _conv_inputs(generator):
+    return [torch.randn(1, 24, 6, dtype=torch.float64, generator=generator)], [
+        torch.randn(6, WIDTH, dtype=torch.float64, generator=generator),
+        torch.randn(6, dtype=torch.float64, generator=generator),
+    ]
+
+
+def _conv(tensors, weights, boundaries):
+    return [causal_conv1d(*tensors, *weights, "silu", boundaries=boundaries)]
+
+
+def _projections_inputs(generator):
+    draw = {"dtype": torch.float64, "generator": generator}
+    return [torch.randn(1, 24, 2 * 2 * 3 + 4 * 2, **draw)], [torch.randn(20, WIDTH, **draw)]
+
+
+def _projections(tensors, weights, boundaries):
+    return convolved_query_key_value(*tensors, *weights, key_heads=2, key_dim=3, value_dim=2, boundaries=boundaries)
+
+
+def _rule_inputs(generator):
+    draw = {"dtype": torch.float64, "generator": generator}
+    return [
+        torch.randn(1, 24, 4, 5, **draw),
+        F.normalize(torch.randn(1, 24, 4, 5, **draw), dim=-1),
+        torch.randn(1, 24, 8, 3, **draw),
+        -0.2 * torch.rand(1, 24, 8, **draw),
+        torch.rand(1, 24, 8, **draw),
+    ], []
+
+
+def _rule(tensors, weights, boundaries):
+    return [gated_delta_rule(*tensors, boundaries=boundaries)[0]]
+
+
+def _attention_inputs(kv_heads):
+    def make(generator):
+        draw = {"dtype": torch.float64, "generator": generator}
+        return [torch.randn(1, 24, heads, 6, **draw) for heads in (4, kv_heads, kv_heads)], []
+
+    return make
+
+
+def _attention(implementation):
+    def run(tensors, weights, boundaries):
+        query, key, value = (x.transpose(1, 2) for x in tensors)
+        module = torch.nn.Module()
+        module.config = SimpleNamespace(_attn_implementation=implementation)
+        module.num_key_value_groups = query.shape[1] // key.shape[1]
+        module.is_causal = True
+        return [
+            attention(
+                module, query, key, value, None, eager=eager_attention_forward, scaling=0.3, boundaries=boundaries
+            )[0]
+        ]
+
+    return run
+
+
+# Name: methods, inputs and op.
+CASES = {
+    "conv": ({}, _conv_inputs, _conv),
+    "projections": ({}, _projections_inputs, _projections),
+    "rule by states": ({"gated_delta_rule": "state"}, _rule_inputs, _rule),
+    "rule by heads": ({"gated_delta_rule": "heads"}, _rule_inputs, _rule),
+    **{
+        f"{implementation} attention over {kv_heads} by {method}": (
+            {"attention": method},
+            _attention_inputs(kv_heads),
+            _attention(implementation),
+        )
+        for implementation in ("sdpa", "eager")
+        for kv_heads in (1, 2, 4)
+        for method in ("heads", "gather")
+    },
+}
+
+
+def _compute(case, boundaries, part):
+    """Outputs, and the gradients of tokens and of weights, of the part of the row that `part` cuts out."""
+    _, make, op = CASES[case]
+    tensors, weights = make(torch.Generator().manual_seed(0))
+    tensors = [part(x).contiguous().requires_grad_() for x in tensors]
+    weights = [x.requires_grad_() for x in weights]
+    outputs = op(tensors, weights, boundaries)
+    generator = torch.Generator().manual_seed(1)
+    # Each output counts differently, or a gradient that went to the wrong place would go unseen.
+    loss = sum((y * part(torch.randn(1, 24, *y.shape[2:], dtype=y.dtype, generator=generator))).sum() for y in outputs)
+    gradients = torch.autograd.grad(loss, tensors + weights)
+    return [y.detach() for y in outputs], gradients[: len(tensors)], gradients[len(tensors) :]
+
+
+def _run_all(size):
+    """The results of all cases on this rank's part of all rows."""
+    results = {}
+    for case, (methods, _, _) in CASES.items():
+        parallel = SequenceParallel(size, **methods)
+        for name, lengths in ROWS.items():
+            shard = RowShard.cut(SequenceBoundaries.from_lengths(lengths), parallel.rank, size, parallel)
+            piece = slice(shard.start, shard.start + shard.total_length)
+            results[case, name] = _compute(case, shard, lambda x, piece=piece: x[:, piece])
+    return results
+
+
+def _run_short_shards():
+    shard = RowShard.cut(SequenceBoundaries.from_lengths([4]), SequenceParallel(2).rank, 2, SequenceParallel(2))
+    try:
+        causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard)
+    except ValueError as error:
+        return str(error)
+
+
+def _run_unfit_heads():
+    messages = []
+    for case in ("rule by heads", "sdpa attention over 1 by heads"):
+        methods, make, op = CASES[case]
+        parallel = SequenceParallel(2, **methods)
+        tensors, _ = make(torch.Generator().manual_seed(0))
+        shard = RowShard.cut(SequenceBoundaries.from_lengths([24]), parallel.rank, 2, parallel)
+        # Three heads for two ranks.
+        tensors = [torch.cat([x[:, :12, :1]] * 3, dim=2) for x in tensors]
+        try:
+            op(tensors, [], shard)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+class ParallelLayersTest(unittest.TestCase):
+    """All cases of one size run in the same processes, which take longer to start than to compute."""
+
+    @parameterized.expand(
+        [(f"{case}, {row}, {size}", case, row, size) for size in (2, 4) for case in CASES for row in ROWS]
+    )
+    def test_equals_the_whole_row(self, _, case, row, size):
+        whole = SequenceBoundaries.from_lengths(ROWS[row])
+        outputs, token_gradients, weight_gradients = _compute(case, whole, lambda x: x)
+        parts = [results[case, row] for results in run_once(_run_all, size, size)]
+        found = [
+            *(torch.cat([part[0][number] for part in parts], dim=1) for number in range(len(outputs))),
+            *(torch.cat([part[1][number] for part in parts], dim=1) for number in range(len(token_gradients))),
+            *(sum(part[2][number] for part in parts) for number in range(len(weight_gradients))),
+        ]
+        # Eager attention has its softmax in float32 whatever the inputs are.
+        tolerance = 1e-6 if case.startswith("eager") else 1e-10
+        expected = [*outputs, *token_gradients, *weight_gradients]
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+    def test_a_shard_shorter_than_the_window_is_refused(self):
+        for message in run_processes(_run_short_shards, 2):
+            self.assertIn("at least 3 tokens on each rank", message)
+
+    def test_heads_that_do_not_fit_are_refused(self):
+        for rule, softmax in run_processes(_run_unfit_heads, 2):
+            self.assertIn('gated_delta_rule="state"', rule)
+            self.assertIn('attention="gather"', softmax)
