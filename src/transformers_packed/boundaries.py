@@ -218,7 +218,8 @@ class SequenceBoundaries:
         if total > torch.iinfo(torch.int32).max:
             raise input_error(call, expected="at most 2**31 - 1 tokens in a row", got=str(total), fix="Split the row.")
         host = host.to(torch.int32)
-        return cls(host.to(device) if given is None else given.to(torch.int32), host)
+        # A tensor object of its own, since `derived` keeps things with it.
+        return cls(host.to(device) if given is None else given.to(torch.int32).detach(), host)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -240,17 +241,25 @@ class SequenceBoundaries:
         """The longest document's length in tokens."""
         return max(self.lengths)
 
-    @cached_property
+    @property
     def seq_idx(self) -> torch.Tensor:
         """int32 `[1, T]`: the document number of each token. No synchronisation."""
-        documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
-        return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
 
-    @cached_property
+        def make() -> torch.Tensor:
+            documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
+            return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
+
+        return self.derived("seq_idx", make)
+
+    @property
     def position_ids(self) -> torch.Tensor:
         """int64 `[1, T]`: each token's position in its own document, from 0. No synchronisation."""
-        tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
-        return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
+
+        def make() -> torch.Tensor:
+            tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
+            return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
+
+        return self.derived("position_ids", make)
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
@@ -270,8 +279,11 @@ class SequenceBoundaries:
         )
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share."""
-        values = self.__dict__.setdefault("_derived", {})
+        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share.
+
+        They are kept with `cu_seqlens`, because FSDP2 with mixed precision gives each layer a copy of this object.
+        """
+        values = vars(self.cu_seqlens).setdefault("_derived", {})
         if name not in values:
             values[name] = make()
         return values[name]

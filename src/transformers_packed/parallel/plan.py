@@ -11,14 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from ..data.cost import has_experts
 from ..errors import input_error
+from ..ops.cross_entropy import CHUNK_SIZE
 from .groups import check_methods, fits_heads
 
 
 _GIB = 2**30
 # bfloat16, and float32.
 _HALF, _FULL = 2, 4
-# The tokens whose logits the loss makes at a time.
-_LOSS_TOKENS = 3072
 # The gated delta rule keeps a square matrix for each head and so many tokens.
 _CHUNK = 64
 # Of the memory; the rest is left to the allocator's gaps, CUDA and NCCL.
@@ -313,7 +312,7 @@ def loss_memory(text: PreTrainedConfig, tokens: int) -> float:
     hidden = _HALF * 4 * text.hidden_size * tokens
     # Beside the gradient of the head in float32 there are logits, and later its copy in bfloat16.
     return hidden + text.vocab_size * (
-        _HALF * max(min(tokens, _LOSS_TOKENS), text.hidden_size) + _FULL * text.hidden_size
+        _HALF * max(min(tokens, CHUNK_SIZE), text.hidden_size) + _FULL * text.hidden_size
     )
 
 
