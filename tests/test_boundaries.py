@@ -167,6 +167,11 @@ class SequenceBoundariesTest(unittest.TestCase):
         self.assertIs(copy.position_ids, boundaries.position_ids)
         self.assertIs(copy.derived("name", object), boundaries.derived("name", object))
 
+    def test_a_changed_copy_moves_as_it_is(self):
+        boundaries = SequenceBoundaries.from_lengths([2, 3])
+        self.assertIs(boundaries.to("meta"), boundaries.to("meta"))
+        self.assertEqual(dataclasses.replace(boundaries, padding_tokens=3).to("meta").padding_tokens, 3)
+
     def test_a_tensor_that_is_used_again_for_another_row(self):
         cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
         self.assertEqual(SequenceBoundaries.from_cu_seqlens(cu_seqlens).seq_idx.tolist(), [[0, 0, 0, 1, 1]])

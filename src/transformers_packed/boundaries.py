@@ -274,9 +274,10 @@ class SequenceBoundaries:
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        return self.derived(
-            f"to {device}", lambda: replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
-        )
+        moved = vars(self).setdefault("_moved", {})
+        if device not in moved:
+            moved[device] = replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+        return moved[device]
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share.
