@@ -4,13 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import reduce
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from .configure import configure_packing
-from .sequence_parallel import SequenceParallelMixin
+from .sequence_parallel import SequenceParallelMixin, in_rounds
 
 
 @dataclass
@@ -117,6 +119,19 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
         if size != 1:
             self.cut_rows()
+
+    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
+        dataloader = super().get_eval_dataloader(*args, **kwargs)
+        sampler = getattr(dataloader, "batch_sampler", None)
+        # For `compute_metrics` Trainer itself leaves out the samples that fill up the last batches, for the loss it does not.
+        if (
+            isinstance(sampler, BatchSamplerShard)
+            and self.compute_metrics is None
+            and not sampler.split_batches
+            and not hasattr(dataloader, "own_batches")
+        ):
+            dataloader.own_batches = in_rounds(sampler)
+        return dataloader
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""

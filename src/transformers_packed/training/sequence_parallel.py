@@ -101,7 +101,7 @@ class SequenceParallelMixin:
             # Nothing has to be filled up for a single reader.
             sampler.even_batches = parallel.data_parallel_size > 1
             if not is_training:
-                dataloader.own_batches = _in_rounds(sampler)
+                dataloader.own_batches = in_rounds(sampler)
             self._compared_rows = False
         return dataloader
 
@@ -127,7 +127,7 @@ class SequenceParallelMixin:
         return inputs
 
 
-def _in_rounds(sampler: BatchSamplerShard) -> int:
+def in_rounds(sampler: BatchSamplerShard) -> int:
     """Let each reader have as many batches by whole ones that stand in, last; how many of this one's are its own.
 
     accelerate would fill up the last batches with samples that are evaluated already.
