@@ -218,8 +218,7 @@ class SequenceBoundaries:
         if total > torch.iinfo(torch.int32).max:
             raise input_error(call, expected="at most 2**31 - 1 tokens in a row", got=str(total), fix="Split the row.")
         host = host.to(torch.int32)
-        # A tensor object of its own, since `derived` keeps things with it.
-        return cls(host.to(device) if given is None else given.to(torch.int32).detach(), host)
+        return cls(host.to(device) if given is None else given.to(torch.int32), host)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -241,25 +240,17 @@ class SequenceBoundaries:
         """The longest document's length in tokens."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def seq_idx(self) -> torch.Tensor:
         """int32 `[1, T]`: the document number of each token. No synchronisation."""
+        documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
+        return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
 
-        def make() -> torch.Tensor:
-            documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
-            return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
-
-        return self.derived("seq_idx", make)
-
-    @property
+    @cached_property
     def position_ids(self) -> torch.Tensor:
         """int64 `[1, T]`: each token's position in its own document, from 0. No synchronisation."""
-
-        def make() -> torch.Tensor:
-            tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
-            return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
-
-        return self.derived("position_ids", make)
+        tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
+        return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
@@ -274,17 +265,13 @@ class SequenceBoundaries:
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        moved = vars(self).setdefault("_moved", {})
-        if device not in moved:
-            moved[device] = replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
-        return moved[device]
+        return self.derived(
+            f"to {device}", lambda: replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+        )
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share.
-
-        They are kept with `cu_seqlens`, because FSDP2 with mixed precision gives each layer a copy of this object.
-        """
-        values = vars(self.cu_seqlens).setdefault("_derived", {})
+        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share."""
+        values = self.__dict__.setdefault("_derived", {})
         if name not in values:
             values[name] = make()
         return values[name]

@@ -9,6 +9,7 @@ from packed_vision_tester import TINY
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
+from transformers_packed import SequenceBoundaries
 from transformers_packed.models.padding import PaddedBatch
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
@@ -59,6 +60,21 @@ class CompileTest(unittest.TestCase):
             self.assertTrue(all("packed rows differ in the lengths" in reason for reason in breaks), breaks)
             self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
             self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+
+    @parameterized.expand([("cu_seqlens",), ("seq_idx",), ("boundaries",)])
+    def test_without_position_ids(self, source):
+        model = self.model(*FAMILIES[2][1:]).eval()
+        compiled = torch.compile(model, backend="eager")
+        cu_seqlens = torch.tensor([0, 3, 12], dtype=torch.int32)
+        input_ids = torch.randint(1, 97, (1, 12), generator=torch.Generator().manual_seed(0))
+        for middle in (3, 8):
+            # A buffer that is filled again.
+            cu_seqlens[1] = middle
+            boundaries = SequenceBoundaries.from_lengths([middle, 12 - middle])
+            told = {"cu_seqlens": cu_seqlens, "seq_idx": boundaries.seq_idx, "boundaries": boundaries}[source]
+            with torch.no_grad():
+                expected = model(input_ids=input_ids, boundaries=boundaries).logits
+                self.assertLess(relative_error(compiled(input_ids=input_ids, **{source: told}).logits, expected), 1e-5)
 
     def test_where_the_graph_breaks(self):
         explanation = torch._dynamo.explain(self.model(*FAMILIES[2][1:]))(**packed_batch(make_documents(1, 3, 65)))

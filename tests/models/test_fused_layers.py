@@ -45,12 +45,14 @@ FAMILIES = {
 }
 
 
+HOWS = ("hooked", "hooked_norm", "checkpointing")
+
+
 class FusedLayersTest(InterpretedKernelsTest):
-    @parameterized.expand(
-        [*((family, "plain") for family in FAMILIES), ("qwen3_5", "hooked"), ("qwen3_5", "checkpointing")]
-    )
+    @parameterized.expand([*((family, "plain") for family in FAMILIES), *(("qwen3_5", how) for how in HOWS)])
     def test_gradients_equal_those_of_the_torch_forms(self, family, how):
         cls, config_class, options = FAMILIES[family]
+        seen = []
         set_seed(0)
         model = cls._from_config(config_class(**TINY, **options), attn_implementation="sdpa").train()
         ids = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -62,10 +64,14 @@ class FusedLayersTest(InterpretedKernelsTest):
             for module in model.model.modules():
                 if isinstance(module, torch.nn.Linear):
                     module.register_forward_hook(lambda *args: None)
+        elif how == "hooked_norm":
+            norm = model.model.layers[0].linear_attn.norm
+            norm.register_forward_hook(lambda *args: seen.append(norm))
         elif how == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         dispatch._used.clear()
         got = gradients(model, model(**batch).loss)
+        self.assertEqual(len(seen), how == "hooked_norm")
         self.assertLess(total_relative_error(got, expected), 1e-5)
         ran = {op for op, names in implementations_used().items() if "triton" in names}
         shared = {"convolved_query_key_value", "decay_and_rate", "linear_cross_entropy", "normed_rotary", "rms_norm"}
@@ -73,6 +79,8 @@ class FusedLayersTest(InterpretedKernelsTest):
         with_a_layer = {"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}
         without = {"gated_rms_norm", "sigmoid_gate", "swiglu"}
         wanted, unwanted = (without, with_a_layer) if how == "hooked" else (with_a_layer, without)
+        if how == "hooked_norm":
+            unwanted -= {"gated_rms_norm"}
         self.assertLessEqual(wanted, ran)
         self.assertFalse(unwanted & ran)
 

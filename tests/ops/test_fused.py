@@ -464,6 +464,17 @@ UNSERVED = [
 ]
 
 
+class OneTokenTest(InterpretedKernelsTest):
+    @parameterized.expand([("swiglu", swiglu_linear), ("sigmoid", sigmoid_gate_linear)])
+    def test_without_a_dimension_of_tokens(self, _, op):
+        found = []
+        for impl in ("triton", "reference"):
+            leaves = [x.requires_grad_() for x in torch.linspace(-1, 1, 96).split([16, 16, 64])]
+            y = op(leaves[0], leaves[1], leaves[2].view(4, 16), impl=impl)
+            found.append(torch.autograd.grad(y.square().sum(), leaves))
+        self.assertLess(max(errors(*found)), 1e-6)
+
+
 class BadInputTest(InterpretedKernelsTest):
     @parameterized.expand([("swiglu", swiglu_linear, 0), ("sigmoid", sigmoid_gate_linear, 0), ("norm", None, 1)])
     def test_a_cast_before_the_linear_layer(self, _, op, heads):

@@ -4,6 +4,7 @@ A type that crashes, hangs or takes all memory ends its process, which is that t
 with the next one.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -167,7 +168,9 @@ class _Worker:
             return 0
         process.kill()
         status = process.wait()
-        process.stdin.close()
+        # What it did not read any more.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         process.stdout.close()
         return status
 

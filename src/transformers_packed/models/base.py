@@ -62,16 +62,17 @@ def is_plain(module: torch.nn.Module, cls: type) -> bool:
     return type(module) is cls and "forward" not in vars(module)
 
 
+def is_unhooked(module: torch.nn.Module) -> bool:
+    """Whether nothing hooks into the module, so that its forward may be left out for another computation of the same."""
+    state = vars(module)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" not in state and not any(state[name] for name in hooks)
+
+
 def is_bare_linear(module: torch.nn.Module) -> bool:
     """Whether the module is a linear layer that nothing hooks into, so that its weight says all that it does."""
-    state = vars(module)
-    return (
-        type(module) is torch.nn.Linear
-        and "forward" not in state
-        and type(module.weight) in (torch.nn.Parameter, torch.Tensor)
-        and not (state["_forward_hooks"] or state["_forward_pre_hooks"])
-        and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
-    )
+    weight_types = (torch.nn.Parameter, torch.Tensor)
+    return type(module) is torch.nn.Linear and type(module.weight) in weight_types and is_unhooked(module)
 
 
 def is_sharded_linear(module: torch.nn.Module) -> bool:

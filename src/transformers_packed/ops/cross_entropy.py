@@ -127,10 +127,11 @@ def _chunked(softmax_step, scaled):
             hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
         if num_items_in_batch is None:
             num_items_in_batch = len(labels) or math.nan
+        elif not len(labels):
+            num_items_in_batch = math.inf
         scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
-        return _LinearCrossEntropy.apply(
-            hidden_states, weight, bias, labels, scale, softmax_step, scaled, chunk_size, label_smoothing
-        )
+        steps = softmax_step, scaled, torch.is_grad_enabled()
+        return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing)
 
     return chunked
 
@@ -146,14 +147,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The loss, with the gradients of all that has one made on the way, of the sum over the targets."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, scale, softmax_step, scaled, chunk_size, label_smoothing):
+    def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
         # Under autocast the head's product would be in the low precision too.
         device = hidden_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        # Here gradients are off in any case; whether they are wanted was to be seen outside.
+        softmax_step, scaled, wanted = steps
+        for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
         losses = hidden_states.new_zeros(len(labels), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden_states) if for_hidden else None
         d_weight = None
@@ -165,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
             if bias is not None:
                 logits += bias
-            losses[rows] = softmax_step(logits, labels[rows], label_smoothing, any(ctx.needs_input_grad))
+            losses[rows] = softmax_step(logits, labels[rows], label_smoothing, for_hidden or for_weight or for_bias)
             # From here on `logits` hold their own gradient.
             if for_hidden:
                 torch.mm(logits, weight, out=d_hidden[rows])
@@ -192,7 +195,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for x, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return (*gradients, None, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

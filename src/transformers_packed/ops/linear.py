@@ -76,7 +76,7 @@ class _SharedInputLinears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         hidden_states, *weights = ctx.saved_tensors
-        rows = hidden_states.flatten(0, -2)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         d_rows, d_weights = None, []
         for gradient, weight, wanted in zip(gradients, weights, ctx.needs_input_grad[1:], strict=True):
             if gradient is None:

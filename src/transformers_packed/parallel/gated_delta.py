@@ -133,10 +133,11 @@ def _by_states(shard: "RowShard", query, key, value, g, beta, **options: Any) ->
         outputs.append(output)
         summary = torch.nn.functional.pad(state, (0, key_dim))
     if summary is None:
-        # Nobody reads it, but every rank has to have the exchange in its backward, whichever of these is trained.
-        summary = tie(value.new_zeros(1, heads, key_dim, value_dim + key_dim, dtype=dtype), *inputs)
+        # Nobody reads it.
+        summary = value.new_zeros(1, heads, key_dim, value_dim + key_dim, dtype=dtype)
 
-    summaries = all_gather(summary.contiguous(), 0, shard.parallel.group)
+    # Every rank has to have the exchange in its backward, whichever of these is trained.
+    summaries = all_gather(tie(summary.contiguous(), *inputs), 0, shard.parallel.group)
     if continued:
         # From where the document began: what other documents left behind may not even be finite.
         began = (shard.start - shard.tokens_before) // total
@@ -170,10 +171,9 @@ def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> to
 
     record("gated_delta_rule", "fla with cp_context", [], logger.info)
     # It keeps index tensors by the identity of what it is given, so it is built once per row, from the whole row.
-    row = shard.row
+    row, group = shard.row, shard.parallel.group
     context = shard.derived(
-        "fla context",
-        lambda: build_cp_context(row.cu_seqlens, shard.parallel.group, cu_seqlens_cpu=row.cu_seqlens_cpu),
+        f"fla context {id(group)}", lambda: build_cp_context(row.cu_seqlens, group, cu_seqlens_cpu=row.cu_seqlens_cpu)
     )
     # Unwrapped, it is the Triton kernel and not what the package would hand the call to, which knows no other ranks.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]

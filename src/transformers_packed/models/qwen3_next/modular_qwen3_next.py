@@ -23,7 +23,7 @@ from ...ops import (
     swiglu,
     swiglu_linear,
 )
-from ..base import PackedModelMixin, computed_before, is_plain, only_faster, project, replaces_builtin
+from ..base import PackedModelMixin, computed_before, is_plain, is_unhooked, only_faster, project, replaces_builtin
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..packed_inputs import (
     PackingKwargs,
@@ -110,10 +110,10 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        if is_plain(self.norm, Qwen3NextRMSNormGated) and computed_before(self.out_proj, output):
-            norm = self.norm
+        norm = self.norm
+        if type(norm) is Qwen3NextRMSNormGated and is_unhooked(norm) and computed_before(self.out_proj, output):
             return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
-        output = self.norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
+        output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
 
 

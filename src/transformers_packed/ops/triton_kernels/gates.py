@@ -104,4 +104,4 @@ class GatedProductLinear(torch.autograd.Function):
         d_out = d_out.reshape(-1, weight.shape[0])
         dy = torch.mm(d_out, weight).view(x.shape)
         dgate, dx, y = _gradients(dy, gate, x, ctx.silu, again=ctx.needs_input_grad[2])
-        return dgate, dx, None if y is None else torch.mm(d_out.t(), y.flatten(0, -2)), None
+        return dgate, dx, None if y is None else torch.mm(d_out.t(), y.reshape(-1, y.shape[-1])), None
