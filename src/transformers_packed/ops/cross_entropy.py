@@ -131,7 +131,9 @@ def _chunked(softmax_step, scaled):
             num_items_in_batch = math.inf
         scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
         steps = softmax_step, scaled, torch.is_grad_enabled()
-        return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing)
+        return _LinearCrossEntropy.apply(
+            hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing
+        )
 
     return chunked
 
