@@ -145,6 +145,24 @@ def _run_unfit_heads():
     return messages
 
 
+def _trained_alone(shard=None):
+    """The gradient of each input of the rule when the others need none; of one document, which is cut."""
+    found = []
+    for number in range(5):
+        tensors, _ = _rule_inputs(torch.Generator().manual_seed(0))
+        if shard is not None:
+            tensors = [x[:, shard.start : shard.start + shard.total_length].contiguous() for x in tensors]
+        tensors[number].requires_grad_()
+        output = _rule(tensors, [], shard or SequenceBoundaries.from_lengths([24]))[0]
+        found.append(torch.autograd.grad(output.square().sum(), tensors[number])[0])
+    return found
+
+
+def _trained_alone_on_parts():
+    parallel = SequenceParallel(2)
+    return _trained_alone(RowShard.cut(SequenceBoundaries.from_lengths([24]), parallel.rank, 2, parallel))
+
+
 class ParallelLayersTest(unittest.TestCase):
     """All cases of one size run in the same processes, which take longer to start than to compute."""
 
@@ -164,6 +182,11 @@ class ParallelLayersTest(unittest.TestCase):
         tolerance = 1e-6 if case.startswith("eager") else 1e-10
         expected = [*outputs, *token_gradients, *weight_gradients]
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+    def test_one_trained_input_of_the_rule(self):
+        parts = run_processes(_trained_alone_on_parts, 2)
+        actual = [torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)]
+        torch.testing.assert_close(actual, _trained_alone(), rtol=1e-10, atol=1e-10)
 
     def test_a_shard_shorter_than_the_window_is_refused(self):
         for message in run_processes(_run_short_shards, 2):
