@@ -174,6 +174,12 @@ def check_sequence_parallel(trainer: Trainer) -> None:
             "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func",
             "Leave it out, or compute the loss from transformers_packed.parallel.gather_loss_tensors.",
         )
+    if args.torch_compile:
+        raise _refusal(
+            "a model that is not compiled",
+            "torch_compile=True, which would count the loss of routers once for each part",
+            "Leave it out.",
+        )
     if trainer.compute_metrics is not None:
         raise _refusal(
             "an evaluation by its loss", "compute_metrics, which wants whole documents", "Evaluate without it."
