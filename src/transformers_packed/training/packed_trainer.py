@@ -12,7 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from .configure import configure_packing
-from .sequence_parallel import SequenceParallelMixin, in_rounds
+from .sequence_parallel import SequenceParallelMixin
 
 
 @dataclass
@@ -130,7 +130,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             and not sampler.split_batches
             and not hasattr(dataloader, "own_batches")
         ):
-            dataloader.own_batches = in_rounds(sampler)
+            dataloader.own_batches = _in_rounds(sampler)
         return dataloader
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -170,6 +170,18 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             output.metrics[name] = total / targets if targets else float("nan")
         self._evaluated = []
         return output
+
+
+def _in_rounds(sampler: BatchSamplerShard) -> int:
+    """Let each reader have as many batches by whole ones that stand in, last; how many of this one's are its own.
+
+    accelerate would fill up the last batches with samples that are evaluated already.
+    """
+    batches, readers = list(sampler.batch_sampler), sampler.num_processes
+    own = len(batches[sampler.process_index :: readers])
+    batches += batches[:1] * (-len(batches) % readers)
+    sampler.batch_sampler, sampler.batch_size, sampler.even_batches = batches, None, False
+    return own
 
 
 def _by_document(row: Any, cumulative: list[int]) -> Any:

@@ -78,8 +78,8 @@ class SequenceParallelMixin:
         # Its figures are of whole rows.
         self.remove_callback(PackingMetricsCallback)
 
-    def _get_dataloader(self, *args, is_training: bool = False, **kwargs) -> DataLoader:
-        dataloader = super()._get_dataloader(*args, is_training=is_training, **kwargs)
+    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
+        dataloader = super()._get_dataloader(*args, **kwargs)
         parallel = self.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
@@ -100,8 +100,6 @@ class SequenceParallelMixin:
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
             # Nothing has to be filled up for a single reader.
             sampler.even_batches = parallel.data_parallel_size > 1
-            if not is_training:
-                dataloader.own_batches = in_rounds(sampler)
             self._compared_rows = False
         return dataloader
 
@@ -125,18 +123,6 @@ class SequenceParallelMixin:
                 self._compared_rows = True
             inputs["boundaries"] = shard
         return inputs
-
-
-def in_rounds(sampler: BatchSamplerShard) -> int:
-    """Let each reader have as many batches by whole ones that stand in, last; how many of this one's are its own.
-
-    accelerate would fill up the last batches with samples that are evaluated already.
-    """
-    batches, readers = list(sampler.batch_sampler), sampler.num_processes
-    own = len(batches[sampler.process_index :: readers])
-    batches += batches[:1] * (-len(batches) % readers)
-    sampler.batch_sampler, sampler.batch_size, sampler.even_batches = batches, None, False
-    return own
 
 
 def _check_same_row(shard: RowShard) -> None:
