@@ -20,6 +20,24 @@ GPU_TIMEOUT = timedelta(seconds=240)
 # Processes come from one that has imported these: most of what a test takes would be imports otherwise.
 multiprocessing.set_forkserver_preload(["torch", "transformers", "transformers_packed.training.packed_trainer"])
 
+# The environment in which accelerate shards without GPUs.
+FSDP_ON_CPU = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_CPU": "false",
+    "ACCELERATE_TORCH_DEVICE": "cpu",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
+}
+# Of a tiny model whose routers count in the loss.
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "router_aux_loss_coef": 0.5,
+    "output_router_logits": True,
+}
 # Rows of 24 tokens; with two ranks they are cut at 12, with four at 6, 12 and 18.
 ROWS = {
     "aligned": [12, 6, 6],

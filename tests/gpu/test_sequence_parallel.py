@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpu_tester import report
 from parameterized import parameterized
-from process_tester import run_once
+from process_tester import FSDP_ON_CPU, run_once
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
@@ -104,17 +104,7 @@ CASES = {
     "attention by gather": ({"attention": "gather"}, _attention_inputs(HEADS // 4), _attention, None),
     "conv": ({}, _conv_inputs, _conv, None),
 }
-# To have accelerate shard without GPUs.
-FSDP_ON_CPU = {
-    "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_USE_CPU": "false",
-    "ACCELERATE_TORCH_DEVICE": "cpu",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-}
+SHARDED = FSDP_ON_CPU | {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -319,7 +309,7 @@ class ParallelTrainingOnGpusTest(unittest.TestCase):
             launch = [sys.executable, "-m", "accelerate.commands.launch", *config]
             environment = dict(os.environ)
             if ON_CPU:
-                environment |= FSDP_ON_CPU
+                environment |= SHARDED
                 launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
                 launch.append(f"--nproc_per_node={processes}")
             command = [*launch, str(script), str(output), *arms]

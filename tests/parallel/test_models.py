@@ -8,7 +8,7 @@ import torch
 from packed_model_tester import VOCAB_SIZE, gradients, total_relative_error
 from packed_vision_tester import TEXT
 from parameterized import parameterized
-from process_tester import ROWS, run_once, run_processes
+from process_tester import EXPERTS, ROWS, run_once, run_processes
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
@@ -19,14 +19,6 @@ from transformers_packed.parallel import RowShard, SequenceParallel, shard_batch
 
 
 LAYERS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "router_aux_loss_coef": 0.5,
-    "output_router_logits": True,
-}
 
 
 def make_model(name):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from packed_vision_tester import TEXT, vision_config
 from parameterized import parameterized
-from process_tester import run_once
+from process_tester import EXPERTS, run_once
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening
@@ -56,14 +56,6 @@ SIZES = {
     "9B": {},
 }
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "router_aux_loss_coef": 0.5,
-    "output_router_logits": True,
-}
 # Model, and methods.
 EXCHANGES = {
     "states and heads": ("dense", {}, (2, 4)),

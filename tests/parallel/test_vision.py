@@ -7,7 +7,7 @@ import torch
 from packed_model_tester import total_relative_error
 from packed_vision_tester import TEXT, document, vision_config
 from parameterized import parameterized
-from process_tester import run_once, run_processes
+from process_tester import EXPERTS, run_once, run_processes
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
@@ -16,14 +16,6 @@ from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.parallel import RowShard, SequenceParallel, shard_batch
 
 
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "router_aux_loss_coef": 0.5,
-    "output_router_logits": True,
-}
 # Documents: text tokens, images, videos.
 ROWS = {
     "one image, cut": [(6, ((1, 8, 8),), ()), (3, (), ())],

@@ -17,6 +17,7 @@ from datasets import Dataset
 from packed_model_tester import total_relative_error
 from packed_patch_tester import ours, snapshot
 from parameterized import parameterized
+from process_tester import FSDP_ON_CPU
 from training.configured_arms import MAX_LENGTH, STEPS, build, configure, tokenizer
 from training.trainer_arms import CONFIGS, Samples, run_in_two_processes, updates_and_log
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
@@ -148,15 +149,10 @@ class SameTrainingTest(ConfigureTestCase):
     @pytest.mark.slow
     def test_fsdp2_in_two_processes(self):
         """Through accelerate, sharded, against padded batches under DDP."""
-        fsdp = {
-            "ACCELERATE_USE_FSDP": "true",
-            "ACCELERATE_USE_CPU": "false",
-            "ACCELERATE_TORCH_DEVICE": "cpu",
-            "FSDP_VERSION": "2",
-            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
-        }
-        padded, packed = self.two_processes("padded", "trainer"), self.two_processes("packed", "trainer", **fsdp)
+        padded, packed = (
+            self.two_processes("padded", "trainer"),
+            self.two_processes("packed", "trainer", **FSDP_ON_CPU),
+        )
         self.assertEqual([padded["sharded"], packed["sharded"]], [False, True])
         self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
 
