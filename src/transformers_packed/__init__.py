@@ -15,6 +15,7 @@ from .data.packing_plan import PackingPlan
 from .data.plan import plan_packing
 from .data.streaming import IterablePackingDataset
 from .models.auto import register, registered, unregister
+from .models.cuda_graphs import use_cuda_graphs
 from .models.patch import patch_model, unpatch_model
 from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
 
@@ -71,4 +72,5 @@ __all__ = [
     "set_loss_normalization",
     "unpatch_model",
     "unregister",
+    "use_cuda_graphs",
 ]

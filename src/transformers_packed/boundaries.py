@@ -252,6 +252,11 @@ class SequenceBoundaries:
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
+    def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
+        """int32 `[N]`: how many chunks of `size` tokens each document has, and their number. No synchronisation."""
+        counts = (self.cu_seqlens.diff() + (size - 1)) // size
+        return counts, sum(-(-length // size) for length in self.lengths)
+
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
         return tokens[: len(tokens) - self.padding_tokens] if self.padding_tokens else tokens
@@ -419,6 +424,48 @@ class DeferredBoundaries(SequenceBoundaries):
         object.__setattr__(self, "__class__", SequenceBoundaries)
         object.__setattr__(self, "cu_seqlens_cpu", checked.cu_seqlens_cpu)
         return checked.cu_seqlens_cpu
+
+
+class DeviceBoundaries(SequenceBoundaries):
+    """Boundaries that only the device knows, so that a CUDA graph serves any documents that are written there.
+
+    `cu_seqlens` may be written to. Documents may be empty, and the last one has to be. What would be counted on the
+    host is bounded instead.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, total_length: int):
+        object.__setattr__(self, "cu_seqlens", cu_seqlens)
+        object.__setattr__(self, "_length", total_length)
+
+    @property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        raise input_error(
+            "use_cuda_graphs",
+            expected="implementations that need no lengths on the host, such as those of flash-linear-attention, "
+            "FlashQLA and varlen_attn",
+            got="one that reads them",
+            fix='Install the kernels that `transformers-packed env` misses and use attn_implementation="sdpa", or train '
+            "without graphs.",
+        )
+
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def total_length(self) -> int:
+        return self._length
+
+    @property
+    def max_length(self) -> int:
+        return self._length
+
+    def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
+        counts = (self.cu_seqlens.diff() + (size - 1)) // size
+        total = self._length // size + self.num_documents
+        # Chunks that this row does not have belong to the empty document at its end, where kernels find nothing to do.
+        counts[-1:] += total - counts.sum()
+        return counts, total
 
 
 def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -16,10 +16,10 @@ from inspect import unwrap
 
 import torch
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import DeviceBoundaries, SequenceBoundaries
 
 
-# Tokens per chunk in the kernels of flash-linear-attention.
+# Tokens per chunk in the kernels of flash-linear-attention and FlashQLA.
 _CHUNK = 64
 
 
@@ -49,12 +49,10 @@ def verify_fla_gated_delta_rule(query, key, value, g, beta, *, initial_state=Non
 
 def flash_qla_gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in_kernel, **states):
     from flash_qla import chunk_gated_delta_rule
-    from flash_qla.utils.index import prepare_varlen_metadata
 
     cu_seqlens = None
     if boundaries is not None:
-        host = boundaries.cu_seqlens_cpu
-        cu_seqlens = boundaries.derived("flash_qla", lambda: prepare_varlen_metadata(boundaries.cu_seqlens, host))
+        cu_seqlens = boundaries.derived("flash_qla", lambda: _prepared_for_flash_qla(boundaries))
     # auto_cp would split long documents and drop what decays below e^-10 on the way from piece to piece.
     return chunk_gated_delta_rule(
         query,
@@ -131,11 +129,24 @@ def _fla_boundaries(boundaries: SequenceBoundaries | None) -> dict[str, torch.Te
     return {"cu_seqlens": boundaries.cu_seqlens, "chunk_indices": indices}
 
 
+def _prepared_for_flash_qla(boundaries: SequenceBoundaries) -> torch.Tensor:
+    """`cu_seqlens` with what FlashQLA would otherwise wait for the GPU to learn."""
+    from flash_qla.utils.index import prepare_varlen_metadata
+
+    cu_seqlens = boundaries.cu_seqlens
+    if not isinstance(boundaries, DeviceBoundaries):
+        return prepare_varlen_metadata(cu_seqlens, boundaries.cu_seqlens_cpu)
+    # Its function reads the host's copy. This is what it leaves behind, made by the device.
+    counts, total = boundaries.chunk_counts(_CHUNK)
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens._flash_qla_prepared_varlen = (_CHUNK, offsets, total, _chunk_indices(boundaries))
+    return cu_seqlens
+
+
 def _chunk_indices(boundaries: SequenceBoundaries) -> torch.Tensor:
     """int32 `[chunks, 2]`: the document of each chunk, and which chunk of the document it is."""
     cu_seqlens = boundaries.cu_seqlens
-    counts = (cu_seqlens.diff() + (_CHUNK - 1)) // _CHUNK
-    total = sum(-(-length // _CHUNK) for length in boundaries.lengths)
+    counts, total = boundaries.chunk_counts(_CHUNK)
     numbers = torch.arange(boundaries.num_documents, dtype=torch.int32, device=cu_seqlens.device)
     document = numbers.repeat_interleave(counts, output_size=total)
     first = (counts.cumsum(0) - counts)[document.long()]

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
+from ..models.cuda_graphs import use_cuda_graphs
 from .configure import configure_packing
 from .sequence_parallel import SequenceParallelMixin
 
@@ -32,11 +33,15 @@ class PackedTrainingArguments(TrainingArguments):
             How these share the layers of linear attention, `"state"` or `"heads"`.
         sequence_parallel_attention (`str`, *optional*):
             How they share those of full attention, `"heads"` or `"gather"`; by default what fits.
+        cuda_graphs (`bool`, *optional*, defaults to `False`):
+            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]): for rows so short that the GPU
+            waits for the host.
 
     After the Trainer is built, `packing` and `padding_free` say what is active.
 
     Raises:
-        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`.
+        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
+        `packing=True`, or with what graphs cannot serve.
     """
 
     packing: bool | None = field(default=None, metadata={"help": "Pack the dataset to rows of max_length tokens."})
@@ -45,6 +50,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
+    cuda_graphs: bool = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,6 +61,22 @@ class PackedTrainingArguments(TrainingArguments):
                 got=f"padding_free={self.padding_free}, max_length={self.max_length}",
                 fix="Packed rows hold no padding; pass max_length, the tokens of a row.",
             )
+        if self.cuda_graphs:
+            others = {
+                "packing": self.packing is not True,
+                "sequence_parallel_size": self.sequence_parallel_size != 1,
+                "activation_checkpointing": self.activation_checkpointing,
+                "torch_compile": self.torch_compile,
+            }
+            in_the_way = [f"{name}={getattr(self, name)}" for name, is_so in others.items() if is_so]
+            if in_the_way:
+                raise input_error(
+                    "PackedTrainingArguments",
+                    expected="packing=True beside cuda_graphs=True, and no sequence parallelism, checkpointing or "
+                    "torch_compile",
+                    got=", ".join(in_the_way),
+                    fix="Change these, or leave cuda_graphs out: it is for short rows of models that fit easily.",
+                )
 
     @property
     def packing_mode(self) -> str:
@@ -119,6 +141,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
         if size != 1:
             self.cut_rows()
+        if getattr(self.args, "cuda_graphs", False):
+            tokens = self.args.max_length * self.args.per_device_train_batch_size
+            use_cuda_graphs(self.model, -(-tokens // 64) * 64)
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)

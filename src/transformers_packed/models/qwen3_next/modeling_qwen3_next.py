@@ -26,6 +26,7 @@ from ...ops import (
     swiglu_linear,
 )
 from ..base import PackedModelMixin, computed_before, is_plain, is_unhooked, only_faster, project, replaces_builtin
+from ..cuda_graphs import layers_as_graphs
 from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
 from ..padding import PackedGenerationMixin, padded_batch
@@ -230,6 +231,8 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
 
 @replaces_builtin
 class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
+    runs_in_graphs = True
+
     @can_return_tuple
     def forward(
         self,
@@ -279,15 +282,16 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             use_cache = False
             position_ids = boundaries.position_ids if position_ids is None else position_ids
             kwargs.update(boundaries.layer_kwargs())
-        outputs = super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        with layers_as_graphs(self, boundaries, kwargs):
+            outputs = super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
             if outputs.get("router_logits") is not None:

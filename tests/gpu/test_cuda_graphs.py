@@ -1,0 +1,165 @@
+"""Layers run as CUDA graphs against the same layers without, on a GPU: `make test-gpu`."""
+
+import copy
+import unittest
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from gpu_tester import report
+from packed_model_tester import packed_batch, total_relative_error
+from parameterized import parameterized
+from real_heads_tester import FAMILIES, REAL_HEADS
+from transformers import set_seed
+
+from transformers_packed import use_cuda_graphs
+from transformers_packed.models import cuda_graphs
+from transformers_packed.ops import dispatch, implementations_used
+
+
+ROW_LENGTH = 1024
+# Full rows first, of which each number is to be the same.
+FULL = {"several": [300, 1, 63, 64, 596], "one": [1024], "thirty": [34] * 29 + [38]}
+SHORT = {"one": [700], "several": [3, 500, 64, 1], "six": [20] * 6}
+
+
+def row_of(lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    row = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
+    return {name: x.cuda() if name != "cu_seqlens" else x for name, x in row.items()}
+
+
+def rule(name):
+    """Only this implementation of the gated delta rule, or whatever comes first."""
+    from importlib import import_module
+
+    table = import_module("transformers_packed.ops.gated_delta_rule").IMPLEMENTATIONS
+    return mock.patch.dict(table, {name: table[name]}, clear=True) if name != "first" else nullcontext()
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaGraphsOnGpuTest(unittest.TestCase):
+    def setUp(self):
+        dispatch._used.clear()
+        self.warnings = []
+        patch = mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def models(self, family="qwen3_5", dtype=torch.bfloat16):
+        cls, config_class, options = FAMILIES[family]
+        set_seed(0)
+        plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
+        return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+
+    def step(self, model, row):
+        model.zero_grad()
+        loss = model(**row).loss
+        loss.backward()
+        return loss.item(), {name: x.grad.float() for name, x in model.named_parameters()}
+
+    def compare(self, graphed, plain, rows):
+        """The largest difference of the loss, and that of the gradients together, over all rows."""
+        losses, gradients = [], []
+        # Losses of earlier rows may still be held when another graph is recorded.
+        held = [model(**row_of([64])).loss for model in (graphed, plain)]
+        for loss in held:
+            loss.backward()
+        for lengths in rows:
+            (a, found), (b, expected) = (self.step(model, row_of(lengths)) for model in (graphed, plain))
+            losses.append(abs(a - b) / b)
+            gradients.append(total_relative_error(found, expected))
+        self.assertEqual(self.warnings, [])
+        return max(losses), max(gradients)
+
+    @parameterized.expand([(family, kernel) for family in ("qwen3_5", "qwen3_next") for kernel in ("first", "fla")])
+    def test_computes_what_the_layers_do(self, family, kernel):
+        graphed, plain = self.models(family)
+        with rule(kernel):
+            full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
+            # Once more: each of these has its graph by now.
+            again = self.compare(graphed, plain, FULL.values())
+        graphs = vars(graphed.model)["_layer_graphs"]._graphs
+        self.assertEqual(len(graphs), 2)
+        used = ", ".join(names[0] for names in implementations_used(isolating=True).values())
+        report(
+            f"CUDA graphs: {family}, {kernel} ({used})",
+            **{"full rows, loss": full[0], "full rows, gradients": full[1]},
+            **{"shorter rows, loss": short[0], "shorter rows, gradients": short[1]},
+        )
+        # Backward of attention adds up in any order; without graphs gradients differ by as much from run to run.
+        self.assertEqual((full[0], again[0]), (0, 0))
+        for loss, gradient in (full, short, again):
+            self.assertLess(loss, 1e-3)
+            self.assertLess(gradient, 1e-2)
+
+    def test_gradients_add_up(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            for lengths in (*FULL.values(), *SHORT.values()):
+                model(**row_of(lengths)).loss.backward()
+        found, expected = (
+            {name: x.grad.float() for name, x in model.named_parameters()} for model in (graphed, plain)
+        )
+        self.assertLess(total_relative_error(found, expected), 1e-2)
+
+    def test_autocast(self):
+        graphed, plain = self.models(dtype=torch.float32)
+        with torch.autocast("cuda", torch.bfloat16):
+            figures = self.compare(graphed, plain, FULL.values())
+        # Weights are cast anew by each replay.
+        for model in (graphed, plain):
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(3)
+        with torch.autocast("cuda", torch.bfloat16):
+            changed = self.compare(graphed, plain, FULL.values())
+        report(
+            "CUDA graphs: float32 under autocast",
+            loss=max(figures[0], changed[0]),
+            gradients=max(figures[1], changed[1]),
+        )
+        for loss, gradient in (figures, changed):
+            self.assertLess(loss, 1e-3)
+            self.assertLess(gradient, 1e-2)
+
+    def test_trains(self):
+        graphed, plain = self.models()
+        losses = []
+        for model in (graphed, plain):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            losses.append([])
+            for seed in range(8):
+                optimizer.zero_grad()
+                loss = model(**row_of([300, 724], seed=seed % 2)).loss
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        found, expected = map(torch.tensor, losses)
+        report("CUDA graphs: 8 steps of AdamW", losses=((found - expected).abs() / expected).max().item())
+        self.assertLess(((found - expected).abs() / expected).max().item(), 1e-2)
+        self.assertLess(found[-1].item(), 0.95 * found[0].item())
+
+    @parameterized.expand([("first",), ("fla",)])
+    def test_documents_stay_apart(self, kernel):
+        graphed, _ = self.models()
+        lengths = [300, 100, 64, 500]
+        row = {name: x for name, x in row_of(lengths).items() if name != "labels"}
+        changed = dict(row, input_ids=row["input_ids"].clone())
+        changed["input_ids"][0, 300:400] = changed["input_ids"][0, 300:400] % 96 + 1
+        with rule(kernel):
+            a, b = (graphed.model(**x).last_hidden_state[0].detach().split(lengths) for x in (row, changed))
+            embeddings = graphed.model.embed_tokens(row.pop("input_ids")).detach().requires_grad_()
+            output = graphed.model(inputs_embeds=embeddings, **row).last_hidden_state[0].split(lengths)[1]
+            (gradient,) = torch.autograd.grad(output.float().square().sum(), embeddings)
+        for document in range(4):
+            self.assertEqual(torch.equal(a[document], b[document]), document != 1)
+            reached = bool((gradient[0].split(lengths)[document] != 0).any())
+            self.assertEqual(reached, document == 1)
+        self.assertEqual(self.warnings, [])
+        report(f"CUDA graphs, {kernel}", others="bit for bit the same", gradients="exactly 0 across")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,381 @@
+"""All of CUDA graphs but the graphs: on a CPU a recording runs its function again, into the same tensors."""
+
+import copy
+import pickle
+import tempfile
+import unittest
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+from packed_model_tester import packed_batch, total_relative_error
+from parameterized import parameterized
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
+from transformers_packed.boundaries import DeviceBoundaries
+from transformers_packed.models import cuda_graphs
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+from transformers_packed.ops.kernels import _chunk_indices
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, mlp_only_layers=[0, 1, 2, 3])),
+}
+ROW_LENGTH = 128
+ROWS = {
+    "one document": [50],
+    "several": [3, 64, 1, 20],
+    "full": [64, 60, 4],
+    "six, as many as eight slots hold": [9, 8, 7, 6, 5, 4],
+    "seven": [9, 8, 7, 6, 5, 4, 3],
+    "more than 30": [3] * 33,
+}
+
+
+class RunsAgain:
+    made = replayed = 0
+
+    def __init__(self, function, pool):
+        RunsAgain.made += 1
+        self.function, self.result = function, function()
+
+    def replay(self):
+        RunsAgain.replayed += 1
+        with torch.enable_grad():
+            results = self.function()
+        with torch.no_grad():
+            for kept, new in zip(self.result, results, strict=True):
+                if kept is not None:
+                    kept.copy_(new)
+        return self.result
+
+
+def on_the_host(cu_seqlens, total_length):
+    """What the reference ops can read; they know no empty documents."""
+    return SequenceBoundaries.from_cu_seqlens(cu_seqlens.unique(), total_length=total_length)
+
+
+def row_of(lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
+
+
+def gradients_of(model):
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+class CudaGraphsTest(unittest.TestCase):
+    def setUp(self):
+        RunsAgain.made = RunsAgain.replayed = 0
+        replacements = {
+            "_Recording": RunsAgain,
+            "DeviceBoundaries": on_the_host,
+            "_beside_other_work": nullcontext,
+            "_new_pool": object,
+            "_is_on_gpu": lambda tensor: True,
+        }
+        for name, replacement in replacements.items():
+            patch = mock.patch.object(cuda_graphs, name, replacement)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.warnings = []
+        patch = mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def models(self, name="qwen3_5"):
+        """One with graphs, and one without."""
+        set_seed(0)
+        plain = MODELS[name]().train()
+        return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+
+    def assert_same_step(self, graphed, plain, *rows):
+        """The same losses, and the same gradients of their sum, from one backward after the other."""
+        for model in (graphed, plain):
+            model.zero_grad()
+        for row in rows:
+            a, b = graphed(**row).loss, plain(**row).loss
+            self.assertAlmostEqual(a.item(), b.item(), delta=1e-6)
+            a.backward()
+            b.backward()
+        found, expected = gradients_of(graphed), gradients_of(plain)
+        self.assertEqual(set(found), set(expected))
+        self.assertLess(total_relative_error(found, expected), 1e-6)
+
+    @parameterized.expand([(name,) for name in MODELS])
+    def test_computes_what_the_layers_do(self, name):
+        graphed, plain = self.models(name)
+        for lengths in ROWS.values():
+            self.assert_same_step(graphed, plain, row_of(lengths))
+        # Forward and backward each for up to 6, 30 and more documents.
+        self.assertEqual(RunsAgain.made, 6)
+        self.assertEqual(RunsAgain.replayed, 2 * len(ROWS))
+        self.assertEqual(self.warnings, [])
+
+    def test_gradients_add_up(self):
+        graphed, plain = self.models()
+        self.assert_same_step(graphed, plain, *(row_of(lengths) for lengths in ROWS.values()))
+
+    def test_logits_of_earlier_rows_stay(self):
+        graphed, plain = self.models()
+        rows = [row_of([20, 30], seed) for seed in (1, 2)]
+        outputs = []
+        for row in rows:
+            outputs.append(graphed(**row))
+            outputs[-1].loss.backward()
+        for row, output in zip(rows, outputs, strict=True):
+            torch.testing.assert_close(output.logits, plain(**row).logits)
+
+    def test_nothing_is_left_of_earlier_rows(self):
+        graphed, plain = self.models()
+        embeddings = torch.full((1, 100, 32), torch.nan, requires_grad=True)
+        row = {"inputs_embeds": embeddings, "labels": torch.ones(1, 100).long(), "cu_seqlens": torch.tensor([0, 100])}
+        graphed(**row).loss.backward()
+        self.assert_same_step(graphed, plain, row_of([10, 20]))
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed), (2, 4))
+
+    def test_results_are_not_the_graphs_own(self):
+        graphed, _ = self.models()
+        graphed.model.norm = torch.nn.Identity()
+        first = graphed.model(input_ids=row_of([50])["input_ids"], cu_seqlens=torch.tensor([0, 50])).last_hidden_state
+        first, before = first.detach(), first.detach().clone()
+        graphed(**row_of([20, 30]))
+        self.assertEqual(RunsAgain.replayed, 2)
+        torch.testing.assert_close(first, before, rtol=0, atol=0)
+
+    def test_trains(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for seed in range(3):
+                optimizer.zero_grad()
+                model(**row_of([20, 30], seed)).loss.backward()
+                optimizer.step()
+        for a, b in zip(graphed.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+        self.assertEqual(RunsAgain.made, 2)
+
+    def test_frozen_parameters(self):
+        graphed, plain = self.models()
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        for model in (graphed, plain):
+            model.model.embed_tokens.requires_grad_(False)
+            model.model.layers[0].requires_grad_(False)
+            model.model.layers[1].mlp.requires_grad_(False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 4)
+
+    def test_shared_parameters(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            first, second, *_ = model.model.layers
+            second.mlp.up_proj.weight = first.mlp.up_proj.weight
+            model.model.layers[2].mlp = first.mlp
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.replayed, 2)
+
+    def test_layers_in_another_mode(self):
+        graphed, plain = self.models()
+        for training in (True, False):
+            for model in (graphed, plain):
+                # In evaluation there is nothing to drop.
+                model.model.layers[3].self_attn.attention_dropout = 1.0 - training
+                model.model.layers[3].train(training)
+            self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 4)
+
+    def test_moved_parameters(self):
+        graphed, plain = self.models()
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        for model in (graphed, plain):
+            weight = model.model.layers[2].mlp.up_proj.weight
+            weight.data = weight.data * 2
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 4)
+
+    def test_not_where_nothing_is_trained(self):
+        graphed, plain = self.models()
+        row = row_of([20, 30])
+        with torch.no_grad():
+            graphed(**row)
+        graphed.eval()(**row).loss.backward()
+        self.assertEqual(RunsAgain.made, 0)
+        self.assertEqual(self.warnings, [])
+
+    def assert_runs_without(self, reason, graphed, plain, row):
+        self.assert_same_step(graphed, plain, row)
+        self.assertEqual(RunsAgain.made, 0)
+        self.assertIn(reason, self.warnings[0])
+
+    def test_longer_rows(self):
+        self.assert_runs_without("more than row_length=128", *self.models(), row_of([100, 29]))
+
+    def test_checkpointing(self):
+        graphed, plain = self.models()
+        graphed.activation_checkpointing_enable()
+        self.assert_runs_without("gradient checkpointing", graphed, plain, row_of([20, 30]))
+
+    def test_hooks(self):
+        graphed, plain = self.models()
+        seen = []
+        graphed.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+        self.assert_runs_without("hooks into a Qwen3_5MLP", graphed, plain, row_of([20, 30]))
+        self.assertEqual(len(seen), 1)
+
+    def test_outputs_of_layers(self):
+        graphed, plain = self.models()
+        row = row_of([20, 30])
+        found, expected = (model(**row, output_hidden_states=True).hidden_states for model in (graphed, plain))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        self.assertIn("output_hidden_states", self.warnings[0])
+        # Transformers' hooks stay, and do nothing.
+        self.assert_same_step(graphed, plain, row)
+        self.assertEqual(RunsAgain.made, 2)
+
+    def test_parameters_elsewhere(self):
+        graphed, _ = self.models()
+        graphed.model.layers[0].mlp.up_proj.to("meta")
+        graphed(**row_of([20, 30]))
+        self.assertIn("a Parameter on meta", self.warnings[0])
+
+    def test_two_forwards_before_their_backwards(self):
+        graphed, plain = self.models()
+        rows = [row_of([20, 30], seed) for seed in (1, 2)]
+        for model in (graphed, plain):
+            losses = [model(**row).loss for row in rows]
+            for loss in reversed(losses):
+                loss.backward()
+        self.assertLess(total_relative_error(gradients_of(graphed), gradients_of(plain)), 1e-6)
+        self.assertEqual(RunsAgain.replayed, 2)
+        self.assertIn("still to come", self.warnings[0])
+        # A forward that nobody trains on holds up nothing.
+        graphed(**rows[0])
+        self.assert_same_step(graphed, plain, rows[1])
+        self.assertEqual(RunsAgain.replayed, 5)
+
+    def test_backward_twice_is_an_error(self):
+        graphed, _ = self.models()
+        row = row_of([20, 30])
+        del row["labels"]
+        output = graphed.model(**row).last_hidden_state.sum()
+        output.backward(retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "ran before"):
+            output.backward()
+
+    def test_copies_make_graphs_of_their_own(self):
+        graphed, plain = self.models()
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
+            made = RunsAgain.made
+            self.assert_same_step(other, plain, row_of([20, 30]))
+            self.assertEqual(RunsAgain.made, made + 2)
+
+    def test_off_again(self):
+        graphed, plain = self.models()
+        use_cuda_graphs(graphed, 0)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 0)
+
+    def test_trainer(self):
+        """With graphs and without, the same model after an epoch of packed rows."""
+        samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
+        trained = []
+        for wanted in (True, False):
+            set_seed(0)
+            with tempfile.TemporaryDirectory() as folder:
+                args = PackedTrainingArguments(
+                    folder,
+                    packing=True,
+                    max_length=50,
+                    cuda_graphs=wanted,
+                    per_device_train_batch_size=2,
+                    gradient_accumulation_steps=2,
+                    num_train_epochs=1,
+                    optim="sgd",
+                    learning_rate=0.1,
+                    max_grad_norm=0,
+                    use_cpu=True,
+                    report_to="none",
+                )
+                trainer = PackedTrainer(MODELS["qwen3_5"](), args, train_dataset=samples)
+                trainer.train()
+            trained.append(list(trainer.model.parameters()))
+        for a, b in zip(*trained, strict=True):
+            torch.testing.assert_close(a, b)
+        self.assertGreater(RunsAgain.replayed, 6)
+        self.assertEqual(self.warnings, [])
+
+    @parameterized.expand(
+        [
+            ({"packing": None}, "packing=None"),
+            ({"activation_checkpointing": True}, "activation_checkpointing=True"),
+            ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
+        ]
+    )
+    def test_arguments_that_do_not_go_together(self, options, named):
+        options = {"packing": True, "max_length": 64, "use_cpu": True} | options
+        with self.assertRaisesRegex(ValueError, named):
+            PackedTrainingArguments("unused", cuda_graphs=True, **options)
+
+    def test_refuses(self):
+        dense, _ = self.models()
+        experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+        sizes = {name: x for name, x in SIZES.items() if name != "intermediate_size"}
+        sparse = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **experts, num_experts_per_tok=2))
+        for model, length, expected in (
+            (dense, 100, "multiple of 64"),
+            (sparse, 128, "dense layers"),
+            (torch.nn.Linear(2, 2), 128, "patch_model"),
+        ):
+            with self.assertRaisesRegex(ValueError, expected):
+                use_cuda_graphs(model, length)
+
+
+class DeviceBoundariesTest(unittest.TestCase):
+    def boundaries(self, lengths, slots):
+        real = SequenceBoundaries.from_lengths(lengths)
+        total = real.total_length
+        ends = torch.full((slots + 1,), total, dtype=torch.int32)
+        ends[: len(lengths) + 1] = real.cu_seqlens
+        return real, DeviceBoundaries(ends, total)
+
+    @parameterized.expand([(str(lengths), lengths) for lengths in ([128], [1, 63, 64], [65, 63], [1] * 7 + [121])])
+    def test_like_those_of_the_row(self, _, lengths):
+        real, open_ended = self.boundaries(lengths, 9)
+        self.assertEqual(open_ended.seq_idx.tolist(), real.seq_idx.tolist())
+        self.assertEqual(open_ended.position_ids.tolist(), real.position_ids.tolist())
+        self.assertEqual((open_ended.total_length, open_ended.num_documents, open_ended.max_length), (128, 9, 128))
+        expected, found = _chunk_indices(real).tolist(), _chunk_indices(open_ended).tolist()
+        self.assertEqual(found[: len(expected)], expected)
+        # As many for any documents, and all others of the last one, which has no token.
+        self.assertEqual(len(found), 128 // 64 + 9)
+        self.assertEqual({document for document, _ in found[len(expected) :]}, {8})
+
+    def test_nothing_is_read_on_the_host(self):
+        _, open_ended = self.boundaries([64, 64], 9)
+        for read in (lambda: open_ended.lengths, lambda: open_ended.cu_seqlens_cpu):
+            with self.assertRaisesRegex(ValueError, "train without graphs"):
+                read()
+
+
+if __name__ == "__main__":
+    unittest.main()

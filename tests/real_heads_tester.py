@@ -1,0 +1,38 @@
+"""Small models with the head dimensions of the released ones."""
+
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+from transformers_packed.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+
+# The kernels are made for these.
+REAL_HEADS = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+EXPERTS = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILIES = {
+    "qwen3_next": (qwen3_next.Qwen3NextForCausalLM, Qwen3NextConfig, {"mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_next_moe": (qwen3_next.Qwen3NextForCausalLM, Qwen3NextConfig, EXPERTS),
+    "qwen3_5": (qwen3_5.Qwen3_5ForCausalLM, Qwen3_5TextConfig, {}),
+    "qwen3_5_moe": (qwen3_5_moe.Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, EXPERTS),
+}
