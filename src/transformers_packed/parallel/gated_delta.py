@@ -1,5 +1,8 @@
 """The linear-attention block on a part of a row: the convolution's halo, and the gated delta rule by either method.
 
+**Halo.** The tokens of the rank before that the convolution's window reaches: this package's kernel takes them by
+themselves, for others they are put before the part.
+
 **States.** The rule is affine in its state: over a piece of a document its output with a state `S` before it is the one
 without plus what `S` alone makes, with values of zero. So each rank computes its whole part as if its first document
 began there, with the kernel that serves any row, and adds to the first piece, if that began on an earlier rank, what the
@@ -26,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops.causal_conv1d import triton_query_key_value, verify_triton_query_key_value
 from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all, tie
 
@@ -34,9 +38,28 @@ if TYPE_CHECKING:
     from .shard import RowShard
 
 
-def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
-    """`x` `[1, L, D]` behind the last tokens of its first document that stand on the rank before, how many those are, and
-    the boundaries of both together."""
+class _WithEnds(torch.autograd.Function):
+    """`x` `[1, L, ...]`, its first tokens and its last ones, without a copy of `x` in forward or backward.
+
+    Of two slices autograd would fill two gradients of the whole with zeros, and add them up.
+    """
+
+    @staticmethod
+    def forward(ctx, x, first: int, last: int):
+        return x.view_as(x), x[:, :first], x[:, len(x[0]) - last :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, of_first, of_last):
+        # The backward of the op made it, and nobody else has it. What is not dense may be one number for many.
+        gradient = gradient.contiguous()
+        gradient[:, : of_first.shape[1]] += of_first
+        gradient[:, gradient.shape[1] - of_last.shape[1] :] += of_last
+        return gradient, None, None
+
+
+def _halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank has nothing before it and gets anything."""
     wanted = width - 1
     if x.shape[1] < wanted:
         raise input_error(
@@ -45,17 +68,23 @@ def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Te
             got=f"{x.shape[1]}",
             fix="Use longer rows, or fewer processes per row.",
         )
-    tails = all_gather(x[:, x.shape[1] - wanted :], 0, shard.parallel.group)
-    # The first rank has nothing before it: any tail will do, and nothing of it is kept.
-    halo = tails[max(shard.rank - 1, 0)][None]
-    kept = min(wanted, shard.tokens_before)
+    x, _, tail = _WithEnds.apply(x, 0, wanted)
+    tails = all_gather(tail, 0, shard.parallel.group)
+    return x, tails[max(shard.rank - 1, 0)][None]
+
+
+def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
+    """`x` `[1, L, D]` behind those tokens of its halo that its first document has, how many those are, and the boundaries
+    of both together."""
+    x, halo = _halo(shard, x, width)
+    kept = min(width - 1, shard.tokens_before)
 
     def boundaries() -> SequenceBoundaries:
         first, *others = shard.lengths
         return SequenceBoundaries.from_lengths([first + kept, *others], device=x.device)
 
     # A slice's backward gives zeros to what was cut off: nothing flows into a document before.
-    joined = torch.cat([halo[:, wanted - kept :], x], dim=1)
+    joined = torch.cat([halo[:, width - 1 - kept :], x], dim=1)
     return joined, shard.derived(f"halo of {kept}", boundaries), kept
 
 
@@ -69,6 +98,11 @@ def convolved_query_key_value(
     shard: "RowShard", hidden_states: torch.Tensor, weight: torch.Tensor, *args, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`ops.convolved_query_key_value`] on a part of a row."""
+    if verify_triton_query_key_value(hidden_states, weight, *args, **options)[0]:
+        # Its kernel takes the halo by itself: the part is not copied, nor are the results.
+        record("convolved_query_key_value", "triton", [], logger.info)
+        x, halo = _halo(shard, hidden_states, weight.shape[-1])
+        return triton_query_key_value(x, weight, *args, **options, halo=halo[0])
     x, options["boundaries"], before = _with_halo(shard, hidden_states, weight.shape[-1])
     return tuple(y[:, before:] for y in ops.convolved_query_key_value(x, weight, *args, **options))
 
@@ -159,26 +193,6 @@ def _by_states(shard: "RowShard", *inputs: torch.Tensor, **options: Any) -> torc
         return (output.to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(value.dtype)
     query, key, value, g, beta = begins
     return _AddToStart.apply(output, call(query, key, torch.zeros_like(value), g, beta, state[None])[0])
-
-
-class _WithEnds(torch.autograd.Function):
-    """`x` `[1, L, ...]`, its first tokens and its last ones, without a copy of `x` in forward or backward.
-
-    Of two slices autograd would fill two gradients of the whole with zeros, and add them up.
-    """
-
-    @staticmethod
-    def forward(ctx, x, first: int, last: int):
-        return x.view_as(x), x[:, :first], x[:, len(x[0]) - last :]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient, of_first, of_last):
-        # The rule's backward made it, and nobody else has it. What is not dense may be one number for many.
-        gradient = gradient.contiguous()
-        gradient[:, : of_first.shape[1]] += of_first
-        gradient[:, gradient.shape[1] - of_last.shape[1] :] += of_last
-        return gradient, None, None
 
 
 class _AddToStart(torch.autograd.Function):
