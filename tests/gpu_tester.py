@@ -94,10 +94,10 @@ def lengths_of(documents: int) -> list[int]:
 
 
 def compile_one_configuration() -> None:
-    """Let flash-linear-attention's kernels run as they are first listed, with few stages.
+    """Let flash-linear-attention run each kernel in the one of its configurations that has the fewest stages.
 
-    It tunes each of them for each set of types and shapes, and compiles a dozen of kernels for one. Call it in a process
-    that has computed nothing yet.
+    Otherwise it compiles all of them, up to a dozen for each set of types and shapes, to find the fastest. To be called
+    before anything is computed.
     """
     from importlib import import_module
 
