@@ -93,6 +93,26 @@ def lengths_of(documents: int) -> list[int]:
     return torch.cat([torch.tensor([0]), cuts.unique(), torch.tensor([TOTAL])]).diff().tolist()
 
 
+def compile_one_configuration() -> None:
+    """Let flash-linear-attention run each kernel in the one of its configurations that has the fewest stages.
+
+    Otherwise it compiles all of them, up to a dozen for each set of types and shapes, to find the fastest. To be called
+    before anything is computed.
+    """
+    from importlib import import_module
+
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    for module in ("fla.ops.gated_delta_rule", "fla.ops.cp", "fla.modules.causal_conv1d.ops"):
+        import_module(module)
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for kernel in list(vars(module).values()):
+            while isinstance(kernel, Heuristics | Autotuner):
+                if isinstance(kernel, Autotuner):
+                    kernel.configs = [min(kernel.configs, key=lambda x: (x.num_stages, abs(x.num_warps - 4)))]
+                kernel = kernel.fn
+
+
 @contextmanager
 def synchronising_is_an_error():
     torch.cuda.synchronize()

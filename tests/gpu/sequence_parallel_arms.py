@@ -4,9 +4,11 @@ To be started by `accelerate launch`. Every arm has the same weights and rows; w
 accelerate, which shards on GPUs only, is told that there are some; then it takes torchrun.
 """
 
+import importlib.util
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import transformers.training_args
@@ -50,12 +52,13 @@ CONFIG = {
 
 
 def make_rows() -> list[dict]:
-    """Rows that are cut in all places, of documents that count upwards."""
+    """Rows of documents that count upwards, at least three on each of two ranks, cut in short and in long pieces."""
     generator = torch.Generator().manual_seed(0)
-    rows = []
+    half, rows = TOTAL // 2, []
     for number in range(STEPS * ROWS_PER_STEP):
-        ends = torch.randperm(TOTAL - 1, generator=generator)[: number % 7].sort().values + 1
-        lengths = torch.cat([torch.tensor([0]), ends, torch.tensor([TOTAL])]).diff().tolist()
+        ends = [(torch.randperm(half - 1, generator=generator)[: 3 + number % 4] + 1).sort().values for _ in range(2)]
+        ends = torch.cat([torch.tensor([0]), ends[0], half + ends[1], torch.tensor([TOTAL])])
+        lengths = ends.diff().tolist()
         ids = []
         for length in lengths:
             start = int(torch.randint(96, (), generator=generator))
@@ -99,6 +102,11 @@ def train(options: dict) -> dict:
 
 if __name__ == "__main__":
     output, *arms = sys.argv[1:]
+    if not ON_CPU and importlib.util.find_spec("fla"):
+        sys.path.append(str(Path(__file__).parents[1]))
+        from gpu_tester import compile_one_configuration
+
+        compile_one_configuration()
     if ON_CPU:
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True

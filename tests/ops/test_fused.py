@@ -5,6 +5,7 @@ import unittest
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from fused_cases import CASES, LOSS, boundaries_of, cast, errors, guarded_buffers, named, relative
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
@@ -191,6 +192,47 @@ class FusedTest(InterpretedTest):
             self.assert_same_bits(LOSS.run("triton", inputs), plain)
         expected = LOSS.run("reference", cast(inputs, torch.float64))
         self.assertLess(max(errors(plain, expected)), BARS[FLOAT32])
+
+
+class HaloTest(InterpretedTest):
+    """A part of a row, with the tokens before it, which count as far as the positions reach."""
+
+    def compute(self, x, weight, position, upstream, halo=None):
+        from transformers_packed.ops.triton_kernels.conv import ConvolvedQueryKeyValue
+
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
+        outputs = ConvolvedQueryKeyValue.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *inputs[2:])
+        return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
+
+    @parameterized.expand(
+        [
+            (before, length, width)
+            for before in (0, 1, 2, 3, 5)
+            for length in (3, 4, 6, 25)
+            for width in (4, 3, 2)
+            if width == 4 or length == 6
+        ]
+    )
+    def test_equals_the_whole_row(self, before, length, width):
+        generator = torch.Generator().manual_seed(0)
+        # A document of which `before` tokens stand before the part, behind another one; two tokens begin a third.
+        first = 4
+        total, start = first + before + length, first + before
+        x, weight = (torch.randn(*shape, generator=generator) for shape in ((total, 48), (48, width)))
+        lengths = [first, before + length - 2, 2]
+        position = torch.cat([torch.arange(n) for n in lengths]).to(torch.int32)
+        upstream = [torch.randn(total, 1, 16, generator=generator) for _ in range(3)]
+        # Of the outputs of the part alone, as its gradients are.
+        alone = [F.pad(y[start:], (0, 0, 0, 0, start, 0)) for y in upstream]
+        outputs, (dx, dweight) = self.compute(x, weight, position, alone)
+        halo = x[start - (width - 1) : start].clone()
+        halo[: max(0, width - 1 - before)] = float("nan")
+        with guarded_buffers():
+            found, gradients = self.compute(x[start:], weight, position[start:], [y[start:] for y in upstream], halo)
+        self.assert_same_bits(found, [y[start:] for y in outputs])
+        self.assert_same_bits(gradients[:1], [dx[start:]])
+        torch.testing.assert_close(gradients[1], dweight, rtol=1e-5, atol=1e-5)
+        self.assert_same_bits(gradients[2:], [dx[start - (width - 1) : start]])
 
 
 class DocumentsMixin:

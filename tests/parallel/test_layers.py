@@ -1,7 +1,9 @@
 """The ops on parts of a row, against the same ops on the whole row in one process: outputs and gradients."""
 
 import unittest
+from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,21 @@ from process_tester import ROWS, run_once, run_processes
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import attention, causal_conv1d, convolved_query_key_value, gated_delta_rule
+from transformers_packed.ops import (
+    attention,
+    causal_conv1d,
+    convolved_query_key_value,
+    dispatch,
+    gated_delta_rule,
+    implementations_used,
+)
 from transformers_packed.parallel import RowShard, SequenceParallel
+from transformers_packed.parallel import gated_delta as rules
 
 
 WIDTH = 4
+# On a GPU machine Triton's interpreter is off; there the kernel runs in tests/gpu.
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
 
 
 def _conv_inputs(generator):
@@ -35,6 +47,23 @@ def _projections_inputs(generator):
 
 def _projections(tensors, weights, boundaries):
     return convolved_query_key_value(*tensors, *weights, key_heads=2, key_dim=3, value_dim=2, boundaries=boundaries)
+
+
+def _triton_inputs(generator):
+    return [torch.randn(1, 24, 4 * 16, generator=generator)], [torch.randn(4 * 16, WIDTH, generator=generator)]
+
+
+def _triton(tensors, weights, boundaries):
+    """The kernel, interpreted, with runs of so few tokens that a part has several."""
+    dispatch._used.clear()
+    with (
+        mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True),
+        mock.patch("transformers_packed.ops.triton_kernels.conv._TOKENS", 5),
+    ):
+        heads = {"key_heads": 1, "key_dim": 16, "value_dim": 16}
+        outputs = convolved_query_key_value(*tensors, *weights, **heads, boundaries=boundaries)
+    assert implementations_used() == {"convolved_query_key_value": ["triton"]}
+    return outputs
 
 
 def _rule_inputs(generator):
@@ -80,6 +109,7 @@ def _attention(implementation):
 CASES = {
     "conv": ({}, _conv_inputs, _conv),
     "projections": ({}, _projections_inputs, _projections),
+    **({"projections in Triton": ({}, _triton_inputs, _triton)} if INTERPRETED else {}),
     "rule by states": ({"gated_delta_rule": "state"}, _rule_inputs, _rule),
     "rule by heads": ({"gated_delta_rule": "heads"}, _rule_inputs, _rule),
     **{
@@ -163,6 +193,64 @@ def _trained_alone_on_parts():
     return _trained_alone(RowShard.cut(SequenceBoundaries.from_lengths([24]), parallel.rank, 2, parallel))
 
 
+def _names_of_the_rule():
+    dispatch._used.clear()
+    parallel = SequenceParallel(2)
+    shard = RowShard.cut(SequenceBoundaries.from_lengths(ROWS["cut"]), parallel.rank, 2, parallel)
+    tensors, _ = _rule_inputs(torch.Generator().manual_seed(0))
+    _rule([x[:, shard.start : shard.start + 12] for x in tensors], [], shard)
+    return implementations_used()["gated_delta_rule"]
+
+
+class WayOfTheStatesTest(unittest.TestCase):
+    """Whether pieces of cut documents are computed apart, or whole parts by flash-linear-attention's kernels."""
+
+    @parameterized.expand(
+        [
+            # Cuts at 12, of whose neighbours a quarter are 3 tokens.
+            ([12, 12], 2, False),
+            ([9, 6, 9], 2, False),
+            ([8, 5, 11], 2, True),
+            ([11, 5, 8], 2, True),
+            ([24], 2, True),
+            # Cuts at 8, 16 and 24: the last document alone is too long.
+            ([6, 4, 4, 4, 4, 10], 4, True),
+            ([6, 4, 4, 4, 4, 4, 6], 4, False),
+            # From the first part to the last.
+            ([7, 18, 7], 4, True),
+            ([32], 4, True),
+            ([8, 24], 4, True),
+        ]
+    )
+    def test_all_ranks_choose_alike(self, lengths, size, whole_parts):
+        row = SequenceBoundaries.from_lengths(lengths)
+        inputs = [torch.ones(1, 1, 1, 1)] * 5
+        states = {"boundaries": None, "initial_state": None, "output_final_state": False}
+        for rank in range(size):
+            shard = RowShard.cut(row, rank, size, SimpleNamespace(gated_delta_rule="state"))
+            ways = {}
+            for kernels in (True, False):
+                with (
+                    mock.patch.object(rules, "_has_fla", lambda *_, found=kernels, **__: found),
+                    mock.patch.object(rules, "_by_fla", lambda *_, **__: "whole parts"),
+                    mock.patch.object(rules, "_by_states", lambda *_, **__: "pieces"),
+                ):
+                    ways[kernels] = rules.gated_delta_rule(shard, *inputs, **states)[0]
+            self.assertEqual(ways, {True: "whole parts" if whole_parts else "pieces", False: "pieces"})
+
+    @parameterized.expand([(name, size) for name in ROWS for size in (2, 4)])
+    def test_longest_cut_piece(self, name, size):
+        row = SequenceBoundaries.from_lengths(ROWS[name])
+        shards = [RowShard.cut(row, rank, size) for rank in range(size)]
+        pieces = [shard.lengths[0] for shard in shards if shard.tokens_before]
+        pieces += [shard.lengths[-1] for shard in shards if shard.goes_on]
+        self.assertEqual({shard.longest_cut_piece for shard in shards}, {max(pieces, default=0)})
+
+    def test_its_name(self):
+        for names in run_processes(_names_of_the_rule, 2):
+            self.assertEqual(names, ["states of cut documents", "reference"])
+
+
 class ParallelLayersTest(unittest.TestCase):
     """All cases of one size run in the same processes, which take longer to start than to compute."""
 
@@ -178,8 +266,8 @@ class ParallelLayersTest(unittest.TestCase):
             *(torch.cat([part[1][number] for part in parts], dim=1) for number in range(len(token_gradients))),
             *(sum(part[2][number] for part in parts) for number in range(len(weight_gradients))),
         ]
-        # Eager attention has its softmax in float32 whatever the inputs are.
-        tolerance = 1e-6 if case.startswith("eager") else 1e-10
+        # Eager attention has its softmax in float32 whatever the inputs are, and Triton's kernel all.
+        tolerance = 1e-6 if case.startswith("eager") else 1e-5 if case.endswith("Triton") else 1e-10
         expected = [*outputs, *token_gradients, *weight_gradients]
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

@@ -202,7 +202,10 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _triton_query_key_value(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
+def triton_query_key_value(
+    hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None
+):
+    """`halo` `[W - 1, D]` are the tokens before the first one, which the positions of `boundaries` may reach."""
     from .triton_kernels.conv import ConvolvedQueryKeyValue
 
     rows, length, channels = hidden_states.shape
@@ -213,12 +216,12 @@ def _triton_query_key_value(hidden_states, weight, bias, activation, *, key_head
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     value_heads = channels // value_dim - 2 * key_heads
     results = ConvolvedQueryKeyValue.apply(
-        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6
+        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, halo
     )
     return tuple(x.unflatten(0, (rows, length)) for x in results)
 
 
-def _verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
+def verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
     if bias is not None or activation not in ("silu", "swish"):
         return False, "serves SiLU without a bias only"
     if weight.shape[1] > 4:
@@ -229,6 +232,6 @@ def _verify_triton_query_key_value(hidden_states, weight, bias, activation, *, k
 
 
 QUERY_KEY_VALUE = {
-    "triton": Implementation(_triton_query_key_value, _verify_triton_query_key_value),
+    "triton": Implementation(triton_query_key_value, verify_triton_query_key_value),
     "reference": Implementation(_reference_query_key_value, always),
 }

@@ -1,11 +1,22 @@
 """The linear-attention block on a part of a row: the convolution's halo, and the gated delta rule by either method.
 
-**States.** The rule is affine in its state: over a piece of a document the last state is `M S + U`, where `S` is the
-state before the piece, `U` the last state without one, and `M` what the piece makes of the identity when its values are
-zero. One call with values `[v, 0]` and the initial state `[0, I]` gives both, and an output `[o, r]` of which `o + r S`
-is the output with `S`. Only a piece that began on an earlier rank needs that; only a last piece that goes on hands
-`[U, M]` on, which all ranks gather, `heads * K * (V + K)` numbers each whatever the length. Each rank then folds what
-stands before it.
+**Halo.** The tokens of the rank before that the convolution's window reaches: this package's kernel takes them by
+themselves, for others they are put before the part.
+
+**States.** The rule is affine in its state: over a piece of a document its output with a state `S` before it is the one
+without plus what `S` alone makes, with values of zero. So each rank computes its whole part as if its first document
+began there, with the kernel that serves any row, and adds to the first piece, if that began on an earlier rank, what the
+state before it makes. That state is the last one of the rank before, which every rank computes of its last piece, if that
+goes on, before all else, and all ranks gather, `heads * K * (V + K)` numbers each whatever the length.
+
+A piece that goes on at both ends knows its last state only as `M S + U`, where `U` is the last state without `S`, and `M`
+what the piece makes of the identity when its values are zero. One call with values `[v, 0]` and the initial state `[0, I]`
+gives both, and an output `[o, r]` of which `o + r S` is the output with `S`. All hand `[U, M]` on (`M` is zero where the
+document began), and each rank folds what stands before it.
+
+Pieces of cut documents are computed twice, and a rank waits for the last piece of the one before. So where they are a
+large share, and flash-linear-attention is there, its own context parallelism takes the whole part instead. That is
+decided from the row and the number of ranks, and so alike on all of them: what they exchange is not the same.
 
 **Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back.
 """
@@ -13,10 +24,12 @@ stands before it.
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..ops.causal_conv1d import triton_query_key_value, verify_triton_query_key_value
 from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all, tie
 
@@ -25,9 +38,28 @@ if TYPE_CHECKING:
     from .shard import RowShard
 
 
-def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
-    """`x` `[1, L, D]` behind the last tokens of its first document that stand on the rank before, how many those are, and
-    the boundaries of both together."""
+class _WithEnds(torch.autograd.Function):
+    """`x` `[1, L, ...]`, its first tokens and its last ones, without a copy of `x` in forward or backward.
+
+    Of two slices autograd would fill two gradients of the whole with zeros, and add them up.
+    """
+
+    @staticmethod
+    def forward(ctx, x, first: int, last: int):
+        return x.view_as(x), x[:, :first], x[:, len(x[0]) - last :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, of_first, of_last):
+        # The backward of the op made it, and nobody else has it. What is not dense may be one number for many.
+        gradient = gradient.contiguous()
+        gradient[:, : of_first.shape[1]] += of_first
+        gradient[:, gradient.shape[1] - of_last.shape[1] :] += of_last
+        return gradient, None, None
+
+
+def _halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank has nothing before it and gets anything."""
     wanted = width - 1
     if x.shape[1] < wanted:
         raise input_error(
@@ -36,17 +68,23 @@ def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Te
             got=f"{x.shape[1]}",
             fix="Use longer rows, or fewer processes per row.",
         )
-    tails = all_gather(x[:, x.shape[1] - wanted :], 0, shard.parallel.group)
-    # The first rank has nothing before it: any tail will do, and nothing of it is kept.
-    halo = tails[max(shard.rank - 1, 0)][None]
-    kept = min(wanted, shard.tokens_before)
+    x, _, tail = _WithEnds.apply(x, 0, wanted)
+    tails = all_gather(tail, 0, shard.parallel.group)
+    return x, tails[max(shard.rank - 1, 0)][None]
+
+
+def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
+    """`x` `[1, L, D]` behind those tokens of its halo that its first document has, how many those are, and the boundaries
+    of both together."""
+    x, halo = _halo(shard, x, width)
+    kept = min(width - 1, shard.tokens_before)
 
     def boundaries() -> SequenceBoundaries:
         first, *others = shard.lengths
         return SequenceBoundaries.from_lengths([first + kept, *others], device=x.device)
 
     # A slice's backward gives zeros to what was cut off: nothing flows into a document before.
-    joined = torch.cat([halo[:, wanted - kept :], x], dim=1)
+    joined = torch.cat([halo[:, width - 1 - kept :], x], dim=1)
     return joined, shard.derived(f"halo of {kept}", boundaries), kept
 
 
@@ -60,6 +98,11 @@ def convolved_query_key_value(
     shard: "RowShard", hidden_states: torch.Tensor, weight: torch.Tensor, *args, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`ops.convolved_query_key_value`] on a part of a row."""
+    if verify_triton_query_key_value(hidden_states, weight, *args, **options)[0]:
+        # Its kernel takes the halo by itself: the part is not copied, nor are the results.
+        record("convolved_query_key_value", "triton", [], logger.info)
+        x, halo = _halo(shard, hidden_states, weight.shape[-1])
+        return triton_query_key_value(x, weight, *args, **options, halo=halo[0])
     x, options["boundaries"], before = _with_halo(shard, hidden_states, weight.shape[-1])
     return tuple(y[:, before:] for y in ops.convolved_query_key_value(x, weight, *args, **options))
 
@@ -71,9 +114,19 @@ def gated_delta_rule(
     tensors = query, key, value, g, beta
     if shard.parallel.gated_delta_rule == "heads":
         return _by_heads(shard, *tensors, **options), None
-    if _has_fla(*tensors, **options):
+    if prefers_whole_parts(shard) and _has_fla(*tensors, **options):
         return _by_fla(shard, *tensors, **options), None
     return _by_states(shard, *tensors, **options), None
+
+
+def prefers_whole_parts(shard: "RowShard") -> bool:
+    """Whether pieces of cut documents are too much to be computed apart from the rest; the same on all ranks.
+
+    A kernel with states takes about twice as long for a token as FlashQLA. The pieces at a part's ends cost that on top of
+    the part, the wait for the rank before included: with a quarter of the part each it is as much again, which is what
+    the kernel with states would take for the whole part.
+    """
+    return 4 * shard.longest_cut_piece > shard.total_length
 
 
 def _by_heads(shard: "RowShard", *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -91,63 +144,71 @@ def _by_heads(shard: "RowShard", *tensors: torch.Tensor, **options: Any) -> torc
     return all_to_all(output, 1, 2, group)
 
 
-def _by_states(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    inputs = query, key, value, g, beta
-    continued, lengths = shard.tokens_before > 0, shard.lengths
-    first, last = lengths[0], lengths[-1]
-    heads, key_dim, value_dim = value.shape[2], key.shape[-1], value.shape[-1]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+def _by_states(shard: "RowShard", *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    record("gated_delta_rule", "states of cut documents", [], logger.info)
+    total, lengths, value = shard.total_length, shard.lengths, inputs[2]
+    heads, key_dim, value_dim = value.shape[2], inputs[1].shape[-1], value.shape[-1]
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
 
-    def call(start: int, end: int, *, initial_state=None, value=value):
-        piece = (x[:, start:end] for x in (query, key, value, g, beta))
-        return ops.gated_delta_rule(*piece, initial_state=initial_state, output_final_state=True, **options)
+    def call(query, key, value, g, beta, state):
+        # All calls have both states: with one of them missing a kernel is compiled and tuned anew.
+        states = {"initial_state": state, "output_final_state": True}
+        return ops.gated_delta_rule(query, key, value, g, beta, **states, **options)
 
-    total = shard.total_length
-    outputs, summary, reading = [], None, None
-    begin, end = 0, total
-    if continued:
+    continued = shard.tokens_before > 0
+    spans = continued and shard.goes_on and len(lengths) == 1
+    if spans:
         # Values [v, 0] and the initial state [0, I].
-        wide = torch.cat([value, value.new_zeros(*value.shape[:3], key_dim)], dim=-1)
+        wide = torch.nn.functional.pad(value, (0, key_dim))
         identity = torch.eye(key_dim, dtype=dtype, device=value.device).expand(1, heads, key_dim, key_dim)
-        state = torch.cat([identity.new_zeros(1, heads, key_dim, value_dim), identity], dim=-1)
-        output, state = call(0, first, initial_state=state, value=wide)
-        output, reading = output.split([value_dim, key_dim], dim=-1)
-        outputs.append(output)
-        begin = first
-        if shard.goes_on and len(lengths) == 1:
-            summary = state
-    if shard.goes_on and summary is None:
-        # The document began here: what came before does not reach beyond it.
-        end = total - last
-    if begin < end:
-        whole = shard.derived(
-            "whole documents",
-            lambda: SequenceBoundaries.from_lengths(
-                lengths[continued : len(lengths) - (end < total)], device=value.device
-            ),
-        )
-        documents = (x[:, begin:end] for x in inputs)
-        outputs.append(ops.gated_delta_rule(*documents, boundaries=whole, **options)[0])
-    if end < total:
-        output, state = call(end, total)
-        outputs.append(output)
+        state = torch.nn.functional.pad(identity, (value_dim, 0))
+        both, summary = call(*inputs[:2], wide, *inputs[3:], state)
+        ends = inputs
+    else:
+        first, last = lengths[0] * continued, lengths[-1] * shard.goes_on
+        inputs, begins, ends = zip(*(_WithEnds.apply(x, first, last) for x in inputs), strict=True)
+        state = value.new_zeros(1, heads, key_dim, value_dim, dtype=dtype)
+        if last:
+            # The document began here: what came before does not reach beyond it.
+            state = call(*ends, state)[1]
+        # Of a last document that ends here nobody reads it.
         summary = torch.nn.functional.pad(state, (0, key_dim))
-    if summary is None:
-        # Nobody reads it.
-        summary = value.new_zeros(1, heads, key_dim, value_dim + key_dim, dtype=dtype)
 
     # Every rank has to have the exchange in its backward, whichever of these is trained.
-    summaries = all_gather(tie(summary.contiguous(), *inputs), 0, shard.parallel.group)
-    if continued:
-        # From where the document began: what other documents left behind may not even be finite.
-        began = (shard.start - shard.tokens_before) // total
-        state = summaries[began, ..., :value_dim]
-        for rank in range(began + 1, shard.rank):
-            update, transition = summaries[rank].split([value_dim, key_dim], dim=-1)
-            state = transition @ state + update
-        outputs[0] = (outputs[0].to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(query.dtype)
-    output = torch.cat(outputs, dim=1)
-    return output if continued else tie(output, summaries)
+    summaries = all_gather(tie(summary.contiguous(), *ends), 0, shard.parallel.group)
+    if not spans:
+        # The pieces as if they were documents.
+        own = shard.derived("pieces", lambda: SequenceBoundaries(shard.cu_seqlens, shard.cu_seqlens_cpu))
+        output = ops.gated_delta_rule(*inputs, boundaries=own, **options)[0]
+    if not continued:
+        return tie(output, summaries)
+    # From where the document began: what other documents left behind may not even be finite.
+    began = (shard.start - shard.tokens_before) // total
+    state = summaries[began, ..., :value_dim]
+    for rank in range(began + 1, shard.rank):
+        update, transition = summaries[rank].split([value_dim, key_dim], dim=-1)
+        state = transition @ state + update
+    if spans:
+        output, reading = both.split([value_dim, key_dim], dim=-1)
+        return (output.to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(value.dtype)
+    query, key, value, g, beta = begins
+    return _AddToStart.apply(output, call(query, key, torch.zeros_like(value), g, beta, state[None])[0])
+
+
+class _AddToStart(torch.autograd.Function):
+    """Add `correction` `[1, n, ...]` to the first `n` tokens of `output`, in place."""
+
+    @staticmethod
+    def forward(ctx, output, correction):
+        ctx.length = correction.shape[1]
+        ctx.mark_dirty(output)
+        output[:, : ctx.length] += correction
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient, gradient[:, : ctx.length]
 
 
 def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
@@ -160,10 +221,7 @@ def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
 
 
 def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    """State passing inside flash-linear-attention's kernels.
-
-    On GPUs it has run in benchmarks/sequence_parallel.py; the tests that compare it with the whole row have not run there.
-    """
+    """State passing inside flash-linear-attention's kernels."""
     from inspect import unwrap
 
     from fla.ops.cp import build_cp_context

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -79,6 +80,15 @@ class RowShard(SequenceBoundaries):
     def goes_on(self) -> bool:
         """Whether the last piece's document has more tokens in the next part."""
         return int(self.start + self.total_length) not in self.row.cu_seqlens_cpu.tolist()
+
+    @cached_property
+    def longest_cut_piece(self) -> int:
+        """Tokens of the longest piece of a cut document that any part of the row has: all ranks say the same."""
+        pieces = [0]
+        for start, end in pairwise(self.row.cu_seqlens_cpu.tolist()):
+            ends = [start, *range((start // self.total_length + 1) * self.total_length, end, self.total_length), end]
+            pieces += [b - a for a, b in pairwise(ends)] if len(ends) > 2 else []
+        return max(pieces)
 
     @property
     def position_ids(self) -> torch.Tensor:

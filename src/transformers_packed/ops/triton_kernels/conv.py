@@ -8,6 +8,9 @@ A program takes the channels of one head and some runs of tokens, and goes throu
 window of up to four tokens in registers. So forward reads `x` and writes the three results, and backward reads `x` and
 the three gradients and writes that of `x`, each about once. Where a document begins is told by each token's position
 in its document: shift `s` is inside if the position is at least `s`.
+
+Of a part of a row the first positions may be such that what they see stands before the part: a halo of `W - 1` tokens. A
+kernel without one is compiled as if there were none.
 """
 
 import torch
@@ -40,6 +43,14 @@ def _row(x_ptr, stride, column, token, length):
 
 
 @triton.jit
+def _and_before(x, halo_ptr, column, token, channels, W: tl.constexpr):
+    """`x`, which is 0 before the first token, with the halo there."""
+    inside = ((token < 0) & (token > -W))[:, None]
+    at = (token + (W - 1))[:, None] * channels + column[None, :]
+    return x + tl.load(halo_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _reaches(x, position, SHIFT: tl.constexpr, W: tl.constexpr):
     """`x` where a token at `position` sees what is `SHIFT` before it, or is seen from there; else 0."""
     return tl.where((position >= SHIFT)[:, None] & (SHIFT < W), x, 0.0)
@@ -63,9 +74,9 @@ def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.co
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_forward(
-    x_ptr, stride, weight_ptr, position_ptr, q_ptr, k_ptr, v_ptr, length, eps,
+    x_ptr, stride, weight_ptr, position_ptr, halo_ptr, q_ptr, k_ptr, v_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     # One dimension, heads first: the others of a grid end at 65,535.
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
@@ -78,6 +89,10 @@ def _convolution_forward(
     x1 = _row(x_ptr, stride, column, token - 1, length)
     x2 = _row(x_ptr, stride, column, token - 2, length)
     x3 = _row(x_ptr, stride, column, token - 3, length)
+    if HALO:
+        x1 = _and_before(x1, halo_ptr, column, token - 1, heads * DIM, W)
+        x2 = _and_before(x2, halo_ptr, column, token - 2, heads * DIM, W)
+        x3 = _and_before(x3, halo_ptr, column, token - 3, heads * DIM, W)
     x0 = _row(x_ptr, stride, column, token, length)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for _ in range(TOKENS):
@@ -101,9 +116,10 @@ def _convolution_forward(
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_backward(
-    x_ptr, stride, weight_ptr, position_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, length, eps,
+    x_ptr, stride, weight_ptr, position_ptr, halo_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, dhalo_ptr,
+    length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
@@ -131,6 +147,9 @@ def _convolution_backward(
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for step in range(TOKENS + 3):
         next_x = _row(x_ptr, stride, column, token - 4, length)
+        if HALO:
+            if program == 0:
+                next_x = _and_before(next_x, halo_ptr, column, token - 4, channels, W)
         next_dy = _row(dy_ptr, dy_stride, dy_column, token - 1, length)
         next_position = tl.load(position_ptr + token - 1, mask=(token >= 1) & (token - 1 < length), other=-1)
         seen1 = _reaches(x1, position, 1, W)
@@ -162,6 +181,15 @@ def _convolution_backward(
         dy = next_dy
         position = next_position
         token -= 1
+    if HALO:
+        # The first run has gone on to the token before the first one: what is known of dx there is all of it.
+        at = dhalo_ptr + (token + (W - 1))[:, None] * channels + column[None, :]
+        first = (token == -1)[:, None]
+        tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=first)
+        if W > 2:
+            tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=first)
+        if W > 3:
+            tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=first)
     at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
     tl.store(at, tl.sum(dw0, 0))
     if W > 1:
@@ -173,33 +201,40 @@ def _convolution_backward(
 
 
 class ConvolvedQueryKeyValue(torch.autograd.Function):
-    """Of `x` `[T, channels]`, `weight` `[channels, W]` and `position` `[T]` int32."""
+    """Of `x` `[T, channels]`, `weight` `[channels, W]`, `position` `[T]` int32, and `halo` `[W - 1, channels]` or `None`."""
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float):
+    def forward(ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None):
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
+        # A window of one token looks at nothing before it.
+        halo = halo.contiguous() if halo is not None and len(halo) else None
         length = len(x)
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
-        ctx.save_for_backward(x, weight, position)
-        ctx.sizes, ctx.eps = (key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS), eps
+        ctx.save_for_backward(x, weight, position, halo)
+        ctx.sizes = key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS, halo is not None
+        ctx.eps = eps
         grid = ((2 * key_heads + value_heads) * ceil_div(length, _RUNS * _TOKENS),)
-        _convolution_forward[grid](x, x.stride(0), weight, position, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS)
+        _convolution_forward[grid](
+            x, x.stride(0), weight, position, halo, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS
+        )
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        x, weight, position = ctx.saved_tensors
+        x, weight, position, halo = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
-        key_heads, value_heads = ctx.sizes[:2]
+        key_heads, value_heads, _, _, runs, tokens, _ = ctx.sizes
         dx = x.new_empty(x.shape)
-        programs = ceil_div(len(x), _RUNS * _TOKENS)
+        dhalo = None if halo is None else torch.empty_like(halo)
+        programs = ceil_div(len(x), runs * tokens)
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
         grid = ((2 * key_heads + value_heads) * programs,)
         _convolution_backward[grid](
-            x, x.stride(0), weight, position, dq, dk, dv, dx, dweight, len(x), ctx.eps, *ctx.sizes, num_warps=_RUNS
-        )
-        return dx, dweight.sum(0).to(weight.dtype), None, None, None, None, None
+            x, x.stride(0), weight, position, halo, dq, dk, dv, dx, dweight, dhalo, len(x), ctx.eps, *ctx.sizes,
+            num_warps=runs,
+        )  # fmt: skip
+        return dx, dweight.sum(0).to(weight.dtype), None, None, None, None, None, dhalo
