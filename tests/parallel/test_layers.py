@@ -21,7 +21,9 @@ from transformers_packed.ops import (
     implementations_used,
 )
 from transformers_packed.parallel import RowShard, SequenceParallel
+from transformers_packed.parallel import attention as attentions
 from transformers_packed.parallel import gated_delta as rules
+from transformers_packed.parallel.groups import attention_method
 
 
 WIDTH = 4
@@ -245,6 +247,37 @@ class WayOfTheStatesTest(unittest.TestCase):
         pieces = [shard.lengths[0] for shard in shards if shard.tokens_before]
         pieces += [shard.lengths[-1] for shard in shards if shard.goes_on]
         self.assertEqual({shard.longest_cut_piece for shard in shards}, {max(pieces, default=0)})
+
+    @parameterized.expand(
+        [
+            # All keys and values of another rank are less than own queries and outputs, up to some number of ranks.
+            ("few ranks", 2, 16, 4, False, "gather"),
+            ("four ranks", 4, 16, 4, False, "gather"),
+            ("many ranks", 8, 16, 4, False, "heads"),
+            ("one key head", 16, 16, 1, False, "gather"),
+            ("no grouping", 4, 8, 8, False, "heads"),
+            ("a long piece", 2, 16, 4, True, "heads"),
+            ("a long piece, and heads that do not fit", 3, 16, 4, True, "gather"),
+        ]
+    )
+    def test_attention_by_default(self, _, size, heads, kv_heads, cut_in_long_pieces, expected):
+        self.assertEqual(attention_method(size, heads, kv_heads, None, cut_in_long_pieces), expected)
+        for wanted in ("heads", "gather"):
+            self.assertEqual(attention_method(size, heads, kv_heads, wanted, cut_in_long_pieces), wanted)
+
+    @parameterized.expand([(name, size) for name in ROWS for size in (2, 4)])
+    def test_attention_follows_the_row(self, name, size):
+        row = SequenceBoundaries.from_lengths(ROWS[name])
+        query, key, value = (torch.ones(1, heads, 1, 1) for heads in (16, 2, 2))
+        for rank in range(size):
+            parallel = SimpleNamespace(attention=None)
+            shard = RowShard.cut(row, rank, size, parallel)
+            with (
+                mock.patch.object(attentions, "_by_gather", lambda *_, **__: "gather"),
+                mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
+            ):
+                found = attentions.attention(shard, None, query, key, value, boundaries=None)[0]
+            self.assertEqual(found, "heads" if 4 * shard.longest_cut_piece > shard.total_length else "gather")
 
     def test_its_name(self):
         for names in run_processes(_names_of_the_rule, 2):

@@ -103,8 +103,7 @@ def attention_with_earlier_keys(
 ) -> torch.Tensor | None:
     """Attention where documents may have more `keys` than queries, which are their last: `[B, T, H, D]`.
 
-    `None` where neither FlashAttention nor `varlen_attn` can serve. On GPUs `varlen_attn` has run in
-    benchmarks/sequence_parallel.py; the tests that compare this with the whole row have not run there.
+    `None` where neither FlashAttention nor `varlen_attn` can serve.
     """
     name = module.config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=name):

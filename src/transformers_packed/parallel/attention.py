@@ -10,7 +10,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.attention import attention_with_earlier_keys
 from .collectives import all_gather, all_to_all
-from .groups import fits_heads
+from .groups import attention_method, fits_heads
 
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def attention(
             fix="Leave output_attentions out, or run without sequence parallelism.",
         )
     heads, kv_heads = query.shape[1], key.shape[1]
-    if shard.parallel.attention_for(heads, kv_heads) == "gather":
+    method = attention_method(shard.size, heads, kv_heads, shard.parallel.attention, shard.is_cut_in_long_pieces)
+    if method == "gather":
         return _by_gather(shard, module, query, key, value, **options), None
     if not fits_heads(shard.size, heads, kv_heads):
         raise input_error(

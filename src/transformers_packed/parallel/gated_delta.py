@@ -114,19 +114,12 @@ def gated_delta_rule(
     tensors = query, key, value, g, beta
     if shard.parallel.gated_delta_rule == "heads":
         return _by_heads(shard, *tensors, **options), None
-    if prefers_whole_parts(shard) and _has_fla(*tensors, **options):
+    # A kernel with states takes about twice as long for a token as FlashQLA. The pieces at a part's ends cost that on top of
+    # the part, the wait for the rank before included: with a quarter of the part each it is as much again, which is what
+    # the kernel with states would take for the whole part.
+    if shard.is_cut_in_long_pieces and _has_fla(*tensors, **options):
         return _by_fla(shard, *tensors, **options), None
     return _by_states(shard, *tensors, **options), None
-
-
-def prefers_whole_parts(shard: "RowShard") -> bool:
-    """Whether pieces of cut documents are too much to be computed apart from the rest; the same on all ranks.
-
-    A kernel with states takes about twice as long for a token as FlashQLA. The pieces at a part's ends cost that on top of
-    the part, the wait for the rank before included: with a quarter of the part each it is as much again, which is what
-    the kernel with states would take for the whole part.
-    """
-    return 4 * shard.longest_cut_piece > shard.total_length
 
 
 def _by_heads(shard: "RowShard", *tensors: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ..data.cost import has_experts
 from ..errors import input_error
 from ..ops.cross_entropy import CHUNK_SIZE
-from .groups import check_methods, fits_heads
+from .groups import attention_method, check_methods
 
 
 _GIB = 2**30
@@ -424,8 +424,8 @@ def exchanges(
 
 
 def _attention_method(text: PreTrainedConfig, size: int, attention: str | None) -> str:
-    fits = fits_heads(size, text.num_attention_heads, text.num_key_value_heads)
-    return attention or ("heads" if fits else "gather")
+    # Of a row that is cut in short pieces, as most are.
+    return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, False)
 
 
 def _gib(count: float) -> str:

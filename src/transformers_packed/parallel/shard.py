@@ -91,6 +91,11 @@ class RowShard(SequenceBoundaries):
         return max(pieces)
 
     @property
+    def is_cut_in_long_pieces(self) -> bool:
+        """Whether some part has a piece of a cut document that is more than a quarter of the part; the same on all ranks."""
+        return 4 * self.longest_cut_piece > self.total_length
+
+    @property
     def position_ids(self) -> torch.Tensor:
         """int64 `[1, T / P]`: each token's position in its own document, from 0."""
         return self.of_row(self.row.position_ids)

@@ -32,7 +32,7 @@ class PackedTrainingArguments(TrainingArguments):
         sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
             How these share the layers of linear attention, `"state"` or `"heads"`.
         sequence_parallel_attention (`str`, *optional*):
-            How they share those of full attention, `"heads"` or `"gather"`; by default what fits.
+            How they share those of full attention, `"heads"` or `"gather"`; by default what exchanges less ([`SequenceParallel`]).
         cuda_graphs (`bool`, *optional*, defaults to `False`):
             With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]): for rows so short that the GPU
             waits for the host.
