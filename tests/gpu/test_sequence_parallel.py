@@ -21,11 +21,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from gpu_tester import compile_one_configuration, report
+from isolation_tester import find_leaks
 from parameterized import parameterized
-from process_tester import FSDP_ON_CPU, run_once
+from process_tester import FSDP_ON_CPU, run_once, run_processes
+from transformers import Qwen3_5TextConfig, set_seed
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.ops import (
     attention,
     causal_conv1d,
@@ -45,6 +48,22 @@ KEY_HEADS, VALUE_HEADS, DIM = (2, 4, 16) if ON_CPU else (16, 32, 128)
 HEADS, HEAD_DIM = (4, 16) if ON_CPU else (16, 256)
 TOTAL = 256 if ON_CPU else 2048
 UNIT = TOTAL // 256
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 4,
+    "head_dim": HEAD_DIM,
+    "linear_key_head_dim": DIM,
+    "linear_value_head_dim": DIM,
+    "linear_num_key_heads": KEY_HEADS,
+    "linear_num_value_heads": VALUE_HEADS,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "pad_token_id": 0,
+    "use_cache": False,
+}
 # Rows that are cut in the middle.
 ROWS = {
     "aligned": [40 * UNIT, 48 * UNIT, 40 * UNIT, 64 * UNIT, 50 * UNIT, 14 * UNIT],
@@ -346,6 +365,34 @@ class ParallelOpsOnGpusTest(unittest.TestCase):
                         allowed = whole | {document} if value == "nan" else {document}
                         self.assertEqual(parts - allowed, set(), f"{what}, {row}, {document}, {value}")
         report(f"sequence parallel: {case}", others="bit for bit the same", gradients="exactly 0 across")
+
+
+def _leaks_of_a_model(methods):
+    """What documents do to each other in a whole model whose row is cut inside of one, and what computed it."""
+    if _kernels_are_there():
+        compile_one_configuration()
+    # Or attention's backward adds up in any order.
+    torch.use_deterministic_algorithms(True)
+    set_seed(0)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG, initializer_range=0.1))
+    model = model.to(DEVICE, torch.float64 if ON_CPU else torch.bfloat16).train()
+    return find_leaks(model, SequenceParallel(SIZE, **methods), ROWS["cut"]), implementations_used(isolating=True)
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(ON_CPU or torch.cuda.device_count() >= SIZE, f"needs {SIZE} CUDA devices")
+class ParallelModelsOnGpusTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("by default", {}, STATES),
+            ("by heads", {"gated_delta_rule": "heads", "attention": "heads"}, None),
+        ]
+    )
+    def test_documents_stay_apart(self, name, methods, named):
+        for leaks, used in run_processes(_leaks_of_a_model, SIZE, methods, backend=BACKEND):
+            self.assertEqual(leaks, [])
+            self.assertEqual(STATES in used["gated_delta_rule"], named == STATES)
+        report(f"sequence parallel: a model {name}", leaks="none", ran=str(used))
 
 
 @pytest.mark.gpu
