@@ -13,6 +13,7 @@ from training.trainer_arms import CONFIGS, Samples, collate_padded
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingCost, configure_packing, patch_model
+from transformers_packed.models.base import has_our_classes
 from transformers_packed.ops import dispatch
 from transformers_packed.training import metrics
 
@@ -41,6 +42,25 @@ class TrainerTestCase(unittest.TestCase):
 
 
 class PackedTrainerTest(TrainerTestCase):
+    def test_a_model_that_is_made_when_training_starts(self):
+        """`model_init` makes another one than that which was there when the Trainer was built."""
+
+        def make():
+            return AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+
+        def trained(**model):
+            args = self.args(packing=True, max_length=128, seed=1)
+            with quiet():
+                trainer = PackedTrainer(args=args, train_dataset=Samples(24), **model)
+                trainer.train()
+            return trainer.model
+
+        set_seed(1)
+        expected, found = trained(model=make()), trained(model_init=make)
+        self.assertTrue(has_our_classes(found))
+        for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
     @parameterized.expand(
         [
             ("auto", {}, (False, True)),

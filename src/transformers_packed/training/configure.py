@@ -4,6 +4,8 @@ First everything that may stand in the way is looked for (`reasons.py`), then th
 or nothing, and only then the Trainer itself.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -239,6 +241,7 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         holders.append(args)  # of the rows that TRL made
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
+    after_model_init(trainer, patch_model)
     if dataset is not trainer.train_dataset:
         trainer.train_dataset = dataset
         if isinstance(dataset, PackingDataset):
@@ -256,6 +259,21 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
+
+
+def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any]) -> None:
+    """Have `change` called on each model that the Trainer's `model_init` makes: another one when training starts."""
+    make = trainer.model_init
+    if make is None:
+        return
+
+    @wraps(make)
+    def changed(*args):
+        model = make(*args)
+        change(model)
+        return model
+
+    trainer.model_init = changed
 
 
 def _keep_from_liger(trainer: Trainer) -> str:
