@@ -251,19 +251,19 @@ class WayOfTheStatesTest(unittest.TestCase):
     @parameterized.expand(
         [
             # All keys and values of another rank are less than own queries and outputs, up to some number of ranks.
-            ("few ranks", 2, 16, 4, False, "gather"),
-            ("four ranks", 4, 16, 4, False, "gather"),
-            ("many ranks", 8, 16, 4, False, "heads"),
-            ("one key head", 16, 16, 1, False, "gather"),
-            ("no grouping", 4, 8, 8, False, "heads"),
-            ("a long piece", 2, 16, 4, True, "heads"),
-            ("a long piece, and heads that do not fit", 3, 16, 4, True, "gather"),
+            ("few ranks", 2, 16, 4, True, "gather"),
+            ("four ranks", 4, 16, 4, True, "gather"),
+            ("many ranks", 8, 16, 4, True, "heads"),
+            ("one key head", 16, 16, 1, True, "gather"),
+            ("no grouping", 4, 8, 8, True, "heads"),
+            ("uneven", 2, 16, 4, False, "heads"),
+            ("uneven, and heads that do not fit", 3, 16, 4, False, "gather"),
         ]
     )
-    def test_attention_by_default(self, _, size, heads, kv_heads, cut_in_long_pieces, expected):
-        self.assertEqual(attention_method(size, heads, kv_heads, None, cut_in_long_pieces), expected)
+    def test_attention_by_default(self, _, size, heads, kv_heads, gather_is_even, expected):
+        self.assertEqual(attention_method(size, heads, kv_heads, None, gather_is_even), expected)
         for wanted in ("heads", "gather"):
-            self.assertEqual(attention_method(size, heads, kv_heads, wanted, cut_in_long_pieces), wanted)
+            self.assertEqual(attention_method(size, heads, kv_heads, wanted, gather_is_even), wanted)
 
     @parameterized.expand([(name, size) for name in ROWS for size in (2, 4)])
     def test_attention_follows_the_row(self, name, size):
@@ -272,12 +272,15 @@ class WayOfTheStatesTest(unittest.TestCase):
         for rank in range(size):
             parallel = SimpleNamespace(attention=None)
             shard = RowShard.cut(row, rank, size, parallel)
-            with (
-                mock.patch.object(attentions, "_by_gather", lambda *_, **__: "gather"),
-                mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
-            ):
-                found = attentions.attention(shard, None, query, key, value, boundaries=None)[0]
-            self.assertEqual(found, "heads" if 4 * shard.longest_cut_piece > shard.total_length else "gather")
+            for kernel in ("varlen_attn", None):
+                with (
+                    mock.patch.object(attentions, "_by_gather", lambda *_, **__: "gather"),
+                    mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
+                    mock.patch.object(attentions, "kernel_for_earlier_keys", lambda *_, found=kernel, **__: found),
+                ):
+                    found = attentions.attention(shard, None, query, key, value, boundaries=None)[0]
+                uneven = 4 * shard.longest_cut_piece > shard.total_length or kernel is None
+                self.assertEqual(found, "heads" if uneven else "gather")
 
     def test_its_name(self):
         for names in run_processes(_names_of_the_rule, 2):

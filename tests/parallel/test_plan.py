@@ -58,11 +58,10 @@ SIZES = {
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # Model, and methods.
 EXCHANGES = {
-    "by default": ("dense", {}, (2, 4)),
     "states and heads": ("dense", {"attention": "heads"}, (2, 4)),
     "heads": ("dense", {"gated_delta_rule": "heads", "attention": "heads"}, (2,)),
     "gather": ("dense", {"attention": "gather"}, (2, 4)),
-    "experts": ("experts", {}, (2, 4)),
+    "experts": ("experts", {"attention": "heads"}, (2, 4)),
 }
 
 
@@ -118,8 +117,7 @@ def measured_on_gpus():
     results = ROOT / "benchmarks" / "results"
     for run in json.loads((results / "step.json").read_text())["runs"]:
         ours = run["arms"].get("ours", {})
-        # What graphs keep is there while other arms of the same run are measured.
-        if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
+        if run["lengths"] == "lognormal" and "peak_GiB" in ours:
             yield run["model"], run["tokens"], 1, run["checkpointing"], ours["peak_GiB"]
     for run in json.loads((results / "sequence_parallel.json").read_text())["runs"]:
         for size in sorted({arm["size"] for arm in run["arms"]}):

@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, always, logger, record, run
 from .per_document import per_document
 
 
@@ -105,11 +105,21 @@ def attention_with_earlier_keys(
 
     `None` where neither FlashAttention nor `varlen_attn` can serve.
     """
+    kernel = kernel_for_earlier_keys(module, query, **options)
+    if kernel is None:
+        return None
+    record("attention", kernel, [], logger.info)
+    function = _varlen_attn if kernel == "varlen_attn" else _flash_attention
+    return function(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
+
+
+def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | None:
+    """The kernel by which [`attention_with_earlier_keys`] would serve, if there is one."""
     name = module.config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=name):
-        return _flash_attention(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
-    if name == "sdpa" and _verify_varlen_attn(module, query, key, value, **options)[0]:
-        return _varlen_attn(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
+        return name
+    if name == "sdpa" and _verify_varlen_attn(module, query, **options)[0]:
+        return "varlen_attn"
     return None
 
 
@@ -137,7 +147,7 @@ def _varlen_dtype(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
 
 
-def _verify_varlen_attn(module, query, key, value, *, dropout=0.0, **options):
+def _verify_varlen_attn(module, query, *others, dropout=0.0, **options):
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
     if _varlen_dtype(query) not in (torch.float16, torch.bfloat16):

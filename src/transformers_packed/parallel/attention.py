@@ -8,7 +8,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.attention import attention_with_earlier_keys
+from ..ops.attention import attention_with_earlier_keys, kernel_for_earlier_keys
+from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all
 from .groups import attention_method, fits_heads
 
@@ -46,8 +47,9 @@ def attention(
             fix="Leave output_attentions out, or run without sequence parallelism.",
         )
     heads, kv_heads = query.shape[1], key.shape[1]
-    method = attention_method(shard.size, heads, kv_heads, shard.parallel.attention, shard.is_cut_in_long_pieces)
-    if method == "gather":
+    # By "gather" a rank behind the cut of a long document has most of the work, and needs a kernel for that.
+    gather_is_even = not shard.is_cut_in_long_pieces and kernel_for_earlier_keys(module, query, **options) is not None
+    if attention_method(shard.size, heads, kv_heads, shard.parallel.attention, gather_is_even) == "gather":
         return _by_gather(shard, module, query, key, value, **options), None
     if not fits_heads(shard.size, heads, kv_heads):
         raise input_error(
@@ -83,6 +85,7 @@ def _by_gather(shard: "RowShard", module, query, key, value, **options: Any) -> 
         output = attention_with_earlier_keys(module, query, key, value, **lengths, **options)
         if output is not None:
             return output
+    record("attention", "mask of earlier keys", [], logger.info)
     first = shard.lengths[0]
     outputs = [_continued(module, query[:, :, :first], *(x[:, :, : before + first] for x in (key, value)), **options)]
     if shard.num_documents > 1:

@@ -59,7 +59,7 @@ class _WithEnds(torch.autograd.Function):
 
 
 def _halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank has nothing before it and gets anything."""
+    """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank gets its own, which no position reaches."""
     wanted = width - 1
     if x.shape[1] < wanted:
         raise input_error(
@@ -114,9 +114,8 @@ def gated_delta_rule(
     tensors = query, key, value, g, beta
     if shard.parallel.gated_delta_rule == "heads":
         return _by_heads(shard, *tensors, **options), None
-    # A kernel with states takes about twice as long for a token as FlashQLA. The pieces at a part's ends cost that on top of
-    # the part, the wait for the rank before included: with a quarter of the part each it is as much again, which is what
-    # the kernel with states would take for the whole part.
+    # flash-linear-attention is taken to need twice FlashQLA's time for a token. Then two pieces of a quarter of the part each
+    # cost as much as the part, and both together what `cp_context` needs for the whole part.
     if shard.is_cut_in_long_pieces and _has_fla(*tensors, **options):
         return _by_fla(shard, *tensors, **options), None
     return _by_states(shard, *tensors, **options), None
@@ -164,7 +163,7 @@ def _by_states(shard: "RowShard", *inputs: torch.Tensor, **options: Any) -> torc
         if last:
             # The document began here: what came before does not reach beyond it.
             state = call(*ends, state)[1]
-        # Of a last document that ends here nobody reads it.
+        # Nobody reads the state of a last document that ends here.
         summary = torch.nn.functional.pad(state, (0, key_dim))
 
     # Every rank has to have the exchange in its backward, whichever of these is trained.

@@ -24,9 +24,9 @@ class SequenceParallel:
             number of heads. `"heads"`: processes exchange tokens for heads, so each computes all tokens of its heads.
         attention (`str`, *optional*):
             `"heads"` as above, with key and value heads repeated where there are fewer than processes; `"gather"`:
-            each process has all keys and values and its own queries. By default, of what fits the model's heads, that
-            which exchanges less; `"heads"` for rows that are cut in long pieces, where `"gather"` leaves most of the work
-            to the process behind the cut.
+            each process has all keys and values and its own queries. By default what fits the model's heads: `"gather"`
+            where it exchanges no more than `"heads"`, FlashAttention or `varlen_attn` serves, and the row is not cut in
+            long pieces, which would leave most of the work to the process behind the cut.
         device_type (`str`, *optional*):
             `"cpu"` or `"cuda"`; by default what the default process group's backend is for.
 
@@ -75,15 +75,18 @@ class SequenceParallel:
         check_methods(config.get_text_config(), self.size, self.gated_delta_rule, self.attention)
 
 
-def attention_method(size: int, heads: int, kv_heads: int, wanted: str | None, cut_in_long_pieces: bool) -> str:
-    """How `size` processes share an attention layer: as `wanted`, or as [`SequenceParallel`] says."""
+def attention_method(size: int, heads: int, kv_heads: int, wanted: str | None, gather_is_even: bool) -> str:
+    """How `size` processes share an attention layer: as `wanted`, or as [`SequenceParallel`] says.
+
+    `gather_is_even`: whether by `"gather"` all of them would have about as much to do.
+    """
     if wanted is not None:
         return wanted
     if not fits_heads(size, heads, kv_heads):
         return "gather"
     # Of each token the others' keys and values, or a share of its own with query and output.
     gather_is_less = size * kv_heads <= heads + max(kv_heads, size)
-    return "gather" if gather_is_less and not cut_in_long_pieces else "heads"
+    return "gather" if gather_is_less and gather_is_even else "heads"
 
 
 def fits_heads(size: int, heads: int, kv_heads: int) -> bool:

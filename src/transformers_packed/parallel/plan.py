@@ -424,8 +424,8 @@ def exchanges(
 
 
 def _attention_method(text: PreTrainedConfig, size: int, attention: str | None) -> str:
-    # Of a row that is cut in short pieces, as most are.
-    return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, False)
+    # Of a row that is cut in short pieces, as most are, on GPUs.
+    return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, True)
 
 
 def _gib(count: float) -> str:
