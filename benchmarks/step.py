@@ -313,7 +313,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
                     if name.endswith("+graphs"):
                         # What graphs keep for their activations does not count as allocated.
                         torch.cuda.empty_cache()
-                        peak = max(peak, torch.cuda.memory_reserved())
+                        peak += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
                     entry["peak_GiB"] = round(peak / 2**30, 2)
                 if args.profile:
                     entry["profile_ms"] = profile(arm)

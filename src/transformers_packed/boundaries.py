@@ -441,11 +441,11 @@ class DeviceBoundaries(SequenceBoundaries):
     def cu_seqlens_cpu(self) -> torch.Tensor:
         raise input_error(
             "use_cuda_graphs",
-            expected="implementations that need no lengths on the host, such as those of flash-linear-attention, "
-            "FlashQLA and varlen_attn",
-            got="one that reads them",
-            fix='Install the kernels that `transformers-packed env` misses and use attn_implementation="sdpa", or train '
-            "without graphs.",
+            expected="ops that need no lengths on the host: the gated delta rule by flash-linear-attention or FlashQLA and "
+            "attention by varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout",
+            got="an implementation that reads them",
+            fix='Load the model in bfloat16 with attn_implementation="sdpa" and install the kernels that '
+            "`transformers-packed env` misses, or train without graphs.",
         )
 
     @property

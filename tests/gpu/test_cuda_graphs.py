@@ -43,7 +43,7 @@ def rule(name):
 class CudaGraphsOnGpuTest(unittest.TestCase):
     def setUp(self):
         dispatch._used.clear()
-        self.warnings = []
+        self.warnings, self.precision = [], nullcontext()
         patch = mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append)
         patch.start()
         self.addCleanup(patch.stop)
@@ -56,7 +56,8 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
 
     def step(self, model, row):
         model.zero_grad()
-        loss = model(**row).loss
+        with self.precision:
+            loss = model(**row).loss
         loss.backward()
         return loss.item(), {name: x.grad.float() for name, x in model.named_parameters()}
 
@@ -64,7 +65,8 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         """The largest difference of the loss, and that of the gradients together, over all rows."""
         losses, gradients = [], []
         # Losses of earlier rows may still be held when another graph is recorded.
-        held = [model(**row_of([64])).loss for model in (graphed, plain)]
+        with self.precision:
+            held = [model(**row_of([64])).loss for model in (graphed, plain)]
         for loss in held:
             loss.backward()
         for lengths in rows:
@@ -107,14 +109,13 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
 
     def test_autocast(self):
         graphed, plain = self.models(dtype=torch.float32)
-        with torch.autocast("cuda", torch.bfloat16):
-            figures = self.compare(graphed, plain, FULL.values())
+        self.precision = torch.autocast("cuda", torch.bfloat16)
+        figures = self.compare(graphed, plain, FULL.values())
         # Weights are cast anew by each replay.
         for model in (graphed, plain):
             with torch.no_grad():
                 model.model.layers[0].mlp.up_proj.weight.mul_(3)
-        with torch.autocast("cuda", torch.bfloat16):
-            changed = self.compare(graphed, plain, FULL.values())
+        changed = self.compare(graphed, plain, FULL.values())
         report(
             "CUDA graphs: float32 under autocast",
             loss=max(figures[0], changed[0]),

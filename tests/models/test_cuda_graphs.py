@@ -53,7 +53,7 @@ ROWS = {
 class RunsAgain:
     made = replayed = 0
 
-    def __init__(self, function, pool):
+    def __init__(self, function, place):
         RunsAgain.made += 1
         self.function, self.result = function, function()
 
@@ -89,7 +89,7 @@ class CudaGraphsTest(unittest.TestCase):
             "_Recording": RunsAgain,
             "DeviceBoundaries": on_the_host,
             "_beside_other_work": nullcontext,
-            "_new_pool": object,
+            "_new_place": object,
             "_is_on_gpu": lambda tensor: True,
         }
         for name, replacement in replacements.items():
@@ -183,6 +183,20 @@ class CudaGraphsTest(unittest.TestCase):
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 4)
 
+    def test_only_the_head_is_trained(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            model.model.requires_grad_(False)
+        self.assert_runs_without("nothing in the layers or before them is trained", graphed, plain, row_of([20, 30]))
+
+    def test_only_the_embeddings_are_trained(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            model.model.layers.requires_grad_(False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.replayed, 2)
+
     def test_shared_parameters(self):
         graphed, plain = self.models()
         for model in (graphed, plain):
@@ -210,6 +224,23 @@ class CudaGraphsTest(unittest.TestCase):
             weight.data = weight.data * 2
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 4)
+        self.assertIn("made anew", self.warnings[0])
+
+    def test_moved_buffers(self):
+        graphed, plain = self.models()
+        for number in range(2):
+            for model in (graphed, plain):
+                model.model.layers[1].mlp.register_buffer("of_an_adapter", torch.full((3,), number))
+            self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 4)
+
+    def test_a_parameter_that_changes_before_backward_is_an_error(self):
+        graphed, _ = self.models()
+        loss = graphed(**row_of([20, 30])).loss
+        with torch.no_grad():
+            graphed.model.layers[1].mlp.up_proj.weight.mul_(2)
+        with self.assertRaisesRegex(RuntimeError, "changed in place"):
+            loss.backward()
 
     def test_not_where_nothing_is_trained(self):
         graphed, plain = self.models()
@@ -226,7 +257,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertIn(reason, self.warnings[0])
 
     def test_longer_rows(self):
-        self.assert_runs_without("more than row_length=128", *self.models(), row_of([100, 29]))
+        self.assert_runs_without("more tokens than row_length=128", *self.models(), row_of([100, 29]))
 
     def test_checkpointing(self):
         graphed, plain = self.models()
@@ -239,6 +270,26 @@ class CudaGraphsTest(unittest.TestCase):
         graphed.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
         self.assert_runs_without("hooks into a Qwen3_5MLP", graphed, plain, row_of([20, 30]))
         self.assertEqual(len(seen), 1)
+
+    def test_hooks_on_what_is_kept_for_backward(self):
+        graphed, plain = self.models()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            self.assert_runs_without("kept for backward", graphed, plain, row_of([20, 30]))
+
+    def test_compiled_layers(self):
+        graphed, plain = self.models()
+        graphed.model.layers[1].mlp._compiled_call_impl = graphed.model.layers[1].mlp._call_impl
+        self.assert_runs_without("hooks into a Qwen3_5MLP", graphed, plain, row_of([20, 30]))
+
+    def test_fewer_layers(self):
+        graphed, plain = self.models()
+        for model in (graphed, plain):
+            model.config.num_hidden_layers = 2
+            loss = model(**row_of([20, 30])).loss
+            loss.backward()
+        found, expected = gradients_of(graphed), gradients_of(plain)
+        self.assertEqual(set(found), set(expected))
+        self.assertLess(total_relative_error(found, expected), 1e-6)
 
     def test_outputs_of_layers(self):
         graphed, plain = self.models()
@@ -316,7 +367,8 @@ class CudaGraphsTest(unittest.TestCase):
                     use_cpu=True,
                     report_to="none",
                 )
-                trainer = PackedTrainer(MODELS["qwen3_5"](), args, train_dataset=samples)
+                trainer = PackedTrainer(model_init=MODELS["qwen3_5"], args=args, train_dataset=samples)
+                # This makes the model anew.
                 trainer.train()
             trained.append(list(trainer.model.parameters()))
         for a, b in zip(*trained, strict=True):
@@ -343,11 +395,13 @@ class CudaGraphsTest(unittest.TestCase):
         sparse = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **experts, num_experts_per_tok=2))
         for model, length, expected in (
             (dense, 100, "multiple of 64"),
+            (dense, 2048.0, "multiple of 64"),
             (sparse, 128, "dense layers"),
             (torch.nn.Linear(2, 2), 128, "patch_model"),
         ):
             with self.assertRaisesRegex(ValueError, expected):
                 use_cuda_graphs(model, length)
+        use_cuda_graphs(sparse, 0)
 
 
 class DeviceBoundariesTest(unittest.TestCase):

@@ -29,7 +29,8 @@ _FEWEST_SLOTS, _MORE_SLOTS = 8, 4
 _WARM_UPS = 2
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Transformers leaves hooks that do nothing unless outputs are asked for, which is looked at by itself.
+# The module of the hooks by which Transformers records the outputs of layers. They stay after the first such call, and do
+# nothing in others.
 _RECORDING = "transformers.utils.output_capturing"
 
 
@@ -66,9 +67,9 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
 
     ```
     """
-    if row_length < 0 or row_length % 64:
+    if not isinstance(row_length, int) or row_length < 0 or row_length % 64:
         raise input_error(
-            _CALL, expected="row_length as a multiple of 64", got=f"{row_length}", fix="Round up the longest row."
+            _CALL, expected="row_length as a multiple of 64", got=repr(row_length), fix="Round up the longest row."
         )
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
     if not texts:
@@ -79,7 +80,7 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
             fix="Load it after transformers_packed.register(), or pass it to patch_model first.",
         )
     for text in texts:
-        if any(hasattr(layer.mlp, "experts") for layer in text.layers):
+        if row_length and any(hasattr(layer.mlp, "experts") for layer in text.layers):
             raise input_error(
                 _CALL,
                 expected="dense layers",
@@ -122,7 +123,8 @@ class _AllLayers(torch.nn.Module):
     def __init__(self, graphs: "LayerGraphs", text: torch.nn.Module, boundaries: SequenceBoundaries):
         super().__init__()
         # Not as modules of this one: nothing is to be set up for them.
-        vars(self).update(graphs=graphs, text=text, layers=text.layers, boundaries=boundaries)
+        layers = text.layers[: text.config.num_hidden_layers]
+        vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
 
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings, **options: Any) -> torch.Tensor:
         inputs = (hidden_states, *position_embeddings)
@@ -143,7 +145,7 @@ class LayerGraphs:
         self._graphs: dict[tuple, _Graph] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
-        self._pool = None
+        self._place = None
         self._last: Callable[[], _Use | None] = lambda: None
 
     def __deepcopy__(self, memo: dict) -> "LayerGraphs":
@@ -162,12 +164,14 @@ class LayerGraphs:
         if boundaries.is_shard:
             return "it is a part of a row"
         if hidden_states.shape[1] > self.row_length:
-            return f"its {hidden_states.shape[1]} tokens are more than row_length={self.row_length}"
+            return f"it has more tokens than row_length={self.row_length}"
         last = self._last()
         if last is not None and not last.over:
             return "the backward of an earlier row is still to come"
         if any(layer.gradient_checkpointing for layer in layers):
             return "gradient checkpointing is on"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return "something hooks into the tensors that are kept for backward"
         trained, made_for = {}, []
         for module in layers.modules():
             if _is_hooked(module):
@@ -184,10 +188,17 @@ class LayerGraphs:
                 made_for.append((parameter.data_ptr(), parameter.dtype, parameter.requires_grad))
                 if parameter.requires_grad:
                     trained[parameter] = None
+            made_for += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+        if not trained and not hidden_states.requires_grad:
+            return "nothing in the layers or before them is trained"
         self._parameters = list(trained)
         if made_for != self._made_for:
             # Graphs read the old addresses, and do what layers in the old mode did.
-            self._graphs, self._pool, self._made_for = {}, None, made_for
+            if self._graphs:
+                logger.warning_once(
+                    f"{_CALL}: graphs are made anew, as parameters or modes of the layers have changed."
+                )
+            self._graphs, self._place, self._made_for = {}, None, made_for
         return ""
 
     def run(
@@ -207,9 +218,10 @@ class LayerGraphs:
         key = (slots, attention, cast, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         graph = self._graphs.get(key)
         if graph is None:
-            if self._pool is None:
-                self._pool = _new_pool()
-            graph = _Graph(list(layers), self._parameters, inputs, self.row_length, slots, cast, self._pool)
+            if self._place is None:
+                self._place = _new_place()
+            logger.info(f"{_CALL}: a graph is made for rows of up to {slots - 2} documents.")
+            graph = _Graph(list(layers), self._parameters, inputs, self.row_length, slots, cast, self._place)
             self._graphs[key] = graph
         graph.fill(inputs, boundaries)
         use = _Use()
@@ -224,7 +236,7 @@ class _Use:
 
 
 class _Graph:
-    def __init__(self, layers, parameters, inputs, row_length, slots, cast, pool):
+    def __init__(self, layers, parameters, inputs, row_length, slots, cast, place):
         self.inputs = [x.new_zeros(x.shape[0], row_length, *x.shape[2:]) for x in inputs]
         self.inputs[0].requires_grad_(inputs[0].requires_grad)
         self.cu_seqlens = torch.full((slots + 1,), row_length, dtype=torch.int32, device=inputs[0].device)
@@ -247,7 +259,9 @@ class _Graph:
             return [x.detach()]
 
         def backward():
-            return torch.autograd.grad(self._output, wanted, self.d_output, allow_unused=True)
+            # Where training calls backward autocast is off.
+            with torch.autocast(device, enabled=False):
+                return torch.autograd.grad(self._output, wanted, self.d_output, allow_unused=True)
 
         with _beside_other_work():
             for _ in range(_WARM_UPS):
@@ -256,8 +270,8 @@ class _Graph:
                 backward()
         # Autograd's nodes on that stream must be gone, and later the activations, which are the pool's.
         self._output = None
-        self._forward = _Recording(forward, pool)
-        self._backward = _Recording(backward, pool)
+        self._forward = _Recording(forward, place)
+        self._backward = _Recording(backward, place)
         self._output = None
 
     @torch.no_grad()
@@ -316,6 +330,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph, use, hidden_states, *parameters):
         ctx.graph, ctx.use, ctx.length = graph, use, hidden_states.shape[1]
+        ctx.parameters, ctx.versions = parameters, [x._version for x in parameters]
         return graph.forward(ctx.length)
 
     @staticmethod
@@ -325,6 +340,11 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(
                 f"{_CALL}: backward through these layers ran before, and their activations are gone. Run the forward "
                 "again, or train without graphs to use retain_graph=True."
+            )
+        if ctx.versions != [x._version for x in ctx.parameters]:
+            raise RuntimeError(
+                f"{_CALL}: a parameter of these layers was changed in place between forward and backward. Change it after "
+                "the backward."
             )
         gradients = ctx.graph.backward(d_output)
         ctx.use.over = True
@@ -337,10 +357,11 @@ class _Replay(torch.autograd.Function):
 class _Recording:
     """What a function did to the GPU, to be repeated: `replay` makes the tensors that it returned anew, where they are."""
 
-    def __init__(self, function: Callable[[], Any], pool: Any):
+    def __init__(self, function: Callable[[], Any], place: tuple):
+        pool, stream = place
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which pin memory for instance, may go on.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._result = function()
 
     def replay(self) -> Any:
@@ -350,7 +371,7 @@ class _Recording:
 
 @contextmanager
 def _beside_other_work() -> Iterator[None]:
-    """On a stream of its own, as a recording needs: what is made on the first call is not to be part of it."""
+    """On a stream of its own, where all that happens only in a first call has to happen before a recording."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -358,8 +379,9 @@ def _beside_other_work() -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _new_pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _new_place() -> tuple:
+    """The memory and the stream of recordings, on the current GPU. The stream that torch would take may be another's."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -368,6 +390,6 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _is_hooked(module: torch.nn.Module) -> bool:
     state = vars(module)
-    if "forward" in state:
+    if "forward" in state or state.get("_compiled_call_impl") is not None:
         return True
     return any(getattr(hook, "__module__", None) != _RECORDING for name in _HOOKS for hook in state[name].values())

@@ -136,7 +136,8 @@ def _prepared_for_flash_qla(boundaries: SequenceBoundaries) -> torch.Tensor:
     cu_seqlens = boundaries.cu_seqlens
     if not isinstance(boundaries, DeviceBoundaries):
         return prepare_varlen_metadata(cu_seqlens, boundaries.cu_seqlens_cpu)
-    # Its function reads the host's copy. This is what it leaves behind, made by the device.
+    # Its function reads the host's copy. This is what that of 0.1.3 leaves behind, made by the device; without it FlashQLA
+    # would wait for the GPU, which is an error in a graph.
     counts, total = boundaries.chunk_counts(_CHUNK)
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     cu_seqlens._flash_qla_prepared_varlen = (_CHUNK, offsets, total, _chunk_indices(boundaries))

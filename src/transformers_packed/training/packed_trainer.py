@@ -1,6 +1,7 @@
 """`PackedTrainer`: a Trainer that trains without padding by itself, and evaluates document by document."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from ..models.cuda_graphs import use_cuda_graphs
-from .configure import configure_packing
+from .configure import after_model_init, configure_packing
 from .sequence_parallel import SequenceParallelMixin
 
 
@@ -143,7 +144,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             self.cut_rows()
         if getattr(self.args, "cuda_graphs", False):
             tokens = self.args.max_length * self.args.per_device_train_batch_size
-            use_cuda_graphs(self.model, -(-tokens // 64) * 64)
+            graph = partial(use_cuda_graphs, row_length=-(-tokens // 64) * 64)
+            graph(self.model)
+            after_model_init(self, graph)
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)
