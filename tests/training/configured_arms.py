@@ -21,7 +21,7 @@ from transformers_packed import DataCollatorWithFlattening, PackingDataset, conf
 
 
 if __name__ == "__main__":
-    from trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
+    from trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, end_process, updates_and_log
 else:
     from training.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
 
@@ -104,5 +104,4 @@ if __name__ == "__main__":
     sharded = isinstance(next(trainer.model.parameters()), DTensor)
     if trainer.is_world_process_zero():
         torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size, "sharded": sharded}, output)
-    # Without this a process may end while a thread of its group still runs, and abort.
-    torch.distributed.destroy_process_group()
+    end_process()

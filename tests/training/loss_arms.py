@@ -15,7 +15,7 @@ from transformers_packed import set_loss_normalization
 
 # A script finds only its own directory.
 sys.path.append(str(Path(__file__).parents[1]))
-from training.trainer_arms import build_trainer, updates_and_log
+from training.trainer_arms import build_trainer, end_process, updates_and_log
 
 
 class PaddedSampleMean(Trainer):
@@ -72,5 +72,4 @@ if __name__ == "__main__":
         results[arm] = updates_and_losses(trainer)
     if trainer.is_world_process_zero():
         torch.save({**results, "processes": trainer.args.world_size}, output)
-    # Without this a process may end while a thread of its group still runs, and abort.
-    torch.distributed.destroy_process_group()
+    end_process()

@@ -144,6 +144,14 @@ def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variabl
     return result.stdout, saved
 
 
+def end_process() -> None:
+    """The end of such a script. Threads of its group may still run, and abort a process that takes down the interpreter."""
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, list[float], Trainer]:
     """The change of each parameter, the logged losses, and the trainer."""
     trainer = build_trainer(arm, family, output_dir, **arguments)
@@ -158,5 +166,4 @@ if __name__ == "__main__":
     updates, losses, trainer = train(arm, family, f"{output}.trainer")
     if trainer.is_world_process_zero():
         torch.save({"updates": updates, "losses": losses, "processes": trainer.args.world_size}, output)
-    # Without this a process may end while a thread of its group still runs, and abort.
-    torch.distributed.destroy_process_group()
+    end_process()

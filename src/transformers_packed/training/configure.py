@@ -53,7 +53,7 @@ def configure_packing(
 
     To be called between building a Trainer and `trainer.train()`. One line says what is on, or why nothing is. From then
     on `trainer.args.packing` and `trainer.args.padding_free` tell what is active, and the log has figures on it
-    ([`PackingMetricsCallback`]).
+    ([`PackingMetricsCallback`]). Models that the Trainer's `model_init` makes later are patched too.
 
     * `"padding_free"`: the samples of a batch are laid end to end in one row. Batches, steps and learning rate stay what
       they were; only the padding is not computed.
