@@ -19,6 +19,8 @@ logger = logging.get_logger(__name__)
 REPLACEMENTS: dict[type, type] = {}
 # Those of them that are only faster: documents are kept apart without them.
 ONLY_FASTER: set[type] = set()
+# Where a module keeps what hooks into it.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def replaces_builtin(cls: type) -> type:
@@ -65,8 +67,7 @@ def is_plain(module: torch.nn.Module, cls: type) -> bool:
 def is_unhooked(module: torch.nn.Module) -> bool:
     """Whether nothing hooks into the module, so that its forward may be left out for another computation of the same."""
     state = vars(module)
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" not in state and not any(state[name] for name in hooks)
+    return "forward" not in state and not any(state[name] for name in HOOKS)
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
