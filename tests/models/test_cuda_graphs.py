@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from packed_model_tester import packed_batch, total_relative_error
 from parameterized import parameterized
+from training.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
@@ -21,19 +22,10 @@ from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextF
 from transformers_packed.ops.kernels import _chunk_indices
 
 
-SIZES = {
+SIZES = TINY | {
     "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "pad_token_id": 0,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 MODELS = {
     "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),

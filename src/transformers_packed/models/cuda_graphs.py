@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..errors import input_error
+from .base import HOOKS
 
 
 logger = logging.get_logger(__name__)
@@ -28,7 +29,6 @@ _CALL = "use_cuda_graphs"
 _FEWEST_SLOTS, _MORE_SLOTS = 8, 4
 _WARM_UPS = 2
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # The module of the hooks by which Transformers records the outputs of layers. They stay after the first such call, and do
 # nothing in others.
 _RECORDING = "transformers.utils.output_capturing"
@@ -252,9 +252,11 @@ class _Graph:
             x, *position_embeddings = self.inputs
             # Weights that were cast before would be what the graph reads ever after.
             autocast = torch.autocast(device, cast, enabled=cast is not None, cache_enabled=False)
-            with autocast, _replaced(layers, stand_ins):
+            options["position_embeddings"] = tuple(position_embeddings)
+            with autocast:
                 for layer in layers:
-                    x = layer(x, position_embeddings=tuple(position_embeddings), **options)
+                    own = {name: stand_ins[parameter] for name, parameter in layer.named_parameters()}
+                    x = torch.func.functional_call(layer, own, (x,), options)
             self._output = x
             return [x.detach()]
 
@@ -298,32 +300,14 @@ class _Graph:
         return [None if x is None else next(copies) for x in gradients]
 
 
-def _parameters_of(layers: list[torch.nn.Module]) -> list[tuple[dict, str, torch.nn.Parameter]]:
-    modules = (module for layer in layers for module in layer.modules())
-    return [(m._parameters, name, x) for m in modules for name, x in m._parameters.items() if x is not None]
-
-
 def _stand_ins(layers: list[torch.nn.Module]) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """For each parameter of the layers another one on the same memory.
 
     Who holds the loss of an earlier row holds autograd's nodes of the parameters too. These belong to the stream of that
     row, for which a recording may not wait.
     """
-    return {x: torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for *_, x in _parameters_of(layers)}
-
-
-@contextmanager
-def _replaced(
-    layers: list[torch.nn.Module], stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter]
-) -> Iterator[None]:
-    places = _parameters_of(layers)
-    for held, name, parameter in places:
-        held[name] = stand_ins[parameter]
-    try:
-        yield
-    finally:
-        for held, name, parameter in places:
-            held[name] = parameter
+    parameters = (parameter for layer in layers for parameter in layer.parameters())
+    return {x: torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for x in parameters}
 
 
 class _Replay(torch.autograd.Function):
@@ -392,4 +376,4 @@ def _is_hooked(module: torch.nn.Module) -> bool:
     state = vars(module)
     if "forward" in state or state.get("_compiled_call_impl") is not None:
         return True
-    return any(getattr(hook, "__module__", None) != _RECORDING for name in _HOOKS for hook in state[name].values())
+    return any(getattr(hook, "__module__", None) != _RECORDING for name in HOOKS for hook in state[name].values())
