@@ -3,14 +3,18 @@
 import copy
 import unittest
 from contextlib import nullcontext
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_tester import report
 from packed_model_tester import packed_batch, total_relative_error
 from parameterized import parameterized
+from process_tester import run_processes
 from real_heads_tester import FAMILIES, REAL_HEADS
+from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
 from transformers_packed import use_cuda_graphs
@@ -38,6 +42,30 @@ def rule(name):
     return mock.patch.dict(table, {name: table[name]}, clear=True) if name != "first" else nullcontext()
 
 
+def models_of(family="qwen3_5", dtype=torch.bfloat16):
+    """One with graphs, and one without."""
+    cls, config_class, options = FAMILIES[family]
+    set_seed(0)
+    plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
+    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+
+
+def steps_under_ddp():
+    """The losses and gradients of a few rows of this rank's own, with graphs and without, and what was warned of."""
+    warnings, results = [], []
+    with mock.patch.object(cuda_graphs.logger, "warning_once", warnings.append):
+        for model in models_of():
+            wrapped, losses = DistributedDataParallel(model, device_ids=[dist.get_rank()]), []
+            for number, lengths in enumerate((*FULL.values(), *SHORT.values())):
+                # The first ones only add up.
+                with wrapped.no_sync() if number < 2 else nullcontext():
+                    loss = wrapped(**row_of(lengths, seed=2 * number + dist.get_rank())).loss
+                    loss.backward()
+                losses.append(loss.item())
+            results += [losses, {name: x.grad.float().cpu() for name, x in model.named_parameters()}]
+    return *results, warnings
+
+
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class CudaGraphsOnGpuTest(unittest.TestCase):
@@ -48,18 +76,12 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         patch.start()
         self.addCleanup(patch.stop)
 
-    def models(self, family="qwen3_5", dtype=torch.bfloat16):
-        cls, config_class, options = FAMILIES[family]
-        set_seed(0)
-        plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
-        return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
-
     def step(self, model, row):
         model.zero_grad()
         with self.precision:
             loss = model(**row).loss
         loss.backward()
-        return loss.item(), {name: x.grad.float() for name, x in model.named_parameters()}
+        return loss.item(), {name: x.grad.float() for name, x in model.named_parameters() if x.grad is not None}
 
     def compare(self, graphed, plain, rows):
         """The largest difference of the loss, and that of the gradients together, over all rows."""
@@ -78,7 +100,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
 
     @parameterized.expand([(family, kernel) for family in ("qwen3_5", "qwen3_next") for kernel in ("first", "fla")])
     def test_computes_what_the_layers_do(self, family, kernel):
-        graphed, plain = self.models(family)
+        graphed, plain = models_of(family)
         with rule(kernel):
             full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
             # Once more: each of these has its graph by now.
@@ -98,7 +120,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             self.assertLess(gradient, 1e-2)
 
     def test_gradients_add_up(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             for lengths in (*FULL.values(), *SHORT.values()):
                 model(**row_of(lengths)).loss.backward()
@@ -108,7 +130,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLess(total_relative_error(found, expected), 1e-2)
 
     def test_autocast(self):
-        graphed, plain = self.models(dtype=torch.float32)
+        graphed, plain = models_of(dtype=torch.float32)
         self.precision = torch.autocast("cuda", torch.bfloat16)
         figures = self.compare(graphed, plain, FULL.values())
         # Weights are cast anew by each replay.
@@ -125,8 +147,37 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             self.assertLess(loss, 1e-3)
             self.assertLess(gradient, 1e-2)
 
+    @unittest.skipUnless(find_spec("peft"), "needs peft")
+    def test_lora(self):
+        import peft
+
+        wrapped = []
+        for model in models_of():
+            set_seed(0)
+            config = peft.LoraConfig(target_modules="all-linear", r=8, init_lora_weights=False)
+            wrapped.append(peft.get_peft_model(model, config))
+        loss, gradient = self.compare(*wrapped, FULL.values())
+        report("CUDA graphs: LoRA", loss=loss, gradients=gradient)
+        self.assertLess(loss, 1e-3)
+        self.assertLess(gradient, 1e-2)
+
+    @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")
+    def test_under_ddp(self):
+        results = run_processes(steps_under_ddp, 2, backend="nccl")
+        figures = []
+        for losses, found, expected_losses, expected, warnings in results:
+            self.assertEqual(warnings, [])
+            worst = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
+            figures.append((worst, total_relative_error(found, expected)))
+            # Both ranks have the mean of theirs.
+            self.assertEqual(total_relative_error(found, results[0][1]), 0)
+        loss, gradient = (max(x) for x in zip(*figures, strict=True))
+        report("CUDA graphs: two GPUs under DistributedDataParallel", loss=loss, gradients=gradient)
+        self.assertLess(loss, 1e-3)
+        self.assertLess(gradient, 1e-2)
+
     def test_trains(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         losses = []
         for model in (graphed, plain):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -144,7 +195,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
 
     @parameterized.expand([("first",), ("fla",)])
     def test_documents_stay_apart(self, kernel):
-        graphed, _ = self.models()
+        graphed, _ = models_of()
         lengths = [300, 100, 64, 500]
         row = {name: x for name, x in row_of(lengths).items() if name != "labels"}
         changed = dict(row, input_ids=row["input_ids"].clone())

@@ -7,9 +7,13 @@ import unittest
 from contextlib import nullcontext
 from unittest import mock
 
+import peft
 import torch
+import torch.distributed as dist
 from packed_model_tester import packed_batch, total_relative_error
 from parameterized import parameterized
+from process_tester import run_processes
+from torch.nn.parallel import DistributedDataParallel
 from training.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
@@ -74,30 +78,44 @@ def gradients_of(model):
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
+# What needs a GPU.
+REPLACEMENTS = {
+    "_Recording": RunsAgain,
+    "DeviceBoundaries": on_the_host,
+    "_beside_other_work": nullcontext,
+    "_new_place": object,
+    "_is_on_gpu": lambda tensor: True,
+}
+
+
+def models_of(name="qwen3_5"):
+    """One with graphs, and one without."""
+    set_seed(0)
+    plain = MODELS[name]().train()
+    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+
+
+def steps_under_ddp():
+    """The gradients of two rows of this rank's own, with graphs and without, and how often one ran."""
+    with mock.patch.multiple(cuda_graphs, **REPLACEMENTS):
+        gradients = []
+        for model in models_of():
+            wrapped = DistributedDataParallel(model)
+            for seed in range(2):
+                wrapped(**row_of([20, 30 + dist.get_rank()], seed=2 * dist.get_rank() + seed)).loss.backward()
+            gradients.append(gradients_of(model))
+        return *gradients, RunsAgain.replayed
+
+
 class CudaGraphsTest(unittest.TestCase):
     def setUp(self):
         RunsAgain.made = RunsAgain.replayed = 0
-        replacements = {
-            "_Recording": RunsAgain,
-            "DeviceBoundaries": on_the_host,
-            "_beside_other_work": nullcontext,
-            "_new_place": object,
-            "_is_on_gpu": lambda tensor: True,
-        }
-        for name, replacement in replacements.items():
-            patch = mock.patch.object(cuda_graphs, name, replacement)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.multiple(cuda_graphs, **REPLACEMENTS))
         self.warnings = []
-        patch = mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
     def models(self, name="qwen3_5"):
-        """One with graphs, and one without."""
-        set_seed(0)
-        plain = MODELS[name]().train()
-        return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+        return models_of(name)
 
     def assert_same_step(self, graphed, plain, *rows):
         """The same losses, and the same gradients of their sum, from one backward after the other."""
@@ -174,6 +192,23 @@ class CudaGraphsTest(unittest.TestCase):
             model.model.layers[1].mlp.requires_grad_(False)
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 4)
+
+    def test_lora(self):
+        wrapped = []
+        for model in self.models():
+            set_seed(0)
+            config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+            wrapped.append(peft.get_peft_model(model, config))
+        self.assert_same_step(*wrapped, row_of([20, 30]), row_of([9, 8]))
+        self.assertEqual((RunsAgain.replayed, self.warnings), (4, []))
+
+    def test_under_ddp(self):
+        results = run_processes(steps_under_ddp, 2)
+        for found, expected, replayed in results:
+            self.assertEqual(set(found), set(expected))
+            self.assertLess(total_relative_error(found, expected), 1e-6)
+            self.assertLess(total_relative_error(found, results[0][0]), 1e-6)
+            self.assertEqual(replayed, 4)
 
     def test_only_the_head_is_trained(self):
         graphed, plain = self.models()
