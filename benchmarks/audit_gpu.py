@@ -6,6 +6,7 @@ each run puts its own entry into the file. It exits with 1 if a model of this pa
 
 import argparse
 import json
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -105,7 +106,7 @@ def main() -> int:
         torch.cuda.empty_cache()
         if args.output:
             entries = json.loads(args.output.read_text()) if args.output.exists() else {}
-            entries[label] = {"command": " ".join(["python", *sys.argv]), "machine": machine, "results": results}
+            entries[label] = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "results": results}
             args.output.write_text(json.dumps(entries, indent=1) + "\n")
     for result in results:
         report = result["report"]

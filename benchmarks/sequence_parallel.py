@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -155,7 +156,7 @@ def main() -> int:
         if first:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
         run = {
-            "command": f"torchrun --nproc_per_node {world} {' '.join(sys.argv)}",
+            "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
             "model": name,
             "gpus": world,
             "documents": len(lengths),

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
         path = Path(target)
         label = "+".join(package for package in PACKAGES if package in machine)
         entries = json.loads(path.read_text()) if path.exists() else {}
-        command = f"python -m pytest {' '.join(sys.argv[1:])}"
+        command = f"python -m pytest {shlex.join(sys.argv[1:])}"
         entries.setdefault(label, {})[command] = {"machine": machine, "outcome": outcome, "figures": FIGURES}
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
