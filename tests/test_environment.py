@@ -1,5 +1,8 @@
 import contextlib
 import io
+import os
+import subprocess
+import sys
 import unittest
 from importlib.util import find_spec
 from unittest import mock
@@ -46,6 +49,16 @@ class EnvironmentTest(unittest.TestCase):
         self.assertIn(("attention", "flash_attention_2", "nothing"), choices)
         for op in FUSED:
             self.assertIn((*op.split(), "torch" if op == "head and cross entropy" else "reference"), choices)
+
+    def test_nobody_reads_on(self):
+        read, write = os.pipe()
+        os.close(read)
+        code = "import sys; from transformers_packed.cli import main; sys.exit(main(['env']))"
+        try:
+            result = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+        finally:
+            os.close(write)
+        self.assertEqual((result.returncode, result.stderr), (141, ""))
 
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     def test_what_the_fused_ops_would_run_on_a_gpu(self):

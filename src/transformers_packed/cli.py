@@ -5,12 +5,14 @@ and returns the exit status. What a subcommand needs is imported by its `run`.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 after a failure (`audit`: 0, 1 or 2), 130 after Ctrl-C.
+    """Run the command line and return its exit status: 0, 1 after a failure (`audit`: 0, 1 or 2), 130 after Ctrl-C, 141
+    when nobody reads its output any more.
 
     Args:
         argv (`list[str]`, *optional*):
@@ -25,10 +27,16 @@ def main(argv: list[str] | None = None) -> int:
         add(subparsers)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"\ntransformers-packed {args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # As in `transformers-packed env | head -3`. Python will flush once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ImportError, OSError, ValueError) as error:
         print(f"transformers-packed {args.command}: {error}", file=sys.stderr)
         return 1

@@ -61,6 +61,8 @@ def run_audit(args: argparse.Namespace) -> int:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
         if args.plot:
             report.plot(args.plot)
+    except BrokenPipeError:
+        raise
     except (ImportError, OSError, ValueError) as error:
         print(f"transformers-packed audit: {error}", file=sys.stderr)
         return 2
