@@ -503,6 +503,7 @@ UNSERVED = [
         "not 16 and 32",
     ),
     ("rotary_dim", lambda impl: rotate((1, 5, 2, 24), (1, 5, 1, 12), (12,), impl=impl), "power of two"),
+    ("rotary_none", lambda impl: rotate(cos=(1, 5, 0), impl=impl), "channels that turn"),
 ]
 
 

@@ -36,7 +36,8 @@ def normed_rotary(
             `"auto"`, `"triton"` (one rounding) or `"reference"`.
 
     Returns:
-        `tuple`: queries `[B, T, Q, dim]`, keys `[B, T, K, dim]` and gates `[B, T, Q, dim]`.
+        `tuple`: queries `[B, T, Q, dim]`, keys `[B, T, K, dim]` and gates `[B, T, Q, dim]`, in the dtype of the
+        projections; by `"reference"` queries and keys in a wider one if that of `cos` and `sin` is.
 
     Raises:
         `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
@@ -97,6 +98,8 @@ def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
     dim = key.shape[-1]
     if dim & (dim - 1) or dim > 512:
         return False, f"wants heads of a power of two of channels up to 512, not {dim}"
+    if not cos.shape[-1]:
+        return False, "wants channels that turn"
     if query_gate.dtype != key.dtype:
         return False, f"wants one dtype, not {query_gate.dtype} beside {key.dtype}"
     if query_weight.dtype != key_weight.dtype:
