@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -22,6 +21,7 @@ from transformers_packed.audit import all_types, matrix
 from transformers_packed.audit.all_types import causal_types, run_types
 from transformers_packed.audit.matrix import COLUMNS, SupportMatrix, load_support_matrix
 from transformers_packed.audit.sweep import audit_type
+from transformers_packed.models import families, patch
 
 
 ROOT = Path(__file__).parents[2]
@@ -188,7 +188,7 @@ class SupportMatrixTest(unittest.TestCase):
         self.of_this_version()
         self.assertEqual(sorted(self.matrix.types), sorted(causal_types()), "run make support-matrix")
 
-    @parameterized.expand(["llama", "gpt2", "qwen3_5_text", "bamba", "lfm2", "opt", "gpt_oss", "bert"])
+    @parameterized.expand(["llama", "gpt2", "qwen3_5_text", "qwen3_5_moe", "bamba", "lfm2", "opt", "gpt_oss", "bert"])
     def test_audited_again(self, name):
         self.of_this_version()
         self.check(name, audit_type(name))
@@ -197,7 +197,8 @@ class SupportMatrixTest(unittest.TestCase):
     def test_all_audited_again(self):
         self.of_this_version()
         for name, entry in run_types(causal_types(), 2):
-            self.check(name, entry)
+            with self.subTest(name):
+                self.check(name, entry)
 
     def test_the_page_is_made_of_them(self):
         page = ROOT / "docs" / "support_matrix.md"
@@ -223,9 +224,7 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_unpacking_is_told_apart(self):
         """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
-        families = types.ModuleType("transformers_packed.models.families")
-        families.UNPACKED = {"qwen3_5": "no kernel takes boundaries"}
-        with mock.patch.dict(sys.modules, {families.__name__: families}):
+        with mock.patch.object(families, "UNPACKED", patch.UNPACKED | {"qwen3_5": "no kernel takes boundaries"}):
             entry = audit_type("qwen3_5_text")
             self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
         for found in entry["ours"].values():
