@@ -96,7 +96,9 @@ class WorkersTest(unittest.TestCase):
             "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
         )
         code = (
-            "import sys\n"
+            "import signal, sys\n"
+            # What a shell starts in the background may ignore it.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "from transformers_packed import cli\n"
             "from transformers_packed.audit import all_types\n"
             "run = all_types.run_types\n"

@@ -76,11 +76,11 @@ def run_types(
         waiting.put(name)
     workers = [_Worker(command, time_limit) for _ in range(min(jobs, len(types)))]
     threads = [threading.Thread(target=worker.run, args=(waiting, done), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
     try:
-        for thread in threads:
-            thread.start()
         for _ in types:
-            answer = _wait_for(done)
+            answer = done.get()
             if isinstance(answer, Exception):
                 raise answer
             yield answer
@@ -88,15 +88,7 @@ def run_types(
         for worker in workers:
             worker.stop()
         for thread in threads:
-            if thread.is_alive():
-                thread.join(timeout=10.0)
-
-
-def _wait_for(done: queue.SimpleQueue) -> Any:
-    """What comes next. Ctrl-C just before a thread begins to wait is noticed when that ends, so no wait is long."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return done.get(timeout=0.5)
+            thread.join(timeout=10.0)
 
 
 class _Worker:
