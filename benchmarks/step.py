@@ -21,6 +21,7 @@ import gc
 import json
 import platform
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -475,7 +476,7 @@ def main() -> int:
     for model in args.models:
         for tokens in args.tokens:
             for distribution in args.lengths:
-                run = {"command": " ".join(["python", *sys.argv])} | rates
+                run = {"command": shlex.join(["python", *sys.argv])} | rates
                 run |= measure(model, distribution, tokens, args, rates)
                 report["runs"].append(run | {"implementations": implementations_used()})
                 if args.output:

@@ -81,7 +81,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         with self.precision:
             loss = model(**row).loss
         loss.backward()
-        return loss.item(), {name: x.grad.float() for name, x in model.named_parameters() if x.grad is not None}
+        return loss.item(), {name: x.grad.float() for name, x in model.named_parameters() if x.requires_grad}
 
     def compare(self, graphed, plain, rows):
         """The largest difference of the loss, and that of the gradients together, over all rows."""

@@ -114,9 +114,6 @@ class CudaGraphsTest(unittest.TestCase):
         self.warnings = []
         self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
-    def models(self, name="qwen3_5"):
-        return models_of(name)
-
     def assert_same_step(self, graphed, plain, *rows):
         """The same losses, and the same gradients of their sum, from one backward after the other."""
         for model in (graphed, plain):
@@ -132,7 +129,7 @@ class CudaGraphsTest(unittest.TestCase):
 
     @parameterized.expand([(name,) for name in MODELS])
     def test_computes_what_the_layers_do(self, name):
-        graphed, plain = self.models(name)
+        graphed, plain = models_of(name)
         for lengths in ROWS.values():
             self.assert_same_step(graphed, plain, row_of(lengths))
         # Forward and backward each for up to 6, 30 and more documents.
@@ -141,11 +138,11 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(self.warnings, [])
 
     def test_gradients_add_up(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         self.assert_same_step(graphed, plain, *(row_of(lengths) for lengths in ROWS.values()))
 
     def test_logits_of_earlier_rows_stay(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         rows = [row_of([20, 30], seed) for seed in (1, 2)]
         outputs = []
         for row in rows:
@@ -155,7 +152,7 @@ class CudaGraphsTest(unittest.TestCase):
             torch.testing.assert_close(output.logits, plain(**row).logits)
 
     def test_nothing_is_left_of_earlier_rows(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         embeddings = torch.full((1, 100, 32), torch.nan, requires_grad=True)
         row = {"inputs_embeds": embeddings, "labels": torch.ones(1, 100).long(), "cu_seqlens": torch.tensor([0, 100])}
         graphed(**row).loss.backward()
@@ -163,7 +160,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual((RunsAgain.made, RunsAgain.replayed), (2, 4))
 
     def test_results_are_not_the_graphs_own(self):
-        graphed, _ = self.models()
+        graphed, _ = models_of()
         graphed.model.norm = torch.nn.Identity()
         first = graphed.model(input_ids=row_of([50])["input_ids"], cu_seqlens=torch.tensor([0, 50])).last_hidden_state
         first, before = first.detach(), first.detach().clone()
@@ -172,7 +169,7 @@ class CudaGraphsTest(unittest.TestCase):
         torch.testing.assert_close(first, before, rtol=0, atol=0)
 
     def test_trains(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for seed in range(3):
@@ -184,7 +181,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 2)
 
     def test_frozen_parameters(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         for model in (graphed, plain):
             model.model.embed_tokens.requires_grad_(False)
@@ -195,7 +192,7 @@ class CudaGraphsTest(unittest.TestCase):
 
     def test_lora(self):
         wrapped = []
-        for model in self.models():
+        for model in models_of():
             set_seed(0)
             config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
             wrapped.append(peft.get_peft_model(model, config))
@@ -211,21 +208,21 @@ class CudaGraphsTest(unittest.TestCase):
             self.assertEqual(replayed, 4)
 
     def test_only_the_head_is_trained(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
             model.model.requires_grad_(False)
         self.assert_runs_without("nothing in the layers or before them is trained", graphed, plain, row_of([20, 30]))
 
     def test_only_the_embeddings_are_trained(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             model.model.layers.requires_grad_(False)
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.replayed, 2)
 
     def test_shared_parameters(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             first, second, *_ = model.model.layers
             second.mlp.up_proj.weight = first.mlp.up_proj.weight
@@ -234,7 +231,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.replayed, 2)
 
     def test_layers_in_another_mode(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for training in (True, False):
             for model in (graphed, plain):
                 # In evaluation there is nothing to drop.
@@ -244,7 +241,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 4)
 
     def test_moved_parameters(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         for model in (graphed, plain):
             weight = model.model.layers[2].mlp.up_proj.weight
@@ -254,7 +251,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertIn("made anew", self.warnings[0])
 
     def test_moved_buffers(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for number in range(2):
             for model in (graphed, plain):
                 model.model.layers[1].mlp.register_buffer("of_an_adapter", torch.full((3,), number))
@@ -262,7 +259,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 4)
 
     def test_a_parameter_that_changes_before_backward_is_an_error(self):
-        graphed, _ = self.models()
+        graphed, _ = models_of()
         loss = graphed(**row_of([20, 30])).loss
         with torch.no_grad():
             graphed.model.layers[1].mlp.up_proj.weight.mul_(2)
@@ -270,7 +267,7 @@ class CudaGraphsTest(unittest.TestCase):
             loss.backward()
 
     def test_not_where_nothing_is_trained(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         row = row_of([20, 30])
         with torch.no_grad():
             graphed(**row)
@@ -284,32 +281,32 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertIn(reason, self.warnings[0])
 
     def test_longer_rows(self):
-        self.assert_runs_without("more tokens than row_length=128", *self.models(), row_of([100, 29]))
+        self.assert_runs_without("more tokens than row_length=128", *models_of(), row_of([100, 29]))
 
     def test_checkpointing(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         graphed.activation_checkpointing_enable()
         self.assert_runs_without("gradient checkpointing", graphed, plain, row_of([20, 30]))
 
     def test_hooks(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         seen = []
         graphed.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
         self.assert_runs_without("hooks into a Qwen3_5MLP", graphed, plain, row_of([20, 30]))
         self.assertEqual(len(seen), 1)
 
     def test_hooks_on_what_is_kept_for_backward(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             self.assert_runs_without("kept for backward", graphed, plain, row_of([20, 30]))
 
     def test_compiled_layers(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         graphed.model.layers[1].mlp._compiled_call_impl = graphed.model.layers[1].mlp._call_impl
         self.assert_runs_without("hooks into a Qwen3_5MLP", graphed, plain, row_of([20, 30]))
 
     def test_fewer_layers(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         for model in (graphed, plain):
             model.config.num_hidden_layers = 2
             loss = model(**row_of([20, 30])).loss
@@ -319,7 +316,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertLess(total_relative_error(found, expected), 1e-6)
 
     def test_outputs_of_layers(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         row = row_of([20, 30])
         found, expected = (model(**row, output_hidden_states=True).hidden_states for model in (graphed, plain))
         for a, b in zip(found, expected, strict=True):
@@ -330,13 +327,13 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 2)
 
     def test_parameters_elsewhere(self):
-        graphed, _ = self.models()
+        graphed, _ = models_of()
         graphed.model.layers[0].mlp.up_proj.to("meta")
         graphed(**row_of([20, 30]))
         self.assertIn("a Parameter on meta", self.warnings[0])
 
     def test_two_forwards_before_their_backwards(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         rows = [row_of([20, 30], seed) for seed in (1, 2)]
         for model in (graphed, plain):
             losses = [model(**row).loss for row in rows]
@@ -351,7 +348,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.replayed, 5)
 
     def test_backward_twice_is_an_error(self):
-        graphed, _ = self.models()
+        graphed, _ = models_of()
         row = row_of([20, 30])
         del row["labels"]
         output = graphed.model(**row).last_hidden_state.sum()
@@ -360,7 +357,7 @@ class CudaGraphsTest(unittest.TestCase):
             output.backward()
 
     def test_copies_make_graphs_of_their_own(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
             made = RunsAgain.made
@@ -368,7 +365,7 @@ class CudaGraphsTest(unittest.TestCase):
             self.assertEqual(RunsAgain.made, made + 2)
 
     def test_off_again(self):
-        graphed, plain = self.models()
+        graphed, plain = models_of()
         use_cuda_graphs(graphed, 0)
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 0)
@@ -416,7 +413,7 @@ class CudaGraphsTest(unittest.TestCase):
             PackedTrainingArguments("unused", cuda_graphs=True, **options)
 
     def test_refuses(self):
-        dense, _ = self.models()
+        dense, _ = models_of()
         experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
         sizes = {name: x for name, x in SIZES.items() if name != "intermediate_size"}
         sparse = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**sizes, **experts, num_experts_per_tok=2))

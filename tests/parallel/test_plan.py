@@ -118,9 +118,7 @@ def measured_on_gpus():
     for run in json.loads((results / "step.json").read_text())["runs"]:
         ours = run["arms"].get("ours", {})
         # An arm with graphs leaves something behind.
-        if "ours+graphs" in run["arms"]:
-            continue
-        if run["lengths"] == "lognormal" and "peak_GiB" in ours:
+        if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
             yield run["model"], run["tokens"], 1, run["checkpointing"], ours["peak_GiB"]
     for run in json.loads((results / "sequence_parallel.json").read_text())["runs"]:
         for size in sorted({arm["size"] for arm in run["arms"]}):
