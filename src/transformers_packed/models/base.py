@@ -19,8 +19,9 @@ logger = logging.get_logger(__name__)
 REPLACEMENTS: dict[type, type] = {}
 # Those of them that are only faster: documents are kept apart without them.
 ONLY_FASTER: set[type] = set()
-# Where a module keeps what hooks into it.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where a module keeps what hooks into it, and torch what hooks into all of them.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
 
 
 def replaces_builtin(cls: type) -> type:
@@ -59,21 +60,32 @@ def become(module: torch.nn.Module, cls: type) -> None:
         _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
-def is_plain(module: torch.nn.Module, cls: type) -> bool:
-    """Whether the module runs the forward of `cls` and nothing else: no adapter, and no forward of its own."""
-    return type(module) is cls and "forward" not in vars(module)
-
-
-def is_unhooked(module: torch.nn.Module) -> bool:
-    """Whether nothing hooks into the module, so that its forward may be left out for another computation of the same."""
+def hooks_of(module: torch.nn.Module) -> list:
+    """What is called beside the module's forward: its own hooks, and those that torch calls for every module."""
     state = vars(module)
-    return "forward" not in state and not any(state[name] for name in HOOKS)
+    return [hook for hooks in [*(state[name] for name in _HOOKS), *_GLOBAL_HOOKS] for hook in hooks.values()]
+
+
+def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
+    """Whether a call of the module does what one of `classes` does with plain parameters of its own, and nothing else.
+
+    A fused op that computes the same may take the module's place only then. What hooks into, wraps, replaces,
+    parametrises or shards a module shows: as a hook, a `forward` of its own (accelerate, tensor parallelism, kernels),
+    a compiled call, another class (adapters, parametrizations, FSDP2, quantization) or parameters of another type.
+    """
+    state = vars(module)
+    return (
+        type(module) in classes
+        and "forward" not in state
+        and module._compiled_call_impl is None
+        and not hooks_of(module)
+        and all(x is None or type(x) in (torch.nn.Parameter, torch.Tensor) for x in state["_parameters"].values())
+    )
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
-    """Whether the module is a linear layer that nothing hooks into, so that its weight says all that it does."""
-    weight_types = (torch.nn.Parameter, torch.Tensor)
-    return type(module) is torch.nn.Linear and type(module.weight) in weight_types and is_unhooked(module)
+    """Whether the weight and the bias of this linear layer say all that it does."""
+    return is_untouched(module, torch.nn.Linear)
 
 
 def is_sharded_linear(module: torch.nn.Module) -> bool:

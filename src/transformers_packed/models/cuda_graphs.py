@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..errors import input_error
-from .base import HOOKS
+from .base import hooks_of
 
 
 logger = logging.get_logger(__name__)
@@ -373,7 +373,6 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:
-    state = vars(module)
-    if "forward" in state or state.get("_compiled_call_impl") is not None:
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
         return True
-    return any(getattr(hook, "__module__", None) != _RECORDING for name in HOOKS for hook in state[name].values())
+    return any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks_of(module))

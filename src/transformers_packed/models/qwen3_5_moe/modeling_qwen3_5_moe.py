@@ -3,6 +3,7 @@
 """Qwen3.5-MoE that keeps the documents of a packed row apart. Only what differs from Qwen3.5 and Qwen3-Next is here."""
 
 import torch
+from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
@@ -24,7 +25,7 @@ from ...ops import (
     swiglu,
     swiglu_linear,
 )
-from ..base import PackedModelMixin, computed_before, is_plain, is_unhooked, only_faster, project, replaces_builtin
+from ..base import PackedModelMixin, computed_before, is_untouched, only_faster, project, replaces_builtin
 from ..cuda_graphs import layers_as_graphs
 from ..heads import loss_without_logits, skips_logits
 from ..multimodal import features_of_tokens, packed_mrope_position_ids
@@ -72,10 +73,15 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         Returns:
             `torch.Tensor` of shape `[B, T, hidden]`.
         """
-        length = hidden_states.shape[1]
-        boundaries = boundaries_from_metadata(
-            f"{type(self).__name__}.forward", length, {**kwargs, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
-        )
+        call, length = f"{type(self).__name__}.forward", hidden_states.shape[1]
+        if not isinstance(self.conv1d, torch.nn.Conv1d):
+            raise input_error(
+                call,
+                expected="conv1d as a torch.nn.Conv1d, whose weight is used without calling it",
+                got=f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}",
+                fix="Leave conv1d out of what is adapted or replaced.",
+            )
+        boundaries = boundaries_from_metadata(call, length, {**kwargs, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, b, a = self.project(hidden_states)
 
@@ -113,7 +119,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         norm = self.norm
-        if type(norm) is Qwen3_5MoeRMSNormGated and is_unhooked(norm) and computed_before(self.out_proj, output):
+        if is_untouched(norm, Qwen3_5MoeRMSNormGated) and computed_before(self.out_proj, output):
             return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
@@ -121,8 +127,6 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
-    # Their weights are used without calling them.
-    @force_accelerate_hooks(["q_norm", "k_norm"])
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -142,10 +146,16 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             )
         )
         cos, sin = position_embeddings
-        query, key, gate = normed_rotary(
-            query_gate, key, self.q_norm.weight, self.k_norm.weight, cos, sin, self.config.rms_norm_eps
-        )
+        norms = self.q_norm, self.k_norm
+        fused = all(is_untouched(norm, Qwen3_5MoeRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
+        if fused:
+            query, key, gate = normed_rotary(query_gate, key, *(norm.weight for norm in norms), cos, sin, norms[0].eps)
+        else:
+            query, gate = query_gate.chunk(2, dim=-1)
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if not fused:
+            query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         output, weights = attention(
@@ -183,7 +193,7 @@ class Qwen3_5MoeRMSNormGated(builtin.Qwen3_5MoeRMSNormGated):
 @only_faster
 class Qwen3_5MoeMLP(builtin.Qwen3_5MoeMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.config.hidden_act not in ("silu", "swish"):
+        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
         if computed_before(self.down_proj, gate):
@@ -221,7 +231,7 @@ class Qwen3_5MoeDecoderLayer(builtin.Qwen3_5MoeDecoderLayer):
                 **kwargs,
             )
         norm = self.post_attention_layernorm
-        if is_plain(norm, Qwen3_5MoeRMSNorm):
+        if is_untouched(norm, Qwen3_5MoeRMSNorm):
             hidden_states, residual = norm(hidden_states, residual)
         else:
             residual = residual + hidden_states

@@ -1,0 +1,277 @@
+"""Whatever hooks into, wraps, replaces, parametrises or shards a module has the effect that it has on the built-in model.
+
+Each test goes over every submodule of a model of each family, text and vision. The fused ops that only a GPU has reason
+to use are chosen here too, in their torch forms.
+"""
+
+import copy
+import unittest
+from types import MethodType
+from unittest import mock
+
+import torch
+from packed_model_tester import total_relative_error
+from packed_patch_tester import COMPOSITE, builtin_model
+from packed_vision_tester import alone_batch, document
+from parameterized import parameterized
+from peft import LNTuningConfig, LoraConfig, get_peft_model
+from torch import distributed
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from transformers_packed import patch_model
+
+
+MODELS = {
+    "qwen3_next": ("qwen3_next", None, None),
+    "qwen3_5": ("qwen3_5", None, None),
+    "qwen3_5_moe": ("qwen3_5_moe", None, None),
+    "qwen3_5_vision": ("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"]),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"]),
+}
+KINDS = ("forward_pre", "forward", "full_backward_pre", "full_backward")
+
+
+def first_tensor(value):
+    return value if isinstance(value, torch.Tensor) else next((x for x in value if isinstance(x, torch.Tensor)), None)
+
+
+def stretched(x: torch.Tensor) -> torch.Tensor:
+    """Other values in each channel, which no norm behind it undoes."""
+    return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+
+
+class TouchedModulesTest(unittest.TestCase):
+    def setUp(self):
+        # The layers take what they fuse on a GPU, and its kernels leave the work to the torch forms.
+        self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch("transformers_packed.ops.kernels._triton_problem", lambda: "are left out here"))
+
+    def models(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel, dict]:
+        """The built-in model, ours, and one document for both, to which ours is told that it is one."""
+        builtin = builtin_model(*MODELS[name])
+        feature = document(9, 1, images=((1, 4, 4),)) if name.endswith("vision") else {"input_ids": list(range(1, 10))}
+        batch = alone_batch(feature)
+        return builtin, patch_model(copy.deepcopy(builtin)), {**batch, "labels": batch["input_ids"]}
+
+    def submodules(self, name: str) -> list[str]:
+        containers = (torch.nn.ModuleList, PreTrainedModel)
+        model = builtin_model(*MODELS[name])
+        # The layers of the vision tower are the built-in's in any case; they are alike.
+        return [
+            path
+            for path, module in model.named_modules()
+            if not isinstance(module, containers) and "visual.blocks.1" not in path
+        ]
+
+    def run_once(self, model, batch, packed: bool) -> tuple[torch.Tensor, dict]:
+        model.zero_grad()
+        boundaries = {"cu_seqlens": torch.tensor([0, batch["input_ids"].shape[1]])} if packed else {}
+        loss = model(**batch, **boundaries, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    def check_equal(self, builtin, ours, batch, what: str) -> tuple[torch.Tensor, dict]:
+        expected, got = self.run_once(builtin, batch, packed=False), self.run_once(ours, batch, packed=True)
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=0, msg=lambda text: f"{what}: {text}")
+        self.assertEqual(got[1].keys(), expected[1].keys(), what)
+        self.assertLess(total_relative_error(got[1], expected[1]), 1e-4, what)
+        return expected
+
+    @parameterized.expand(MODELS)
+    def test_hooks_see_what_they_see_in_the_builtin(self, name):
+        builtin, ours, batch = self.models(name)
+
+        def hook(model, path, events):
+            def note(kind):
+                def called(module, *values):
+                    # A backward hook gets gradients of the inputs and of the outputs, a forward hook these themselves.
+                    seen = [None if x is None else first_tensor(x) for x in values]
+                    events.append((kind, [None if x is None else x.detach().clone() for x in seen]))
+
+                return called
+
+            module = model.get_submodule(path)
+            return [getattr(module, f"register_{kind}_hook")(note(kind)) for kind in KINDS]
+
+        expected = {path: [] for path in self.submodules(name)}
+        for path, events in expected.items():
+            hook(builtin, path, events)
+        loss, gradients = self.run_once(builtin, batch, packed=False)
+        self.assertGreater(sum(map(bool, expected.values())), 20)
+        for path, events in expected.items():
+            got = []
+            handles = hook(ours, path, got)
+            own_loss, own_gradients = self.run_once(ours, batch, packed=True)
+            for handle in handles:
+                handle.remove()
+            self.assertEqual([kind for kind, _ in got], [kind for kind, _ in events], path)
+            torch.testing.assert_close(
+                [seen for _, seen in got], [seen for _, seen in events], rtol=1e-3, atol=1e-5, msg=f"seen at {path}"
+            )
+            torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=0, msg=path)
+            self.assertLess(total_relative_error(own_gradients, gradients), 1e-4, path)
+
+    def test_hooks_for_all_modules(self):
+        """`torch.nn.modules.module.register_module_forward_hook`, as torch's counters of operations use it."""
+        builtin, ours, batch = self.models("qwen3_5")
+        names = {module: path for model in (builtin, ours) for path, module in model.named_modules()}
+        seen = {False: [], True: []}
+        for packed, model in ((False, builtin), (True, ours)):
+            handle = torch.nn.modules.module.register_module_forward_hook(
+                lambda module, args, output, packed=packed: seen[packed].append(names.get(module))
+            )
+            self.addCleanup(handle.remove)
+            self.run_once(model, batch, packed)
+            handle.remove()
+        # The activation of a convolution is a module of no model.
+        called = [sorted(path for path in paths if path is not None) for paths in seen.values()]
+        self.assertEqual(called[1], called[0])
+
+    @parameterized.expand(MODELS)
+    def test_a_forward_of_its_own(self, name):
+        builtin, ours, batch = self.models(name)
+        plain, _ = self.run_once(builtin, batch, packed=False)
+
+        def scaled(module, *args, **kwargs):
+            output = type(module).forward(module, *args, **kwargs)
+            if isinstance(output, torch.Tensor):
+                return stretched(output)
+            return type(output)((stretched(output[0]), *output[1:]))
+
+        for path in self.submodules(name):
+            changed = [model.get_submodule(path) for model in (builtin, ours)]
+            for module in changed:
+                module.forward = MethodType(scaled, module)
+            loss, _ = self.check_equal(builtin, ours, batch, path)
+            # A convolution's weight is used without a call, there too.
+            self.assertEqual(bool((loss != plain).item()), not path.endswith(("conv1d", "mlp.gate")), path)
+            for module in changed:
+                del module.forward
+
+    def test_a_compiled_call(self):
+        _, ours, batch = self.models("qwen3_5")
+        plain = self.run_once(ours, batch, packed=True)[0]
+        for path in self.submodules("qwen3_5"):
+            if path.endswith(("norm", "proj", "act_fn", "lm_head")):
+                module, calls = ours.get_submodule(path), []
+                module._compiled_call_impl = lambda *args, m=module, c=calls: c.append(1) or m.forward(*args)
+                loss, _ = self.run_once(ours, batch, packed=True)
+                module._compiled_call_impl = None
+                self.assertEqual(len(calls), 1, path)
+                torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0)
+
+    @parameterized.expand(MODELS)
+    def test_a_parametrization(self, name):
+        class Scaled(torch.nn.Module):
+            def forward(self, weight):
+                return stretched(weight)
+
+        builtin, ours, batch = self.models(name)
+        plain, _ = self.run_once(builtin, batch, packed=False)
+        for path in self.submodules(name):
+            changed = [model.get_submodule(path) for model in (builtin, ours)]
+            if "weight" not in changed[0]._parameters:
+                continue
+            for module in changed:
+                parametrize.register_parametrization(module, "weight", Scaled())
+            loss, _ = self.check_equal(builtin, ours, batch, path)
+            self.assertNotEqual(loss.item(), plain.item(), path)
+            for module in changed:
+                parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+
+    @parameterized.expand(MODELS)
+    def test_a_replaced_module(self, name):
+        class Gated(torch.nn.Module):
+            def forward(self, hidden_states, gate):
+                return hidden_states * gate
+
+        class Stretched(torch.nn.Linear):
+            def forward(self, x):
+                return stretched(super().forward(x))
+
+        builtin, ours, batch = self.models(name)
+        plain, _ = self.run_once(builtin, batch, packed=False)
+        for path in self.submodules(name):
+            parent, _, attribute = path.rpartition(".")
+            original = builtin.get_submodule(path)
+            if attribute == "norm" and parent.endswith("linear_attn"):
+                make = Gated
+            elif attribute.endswith("norm"):
+                make = torch.nn.Identity
+            elif attribute == "act_fn":
+                make = torch.nn.Tanh
+            elif type(original) is torch.nn.Linear:
+                shape = (original.in_features, original.out_features, original.bias is not None)
+
+                def make(shape=shape, original=original):
+                    module = Stretched(*shape)
+                    module.load_state_dict(original.state_dict())
+                    return module
+
+            else:
+                continue
+            kept = [model.get_submodule(path) for model in (builtin, ours)]
+            for model in (builtin, ours):
+                model.set_submodule(path, make())
+            loss, _ = self.check_equal(builtin, ours, batch, path)
+            self.assertNotEqual(loss.item(), plain.item(), path)
+            for model, module in zip((builtin, ours), kept, strict=True):
+                model.set_submodule(path, module)
+
+    @parameterized.expand(
+        [
+            ("norms", LNTuningConfig(target_modules=["q_norm", "k_norm", "norm", "post_attention_layernorm"])),
+            ("linears", LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)),
+        ]
+    )
+    def test_an_adapter(self, _, config):
+        builtin, ours, batch = self.models("qwen3_5")
+        torch.manual_seed(0)
+        builtin = get_peft_model(builtin, config)
+        torch.manual_seed(0)
+        ours = get_peft_model(ours, config)
+        with torch.no_grad():
+            for model in (builtin, ours):
+                for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+                    parameter.mul_(1 + 0.1 * (number % 5))
+        _, gradients = self.check_equal(builtin, ours, batch, str(config.target_modules))
+        self.assertGreater(len(gradients), 5)
+
+    def test_an_adapter_of_the_convolution(self):
+        """PEFT would wrap it without any effect, as its weight is used without a call."""
+        _, ours, batch = self.models("qwen3_5")
+        ours = get_peft_model(ours, LoraConfig(r=96, target_modules=["conv1d"], init_lora_weights=False))
+        with self.assertRaisesRegex(ValueError, "conv1d as a torch.nn.Conv1d.*got peft.*Conv1d"):
+            self.run_once(ours, batch, packed=True)
+
+    def test_other_epsilons(self):
+        builtin, ours, batch = self.models("qwen3_5")
+        for model in (builtin, ours):
+            model.model.layers[1].self_attn.k_norm.eps = 0.5
+        self.check_equal(builtin, ours, batch, "k_norm")
+        for model in (builtin, ours):
+            model.model.layers[1].self_attn.q_norm.eps = 0.5
+        self.check_equal(builtin, ours, batch, "both")
+
+    def test_a_module_that_is_sharded_apart(self):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        self.addCleanup(distributed.destroy_process_group)
+        builtin, _, batch = self.models("qwen3_5")
+        loss, gradients = self.run_once(builtin, batch, packed=False)
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for path in self.submodules("qwen3_5"):
+            _, ours, _ = self.models("qwen3_5")
+            # Its parameters are used by the layer, which so has to be what gathers them.
+            if path.endswith("conv1d") or not list(ours.get_submodule(path).parameters(recurse=False)):
+                continue
+            for module in (ours.get_submodule(path), ours):
+                distributed.fsdp.fully_shard(module, mesh=mesh)
+            got, sharded = self.run_once(ours, batch, packed=True)
+            torch.testing.assert_close(got, loss, rtol=1e-5, atol=0, msg=path)
+            whole = {parameter: gradient.full_tensor() for parameter, gradient in sharded.items()}
+            self.assertLess(total_relative_error(whole, gradients), 1e-4, path)
+
+
+if __name__ == "__main__":
+    unittest.main()
