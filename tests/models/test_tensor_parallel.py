@@ -1,0 +1,87 @@
+"""Tensor and expert parallelism of Transformers over two processes: gradients are those of one process without it."""
+
+import tempfile
+import unittest
+
+import torch
+from packed_model_tester import packed_batch, total_relative_error
+from packed_patch_tester import BUILTINS, COMPOSITE, builtin_model
+from packed_vision_tester import alone_batch, document
+from parameterized import parameterized
+from process_tester import run_processes
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from transformers_packed import patch_model
+from transformers_packed.models.auto import modeling_module
+
+
+MODELS = {
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM", None),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForCausalLM", None),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM", None),
+    "qwen3_5_vision": ("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"]),
+    "qwen3_5_moe_vision": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"]),
+}
+PLANS = {"tp": {"tp_size": 2}, "ep": {"tp_size": 2, "ep_size": 2}}
+EXPERTS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vision")
+
+
+def features(name: str) -> list[dict]:
+    if name.endswith("vision"):
+        return [document(9, 1, images=((1, 4, 4),)), document(5, 2), document(66, 3, images=((1, 4, 4),))]
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, 90, (n,), generator=generator).tolist()} for n in (9, 1, 66)]
+
+
+def batches(name: str) -> dict[str, dict]:
+    """One document as a batch of its own, and a packed row."""
+    document = alone_batch(features(name)[0])
+    return {"document": {**document, "labels": document["input_ids"]}, "row": packed_batch(features(name))}
+
+
+def gradients(model, batch) -> dict[str, torch.Tensor]:
+    loss = model.train()(**batch, use_cache=False).loss
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return {name: x.detach().clone() for name, x in found.items()}
+
+
+def on_one_rank(name: str, plans: list[str], folder: str) -> dict[tuple, dict]:
+    """What a rank has of each plan, from a class of ours and from a patched model, on a document and on a packed row."""
+    family, head, _ = MODELS[name]
+    results = {}
+    for plan in plans:
+        for way, module in (("ours", modeling_module(family)), ("patched", BUILTINS[family])):
+            for what in ("document", "row"):
+                config = DistributedConfig(**PLANS[plan])
+                model = patch_model(getattr(module, head).from_pretrained(folder, distributed_config=config))
+                results[plan, way, what] = gradients(model, batches(name)[what])
+    return results
+
+
+class TensorParallelTest(unittest.TestCase):
+    @parameterized.expand(MODELS)
+    def test_gradients(self, name):
+        model = builtin_model(*MODELS[name])
+        plans = [plan for plan in PLANS if plan == "tp" or name in EXPERTS]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            ranks = run_processes(on_one_rank, 2, name, plans, folder)
+        document, row = batches(name).values()
+        expected = {"document": gradients(model, document)}
+        model.zero_grad()
+        expected["row"] = gradients(patch_model(model), row)
+        for rank, results in enumerate(ranks):
+            for (plan, way, what), got in results.items():
+                with self.subTest(plan=plan, way=way, what=what, rank=rank):
+                    self.assertEqual(got.keys(), expected[what].keys())
+                    for key, gradient in got.items():
+                        self.assertLess(total_relative_error({key: gradient}, {key: expected[what][key]}), 1e-3, key)
+
+
+if __name__ == "__main__":
+    unittest.main()
