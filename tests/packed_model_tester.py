@@ -461,6 +461,24 @@ class PackedModelTesterMixin:
         with self.assertRaisesRegex(ValueError, "eager"):
             model(**packed_batch(self.documents), output_attentions=True)
 
+    def test_attention_that_is_not_causal(self):
+        """A padded batch attends in both directions then, as in the built-in; a packed row is refused."""
+        batch = self.padded(self.documents, "right")
+        real = batch["attention_mask"].bool()
+        # The built-in would hand the argument to the vision tower too, which has one of its own.
+        for arguments in ({"is_causal": False}, {})[self.has_vision :]:
+            builtin, model = self.models()
+            for each in (builtin, model):
+                each.config.get_text_config().is_causal = bool(arguments)
+            expected, got = (each(**batch, **arguments, use_cache=False).logits[real] for each in (builtin, model))
+            self.assertLess(relative_error(got, expected), 1e-5)
+            with self.assertRaisesRegex(ValueError, "causal attention for a packed row.*got is_causal=False"):
+                model(**packed_batch(self.documents), **arguments)
+        builtin, model = self.models()
+        next(module for module in model.modules() if hasattr(module, "q_norm")).is_causal = False
+        with self.assertRaisesRegex(ValueError, "a causal attention layer for a packed row.*is_causal=False"):
+            model(**packed_batch(self.documents))
+
     def test_sdpa_builds_no_mask_over_the_row(self):
         """No op of a packed forward returns a tensor of T x T elements in its last two dimensions."""
         from torch.utils._python_dispatch import TorchDispatchMode

@@ -220,6 +220,11 @@ class PackedPaddingTesterMixin:
         setattr(model.config, name, value)
         self.check_off(model.eval(), self.text_batch())
 
+    def test_padding_is_computed_for_a_layer_that_is_not_causal(self):
+        model = self.text_model(self.models("eager")[1])
+        model.layers[1].self_attn.is_causal = False
+        self.check_off(model.eval(), self.text_batch())
+
     def test_padding_is_computed_for_other_masks(self):
         model = self.text_model(self.models()[1])
         batch = self.text_batch("right")

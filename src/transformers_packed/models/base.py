@@ -6,6 +6,7 @@ stay as they are. `convert` does that for a whole model: models of ours call it 
 it to models that exist.
 """
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in 
 def replaces_builtin(cls: type) -> type:
     """Class decorator: `cls` stands in for the built-in class of the same name that it derives from."""
     (builtin,) = (base for base in cls.__bases__ if base.__name__ == cls.__name__)
+    for name, method in vars(cls).items():
+        # What a method returns differs between families that share its code; tools ask for it.
+        returned = getattr(getattr(builtin, name, None), "__annotations__", {}).get("return")
+        if isinstance(method, FunctionType) and returned is not None:
+            method.__annotations__.setdefault("return", returned)
     # A modular file is the source of a modeling file; importing it must not put its classes in their place.
     if ".modular_" not in cls.__module__:
         REPLACEMENTS[builtin] = cls

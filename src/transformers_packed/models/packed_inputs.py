@@ -174,6 +174,23 @@ def resolve_boundaries(
     return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
 
 
+def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether attention looks back only: as the argument of forward says, else the configuration."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(config, "is_causal", True) if given is None else given)
+
+
+def check_causal(call: str, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise unless attention is causal, as that of packed rows is."""
+    if not is_causal(config, kwargs):
+        raise input_error(
+            call,
+            expected="causal attention for a packed row",
+            got="is_causal=False",
+            fix="Leave is_causal out, also of the configuration, or use a padded batch.",
+        )
+
+
 def mask_targets_across_documents(
     boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_tracing
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
 from .base import PackedModelMixin
+from .packed_inputs import is_causal
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ def padded_batch(
         return None
     if any(kwargs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
         return None
-    causal = kwargs.get("is_causal")
-    if not (getattr(config, "is_causal", True) if causal is None else causal):
+    if not is_causal(config, kwargs) or not all(getattr(module, "is_causal", True) for module in model.modules()):
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None

@@ -20,7 +20,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .base import PackedModelMixin
 from .current import current_boundaries, packed_row, running
-from .packed_inputs import METADATA, mask_targets_across_documents, resolve_boundaries
+from .packed_inputs import METADATA, check_causal, mask_targets_across_documents, resolve_boundaries
 
 
 # How a forward may call its cache.
@@ -192,6 +192,7 @@ def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries
             got=f"a packed row of {boundaries.num_documents} documents",
             fix="Use a padded batch.",
         )
+    check_causal(call, model.config, inputs)
     if boundaries.is_shard:
         raise input_error(
             call,

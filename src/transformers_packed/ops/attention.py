@@ -69,7 +69,8 @@ def attention(
         packed row block-diagonal `[1, H, T, T]` when `output_attentions` asks for them (eager only), else `None`.
 
     Raises:
-        `ValueError`: boundaries with an implementation that cannot keep documents apart.
+        `ValueError`: boundaries with an implementation that cannot keep documents apart, or with attention that is
+        not causal.
     """
     name = module.config._attn_implementation
     options = {"dropout": dropout, "scaling": scaling}
@@ -86,6 +87,13 @@ def attention(
             "flash_attention_*",
             got=f'"{name}"',
             fix='Load the model with attn_implementation="sdpa".',
+        )
+    if not getattr(module, "is_causal", True):
+        raise input_error(
+            "attention",
+            expected="a causal attention layer for a packed row",
+            got="one with is_causal=False",
+            fix="Use a padded batch.",
         )
     options |= {"boundaries": boundaries, "eager": eager, **kwargs}
     return run("attention", impl, table, module, query, key, value, **options)

@@ -6,7 +6,7 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -33,6 +33,7 @@ from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
     boundaries_from_metadata,
+    check_causal,
     mask_targets_across_documents,
     resolve_boundaries,
     without_packing,
@@ -284,6 +285,7 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
             position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
+            check_causal(call, self.config, kwargs)
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
                 raise input_error(
@@ -379,12 +381,29 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+    def compute_3d_position_ids(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: torch.Tensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+    ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
+        return super().compute_3d_position_ids(
+            input_ids,
+            inputs_embeds,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+        )
 
     def forward(
         self,
@@ -399,7 +418,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         image_grid_thw: torch.LongTensor | None = None,
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         call = f"{type(self).__name__}.forward"
@@ -465,7 +484,7 @@ class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForC
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         boundaries = resolve_boundaries(
@@ -560,13 +579,13 @@ class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSeque
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         image_grid_thw: torch.LongTensor | None = None,
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""

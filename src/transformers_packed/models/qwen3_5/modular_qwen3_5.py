@@ -2,7 +2,7 @@
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -119,12 +119,29 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+    def compute_3d_position_ids(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: torch.Tensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+    ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
+        return super().compute_3d_position_ids(
+            input_ids,
+            inputs_embeds,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+        )
 
     def forward(
         self,
@@ -139,7 +156,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         image_grid_thw: torch.LongTensor | None = None,
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         call = f"{type(self).__name__}.forward"
@@ -205,7 +222,7 @@ class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForC
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         boundaries = resolve_boundaries(
@@ -255,13 +272,13 @@ class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSeque
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
         pixel_values: torch.Tensor | None = None,
         pixel_values_videos: torch.Tensor | None = None,
         image_grid_thw: torch.LongTensor | None = None,
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""

@@ -6,6 +6,7 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -32,6 +33,7 @@ from ..multimodal import features_of_tokens, packed_mrope_position_ids
 from ..packed_inputs import (
     PackingKwargs,
     boundaries_from_metadata,
+    check_causal,
     mask_targets_across_documents,
     resolve_boundaries,
     without_packing,
@@ -283,6 +285,7 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
             input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
             position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
+            check_causal(call, self.config, kwargs)
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
                 raise input_error(
@@ -380,12 +383,29 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    def compute_3d_position_ids(self, *args, attention_mask: torch.Tensor | None = None, **kwargs):
+    def compute_3d_position_ids(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: torch.Tensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+    ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(*args, attention_mask=attention_mask, **kwargs)
+        return super().compute_3d_position_ids(
+            input_ids,
+            inputs_embeds,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+        )
 
     def forward(
         self,
@@ -400,7 +420,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         image_grid_thw: torch.LongTensor | None = None,
         video_grid_thw: torch.LongTensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         call = f"{type(self).__name__}.forward"
@@ -467,7 +487,7 @@ class Qwen3_5MoeForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5M
         mm_token_type_ids: torch.IntTensor | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         boundaries = resolve_boundaries(

@@ -2,6 +2,7 @@
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -80,7 +81,7 @@ class Qwen3_5MoeForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5M
         mm_token_type_ids: torch.IntTensor | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict | None = None,
+        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
         **kwargs: Unpack[PackingKwargs],
     ):
         boundaries = resolve_boundaries(

@@ -6,7 +6,7 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -29,7 +29,13 @@ from ...ops import (
 from ..base import PackedModelMixin, computed_before, is_untouched, only_faster, project, replaces_builtin
 from ..cuda_graphs import layers_as_graphs
 from ..heads import classify_documents, loss_without_logits, skips_logits
-from ..packed_inputs import PackingKwargs, boundaries_from_metadata, mask_targets_across_documents, resolve_boundaries
+from ..packed_inputs import (
+    PackingKwargs,
+    boundaries_from_metadata,
+    check_causal,
+    mask_targets_across_documents,
+    resolve_boundaries,
+)
 from ..padding import PackedGenerationMixin, padded_batch
 
 
@@ -279,6 +285,7 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
             position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
+            check_causal(call, self.config, kwargs)
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
                 raise input_error(
@@ -422,7 +429,7 @@ class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuesti
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
-    ):
+    ) -> QuestionAnsweringModelOutput:
         """As the built-in. A packed row is a `ValueError`: its answer spans compete over the whole row."""
         boundaries = resolve_boundaries(
             f"{type(self).__name__}.forward",

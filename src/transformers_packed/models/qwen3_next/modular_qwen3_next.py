@@ -4,7 +4,7 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
@@ -30,6 +30,7 @@ from ..heads import classify_documents, loss_without_logits, skips_logits
 from ..packed_inputs import (
     PackingKwargs,
     boundaries_from_metadata,
+    check_causal,
     mask_targets_across_documents,
     resolve_boundaries,
 )
@@ -282,6 +283,7 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
             position_ids = padded.pack_position_ids(position_ids)
         if boundaries is not None:
+            check_causal(call, self.config, kwargs)
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
                 raise input_error(
@@ -425,7 +427,7 @@ class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuesti
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
         **kwargs: Unpack[PackingKwargs],
-    ):
+    ) -> QuestionAnsweringModelOutput:
         """As the built-in. A packed row is a `ValueError`: its answer spans compete over the whole row."""
         boundaries = resolve_boundaries(
             f"{type(self).__name__}.forward",

@@ -1,0 +1,73 @@
+"""Public methods of our classes take and return what those of the newest Transformers do, in the same order."""
+
+import inspect
+import types
+import typing
+import unittest
+
+from parameterized import parameterized
+
+from transformers_packed.models.auto import FAMILIES, modeling_module
+from transformers_packed.models.base import REPLACEMENTS
+from transformers_packed.models.mixers import announce
+
+
+# Two of each kind of class that is made by table.
+BY_TABLE = ("bamba", "mamba2", "kimi_linear", "recurrent_gemma")
+# Arguments of ours that the built-in method does not name; they come last.
+ADDED = {
+    "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],
+    "RMSNorm.forward": ["residual"],
+    "Qwen3_5ForSequenceClassification.forward": ["labels", "use_cache"],
+}
+
+
+def methods():
+    for family in FAMILIES:
+        modeling_module(family)
+    for family in BY_TABLE:
+        announce(family)
+    for builtin, ours in REPLACEMENTS.items():
+        for name, method in vars(ours).items():
+            original = getattr(builtin, name, None)
+            if not name.startswith("_") and isinstance(method, types.FunctionType) and inspect.isfunction(original):
+                yield f"{builtin.__name__}.{name}", original, method
+
+
+def named(method) -> list[tuple]:
+    """Name, kind and default of every parameter but `**kwargs`."""
+    parameters = inspect.signature(method).parameters.values()
+    return [(p.name, p.kind, p.default) for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def hints(method) -> dict:
+    """The annotation of every parameter but `**kwargs`, whether or not `None` is said to be allowed."""
+    hints = typing.get_type_hints(inspect.unwrap(method))
+    kinds = {p.name: p.kind for p in inspect.signature(method).parameters.values()}
+    return {
+        name: frozenset(typing.get_args(hint) or (hint,)) - {type(None)} if name != "return" else hint
+        for name, hint in hints.items()
+        if kinds.get(name) is not inspect.Parameter.VAR_KEYWORD
+    }
+
+
+class SignaturesTest(unittest.TestCase):
+    @parameterized.expand(methods())
+    def test_signature(self, name, builtin, ours):
+        theirs, own = named(builtin), named(ours)
+        self.assertEqual(own[: len(theirs)], theirs)
+        added = [parameter for parameter, *_ in own[len(theirs) :]]
+        if inspect.unwrap(ours).__module__.startswith("transformers_packed.models.qwen"):
+            expected = next((names for end, names in ADDED.items() if name.endswith(end)), [])
+            self.assertEqual(added, expected)
+        self.assertTrue(all(default is None for *_, default in own[len(theirs) :]))
+
+    @parameterized.expand(methods())
+    def test_annotations(self, name, builtin, ours):
+        own = hints(ours)
+        for parameter, hint in hints(builtin).items():
+            self.assertEqual(own.get(parameter), hint, parameter)
+
+
+if __name__ == "__main__":
+    unittest.main()
