@@ -320,6 +320,8 @@ class RefusalTest(unittest.TestCase):
         model = patch_model(tiny_model("granitemoehybrid", "eager"))
         self.check("without output_attentions", model, **batch, output_attentions=True)
         self.assertEqual(len(model(batch["input_ids"], output_attentions=True).attentions), 1)
+        model.config.is_causal = False
+        self.check("causal attention for a packed row", model, **batch)
         model = patch_model(tiny_model("glm5_next"))
         self.check("a packed row of text alone", model, **batch, pixel_values=torch.zeros(1))
 
