@@ -108,6 +108,40 @@ class ChunksMixin:
         self.assertEqual(float(loss), 0.0)
         self.assertEqual([int(x.count_nonzero()) for x in gradients], [0, 0, 0])
 
+    def leaves_and_loss(self, dtype=torch.float32):
+        *tensors, labels = make(dtype)
+        leaves = [x.requires_grad_() for x in tensors]
+        return leaves, linear_cross_entropy(*leaves[:2], labels, leaves[2], impl=self.impl, chunk_size=5)
+
+    @parameterized.expand([("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+    def test_retain_graph(self, _, dtype):
+        expected = run(self.impl, make(dtype), chunk_size=5)[1:]
+        leaves, loss = self.leaves_and_loss(dtype)
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        copies = [x.clone() for x in first]
+        second = torch.autograd.grad(2 * loss, leaves[0], retain_graph=True) + torch.autograd.grad(loss, leaves[1:])
+        for a, b, c, factor in zip(copies, second, expected, (2, 1, 1), strict=True):
+            self.assertTrue(torch.equal(a, c))
+            self.assertTrue(torch.equal(b, factor * c))
+        for a, b in zip(first, copies, strict=True):
+            self.assertTrue(torch.equal(a, b), "what a backward returned was changed by the next one")
+        with self.assertRaisesRegex(RuntimeError, "pass retain_graph=True to the first backward"):
+            torch.autograd.grad(loss, leaves)
+
+    def test_a_backward_that_keeps_no_graph_frees_the_gradients_and_makes_no_others(self):
+        # The gradient of the weight is as large as the weight: scaled, it must stay where it is.
+        leaves, loss = self.leaves_and_loss()
+        address = loss.grad_fn.gradients[1].data_ptr()
+        loss.backward()
+        self.assertEqual(leaves[1].grad.data_ptr(), address)
+        self.assertIsNone(loss.grad_fn.gradients)
+
+    def test_second_derivatives_are_refused(self):
+        for factor in (1, torch.ones((), requires_grad=True)):
+            leaves, loss = self.leaves_and_loss()
+            with self.assertRaisesRegex(ValueError, "got create_graph=True. Pass skip_logits=False"):
+                torch.autograd.grad(factor * loss, leaves, create_graph=True)
+
     def test_extreme_logits(self):
         hidden, weight, bias, labels = make()
         inputs = (hidden * 1e3, weight, bias, labels)
@@ -139,13 +173,6 @@ class TorchChunksTest(ChunksMixin, unittest.TestCase):
         hidden, weight, _, labels = make()
         flat = linear_cross_entropy(hidden[:20], weight, labels[:20])
         self.assertEqual(linear_cross_entropy(hidden[:20].view(4, 5, -1), weight, labels[:20].view(4, 5)), flat)
-
-    def test_a_second_backward_says_what_to_do(self):
-        hidden, weight, _, labels = make()
-        loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
-        loss.backward(retain_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "impl="):
-            loss.backward()
 
     @parameterized.expand(
         [

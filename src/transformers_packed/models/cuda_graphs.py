@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
+from ..autograd import first_order
 from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..errors import input_error
 from .base import hooks_of
@@ -318,7 +318,7 @@ class _Replay(torch.autograd.Function):
         return graph.forward(ctx.length)
 
     @staticmethod
-    @once_differentiable
+    @first_order("Train without graphs.")
     def backward(ctx, d_output):
         if ctx.use.over:
             raise RuntimeError(

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
+from ..autograd import is_transformed
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
@@ -93,6 +94,7 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
         not skip
         or labels is None
         or torch.compiler.is_compiling()
+        or is_transformed()
         or not isinstance(logits_to_keep, int)
         or logits_to_keep
     ):

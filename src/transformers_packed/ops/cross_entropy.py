@@ -15,6 +15,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from ..autograd import first_order
 from ..errors import input_error
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
@@ -65,7 +66,8 @@ def linear_cross_entropy(
         in torch.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve; in a backward with `create_graph=True`, any
+            `impl` but `"reference"`.
 
     Example:
 
@@ -184,19 +186,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() * scale
 
     @staticmethod
+    @first_order(
+        'Pass skip_logits=False to the model, or impl="reference" to the op: the loss from logits has those of any order.'
+    )
     def backward(ctx, d_loss):
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy: backward through this loss ran before, and its gradients are freed since. "
-                'Run the forward again, or use impl="reference" with retain_graph=True.'
+                "Run the forward again, or pass retain_graph=True to the first backward."
             )
+        # Scaled in place, as nothing else holds them, unless the graph is kept for another backward.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
         # Not scaled before: in float16 the gradient of a mean over many targets would vanish.
         factor = d_loss * ctx.scale
         gradients = [
-            None if x is None else ctx.scaled(x, factor, dtype)
+            None if x is None else ctx.scaled(x.clone() if kept else x, factor, dtype)
             for x, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
-        ctx.gradients = None
+        if not kept:
+            ctx.gradients = None
         return (*gradients, None, None, None, None, None)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
+from ..autograd import is_transformed
 from ..errors import input_error
 
 
@@ -51,6 +52,8 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     reasons = []
     for name in table if impl == "auto" else (impl,):
         ok, reason = table[name].verify(*args, **kwargs)
+        if name != "reference" and "reference" in table and is_transformed():
+            ok, reason = False, "has no rule for the transforms of torch.func"
         if ok:
             # On a GPU the reference is many times slower than any kernel, which a user should hear of.
             slow = name == "reference" and impl == "auto" and any(getattr(x, "is_cuda", False) for x in args)

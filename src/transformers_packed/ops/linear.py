@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from ..autograd import is_transformed
 from ..errors import input_error
 from . import kernels
 
@@ -47,7 +47,7 @@ def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]
 
     On a CPU the additions that it saves count for little, and gradients keep the order of additions of the layers alone.
     """
-    return kernels.on_gpu(hidden_states) and runs_uncast(hidden_states, *weights)
+    return kernels.on_gpu(hidden_states) and not is_transformed() and runs_uncast(hidden_states, *weights)
 
 
 def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,7 +73,6 @@ class _SharedInputLinears(torch.autograd.Function):
         return tuple(F.linear(hidden_states, weight) for weight in weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients):
         hidden_states, *weights = ctx.saved_tensors
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])

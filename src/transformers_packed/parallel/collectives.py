@@ -88,7 +88,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _exchange(gradient, *ctx.arguments), None, None, None
+        return _AllToAll.apply(gradient, *ctx.arguments), None, None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -102,11 +102,21 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        dim, group = ctx.arguments
-        first = gradient.movedim(dim, 0).contiguous()
+        return _ReduceScatter.apply(gradient, *ctx.arguments), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.arguments = dim, group
+        first = x.movedim(dim, 0).contiguous()
         own = first.new_empty(len(first) // dist.get_world_size(group), *first.shape[1:])
         dist.reduce_scatter_tensor(own, first, group=group)
-        return own.movedim(0, dim), None, None
+        return own.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _AllGather.apply(gradient, *ctx.arguments), None, None
 
 
 def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]:

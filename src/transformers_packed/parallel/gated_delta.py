@@ -24,7 +24,6 @@ decided from the row and the number of ranks, and so alike on all of them: what 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
@@ -49,10 +48,10 @@ class _WithEnds(torch.autograd.Function):
         return x.view_as(x), x[:, :first], x[:, len(x[0]) - last :]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient, of_first, of_last):
-        # The backward of the op made it, and nobody else has it. What is not dense may be one number for many.
-        gradient = gradient.contiguous()
+        # The backward of the op made it, and nobody else has it, but for a graph of it. What is not dense may be one
+        # number for many.
+        gradient = gradient.clone() if torch.is_grad_enabled() else gradient.contiguous()
         gradient[:, : of_first.shape[1]] += of_first
         gradient[:, gradient.shape[1] - of_last.shape[1] :] += of_last
         return gradient, None, None
@@ -198,7 +197,6 @@ class _AddToStart(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
         return gradient, gradient[:, : ctx.length]
 

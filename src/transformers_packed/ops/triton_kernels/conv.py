@@ -16,8 +16,8 @@ kernel without one is compiled as if there were none.
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
@@ -223,7 +223,7 @@ class ConvolvedQueryKeyValue(torch.autograd.Function):
         return q, k, v
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, dq, dk, dv):
         x, weight, position, halo = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))

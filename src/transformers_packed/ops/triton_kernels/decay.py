@@ -9,8 +9,8 @@ number of programs and then over these, so their order never changes.
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from ...autograd import first_order
 from . import ceil_div, on_its_device
 from .norm import programs_for
 
@@ -87,7 +87,7 @@ class DecayAndRate(torch.autograd.Function):
         return g, beta
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, dg, dbeta):
         a, b, a_log, dt_bias, g = ctx.saved_tensors
         dg, dbeta = dg.contiguous(), dbeta.contiguous()

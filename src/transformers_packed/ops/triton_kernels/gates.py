@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
@@ -77,7 +77,7 @@ class GatedProduct(torch.autograd.Function):
         return _product(gate, x, silu)
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, dy):
         dgate, dx, _ = _gradients(dy, *ctx.saved_tensors, ctx.silu)
         return dgate, dx, None
@@ -98,7 +98,7 @@ class GatedProductLinear(torch.autograd.Function):
         return F.linear(_product(gate, x, silu), weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_out):
         gate, x, weight = ctx.saved_tensors
         d_out = d_out.reshape(-1, weight.shape[0])

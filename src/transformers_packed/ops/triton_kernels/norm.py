@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
@@ -104,7 +104,7 @@ class RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, dy, dsum=None):
         dx, dweight, dgate, _ = _gradients(dy, dsum, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1])
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
@@ -130,7 +130,7 @@ class GatedRMSNormLinear(torch.autograd.Function):
         return F.linear(y.view(*x.shape[:-2], weight.shape[1]), weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, d_out):
         *saved, weight = ctx.saved_tensors
         d_out = d_out.reshape(-1, weight.shape[0])

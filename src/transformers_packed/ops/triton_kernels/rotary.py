@@ -10,8 +10,8 @@ taken once more, in two halves that turn together:
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from ...autograd import first_order
 from . import ceil_div, on_its_device
 from .norm import programs_for
 
@@ -161,7 +161,7 @@ class NormedRotary(torch.autograd.Function):
         return q_out, k_out, gate
 
     @staticmethod
-    @once_differentiable
+    @first_order()
     def backward(ctx, dq_out, dk_out, dgate):
         q, k, q_weight, k_weight, cos, sin, r = ctx.saved_tensors
         dq_out, dk_out, dgate = (x.contiguous() for x in (dq_out, dk_out, dgate))
