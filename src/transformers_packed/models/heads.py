@@ -1,5 +1,8 @@
 """What heads on top of a model do: one result per document of a packed row, and a language model's loss without logits."""
 
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,22 +105,73 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
     return possible
 
 
+@dataclass(init=False, repr=False, eq=False)
 class _LogitsOnDemand:
-    """Mixed into an output: `logits` are made when they are asked for by name. No tuple, and no copy, holds them."""
+    """Mixed into an output: `logits` are made when they are asked for by name. No tuple and no copy makes them."""
+
+    make_logits: Callable[[], torch.Tensor] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # FSDP reads all fields of a dataclass, and returns a new one of them.
+        fields = super().__dataclass_fields__ | _LogitsOnDemand.__dataclass_fields__
+        cls.__dataclass_fields__ = {name: field for name, field in fields.items() if name != "logits"}
+
+    def __init__(self, *args: Any, make_logits: Callable[[], torch.Tensor] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Only an attribute, and no item as the other fields are.
+        vars(self)["make_logits"] = make_logits
 
     @property
     def logits(self) -> torch.Tensor | None:
-        make = vars(self).pop("_make_logits", None)
-        if make is not None:
-            self["logits"] = make()
+        if self.make_logits is not None:
+            self.logits = self.make_logits()
         return vars(self).get("_logits")
 
     @logits.setter
     def logits(self, value: torch.Tensor | None) -> None:
-        vars(self)["_logits"] = value
+        vars(self).update(_logits=value, make_logits=None)
+        if value is not None:
+            OrderedDict.__setitem__(self, "logits", value)
 
     def __getitem__(self, key):
         return self.logits if key == "logits" else super().__getitem__(key)
+
+    def __reduce__(self):
+        return type(self), (), None, None, iter(list(self.items()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The head's logits as this forward would have made them: in its modes, and with weights that are still the same."""
+    device, bare = hidden_states.device.type, is_bare_linear(head)
+    weight, bias = head.weight, head.bias
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    # Tensors made in inference mode count no versions.
+    tracked = [x for x in (hidden_states, weight, bias) if x is not None and not x.is_inference()]
+
+    def state() -> list[tuple[int, int]]:
+        # FSDP1 leaves a weight that it gathered without memory; FSDP2 gathers it again.
+        return [(x._version, x.untyped_storage().nbytes() if bare else 0) for x in tracked]
+
+    before = state()
+
+    def make() -> torch.Tensor:
+        if before != state():
+            raise input_error(
+                "outputs.logits",
+                expected="the head and the hidden states of the forward",
+                got="ones that were changed in place since, as by optimizer.step()",
+                fix="Read logits before that, or pass skip_logits=False to the model.",
+            )
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
+            # Not the layer, which may have another weight or hooks by now, unless it has to gather its weight.
+            return F.linear(hidden_states, weight, bias) if bare else head(hidden_states)
+
+    return make
 
 
 class LanguageModelLoss(_LogitsOnDemand, CausalLMOutputWithPast):
@@ -163,6 +217,7 @@ def loss_without_logits(
     if targets is None:
         targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     head = model.lm_head
+    make_logits = _logits_on_demand(head, outputs.last_hidden_state)
 
     def loss_of(hidden_states):
         return linear_cross_entropy(
@@ -185,6 +240,7 @@ def loss_without_logits(
         finally:
             del head.forward
     fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    fields["make_logits"] = make_logits
     if sparse:
         aux_loss = None
         if output_router_logits:
@@ -200,5 +256,4 @@ def loss_without_logits(
         result = MoeLanguageModelLoss(loss=loss, aux_loss=aux_loss, router_logits=router_logits, **fields)
     else:
         result = LanguageModelLoss(loss=loss, **fields)
-    vars(result)["_make_logits"] = lambda: model.lm_head(outputs.last_hidden_state)
     return result

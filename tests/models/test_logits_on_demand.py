@@ -1,0 +1,212 @@
+"""`outputs.logits` of a forward that made none: what the same forward with `skip_logits=False` would have returned."""
+
+import copy
+import dataclasses
+import pickle
+import unittest
+from contextlib import nullcontext
+
+import torch
+from accelerate.utils.operations import convert_to_fp32
+from packed_model_tester import packed_batch, relative_error
+from packed_patch_tester import builtin_model, documents
+from parameterized import parameterized
+from torch import distributed
+from torch.nn.parallel.distributed import _find_tensors
+from torch.utils._pytree import tree_map
+
+from transformers_packed import patch_model
+
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+AUTOCAST = {None: nullcontext} | {
+    dtype: lambda dtype=dtype: torch.autocast("cpu", dtype) for dtype in (torch.bfloat16, torch.float16)
+}
+
+
+def our_model(family="qwen3_5"):
+    return patch_model(builtin_model(family))
+
+
+class LogitsOnDemandTest(unittest.TestCase):
+    def setUp(self):
+        self.batch = packed_batch(documents())
+
+    def check(self, got, expected):
+        self.assertEqual((got.dtype, got.requires_grad), (expected.dtype, expected.requires_grad))
+        self.assertEqual(got.is_inference(), expected.is_inference())
+        self.assertTrue(torch.equal(got, expected))
+
+    @parameterized.expand([(f"{made}_{read}", made, read) for made in MODES for read in MODES])
+    def test_gradients_are_those_of_the_forward(self, _, made, read):
+        model = our_model()
+        with MODES[made]():
+            expected, output = model(**self.batch, skip_logits=False).logits, model(**self.batch)
+        with MODES[read]():
+            self.check(output.logits, expected)
+            self.assertEqual(torch.is_grad_enabled(), read == "grad")
+
+    @parameterized.expand([(f"{made}_{read}", made, read) for made in AUTOCAST for read in AUTOCAST])
+    def test_autocast_is_that_of_the_forward(self, _, made, read):
+        model = our_model()
+        with AUTOCAST[made]():
+            expected, output = model(**self.batch, skip_logits=False).logits, model(**self.batch)
+        self.assertEqual(expected.dtype, made or torch.float32)
+        with AUTOCAST[read]():
+            self.check(output.logits, expected)
+
+    def test_read_without_gradients_they_can_be_trained(self):
+        def gradients(model, output):
+            with torch.no_grad():
+                logits = output.logits
+            model.zero_grad()
+            (output.loss + logits.square().mean()).backward()
+            return [x.grad for x in model.parameters()]
+
+        model = our_model()
+        expected = gradients(model, model(**self.batch, skip_logits=False))
+        for got, want in zip(gradients(model, model(**self.batch)), expected, strict=True):
+            self.assertLess(relative_error(got, want), 1e-4)
+
+    @parameterized.expand(["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+    def test_after_a_step_they_are_refused(self, family):
+        model = our_model(family)
+        output, read = model(**self.batch), model(**self.batch)
+        logits = read.logits
+        output.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for _ in range(2):
+            with self.assertRaisesRegex(ValueError, "changed in place since.*Read logits before .*skip_logits=False"):
+                output.logits  # noqa: B018
+            with self.assertRaisesRegex(ValueError, "changed in place"):
+                output["logits"]
+        self.assertNotIn("logits", output)
+        # Those that exist stay.
+        self.assertIs(read.logits, logits)
+
+    def test_what_else_may_have_changed(self):
+        model = our_model()
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(model.lm_head.out_features))
+        expected = model(**self.batch, skip_logits=False).logits
+        for name, changed in {
+            "bias": lambda output: model.lm_head.bias.add_(0),
+            "weight": lambda output: model.lm_head.load_state_dict(model.lm_head.state_dict()),
+            "hidden states": lambda output: output.hidden_states[-1].mul_(2),
+        }.items():
+            output = model(**self.batch, output_hidden_states=True)
+            with self.subTest(name), torch.no_grad():
+                changed(output)
+                with self.assertRaisesRegex(ValueError, "changed in place"):
+                    output.logits  # noqa: B018
+        # Another head, and what hooks into this one, come too late.
+        output, hooked = model(**self.batch), model(**self.batch)
+        model.lm_head.register_forward_hook(lambda *_: self.fail("it was not there in the forward"))
+        self.check(hooked.logits, expected)
+        model.lm_head = torch.nn.Linear(model.lm_head.in_features, 3)
+        self.check(output.logits, expected)
+
+    def test_a_frozen_head_outlives_a_step(self):
+        model = our_model()
+        model.requires_grad_(False).model.layers[0].requires_grad_(True)
+        expected, output = model(**self.batch, skip_logits=False).logits, model(**self.batch)
+        output.loss.backward()
+        torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=0.1).step()
+        self.check(output.logits, expected)
+
+    def test_weights_for_one_call(self):
+        model = our_model()
+        doubled = {name: 2 * x.detach() for name, x in model.named_parameters()}
+        expected = torch.func.functional_call(model, doubled, (), {**self.batch, "skip_logits": False}).logits
+        self.check(torch.func.functional_call(model, doubled, (), self.batch).logits, expected)
+
+    @parameterized.expand(["reentrant", "non_reentrant", "peft"])
+    def test_with(self, how):
+        model = our_model()
+        if how == "peft":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(
+                model, LoraConfig(target_modules=["q_proj", "in_proj_qkv"], init_lora_weights=False)
+            )
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+            model.enable_input_require_grads()
+        expected, output = model(**self.batch, skip_logits=False).logits, model(**self.batch)
+        self.assertNotIn("logits", output)
+        self.check(output.logits, expected)
+        output.loss.backward()
+
+    @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
+    def test_nobody_makes_them_unasked(self, family):
+        model = our_model(family)
+        options = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
+        with torch.no_grad():
+            output = model(**self.batch, **options, output_hidden_states=True)
+            expected = model(**self.batch, skip_logits=False).logits
+        copies = {
+            "copy": copy.copy,
+            "deepcopy": copy.deepcopy,
+            "pickle": lambda output: pickle.loads(pickle.dumps(output)),
+            "accelerate": convert_to_fp32,
+            "tree": lambda output: tree_map(lambda x: x, output),
+        }
+        keys = [x for x in output.keys() if x != "logits"]
+        for name, walk in {
+            "to_tuple": lambda output: output.to_tuple(),
+            "slice": lambda output: output[1:],
+            "iteration": lambda output: [*output, *output.items(), *output.values()],
+            "repr": repr,
+            "DDP": lambda output: list(_find_tensors(output)),
+            "fields": lambda output: [getattr(output, field.name) for field in dataclasses.fields(output)],
+            **copies,
+        }.items():
+            with self.subTest(name):
+                found = walk(output)
+                self.assertNotIn("logits", output)
+                if name in copies:
+                    self.assertIs(type(found), type(output))
+                    self.assertEqual(list(found.keys()), keys)
+                    self.assertIsNone(found.logits)
+                    for key in ("loss", "aux_loss", "hidden_states"):
+                        torch.testing.assert_close(found.get(key), output.get(key))
+        with self.subTest("FSDP"):
+            # It takes the dataclass apart and makes another one of its fields.
+            found = distributed.utils._apply_to_tensors(lambda x: x.clone(), output)
+            self.assertNotIn("logits", output)
+            self.assertEqual(list(found.keys()), keys)
+            self.check(found.logits, expected)
+        with self.subTest("asked"):
+            self.check(output.logits, expected)
+            self.assertIs(output["logits"], output.logits)
+            self.assertIs(output.to_tuple()[-1], output.logits)
+            for name, copied in copies.items():
+                self.assertTrue(torch.equal(copied(output).logits, expected), name)
+            output.logits = None
+            self.assertIsNone(output.logits)
+
+
+@unittest.skipUnless(distributed.is_available(), "needs torch.distributed")
+class ShardedTest(unittest.TestCase):
+    def setUp(self):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        self.addCleanup(distributed.destroy_process_group)
+
+    def test_fsdp2(self):
+        """FSDP2 with a dtype for outputs walks through them, which asks for no logits."""
+        model, batch = our_model(), packed_batch(documents())
+        expected = model(**batch, skip_logits=False).logits
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        policy = distributed.fsdp.MixedPrecisionPolicy(output_dtype=torch.float32)
+        for module in (model.lm_head, *model.model.layers, model):
+            distributed.fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
+        output, late = model(**batch), model(**batch)
+        self.assertNotIn("logits", output)
+        self.assertLess(relative_error(output.logits, expected), 1e-6)
+        late.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with self.assertRaisesRegex(ValueError, "changed in place"):
+            late.logits  # noqa: B018
+
+
+if __name__ == "__main__":
+    unittest.main()
