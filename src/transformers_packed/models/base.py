@@ -23,6 +23,8 @@ ONLY_FASTER: set[type] = set()
 # Where a module keeps what hooks into it, and torch what hooks into all of them.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
+# Parameters that are nothing but their values. Of FSDP1 they are views of its own.
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def replaces_builtin(cls: type) -> type:
@@ -79,14 +81,20 @@ def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
     parametrises or shards a module shows: as a hook, a `forward` of its own (accelerate, tensor parallelism, kernels),
     a compiled call, another class (adapters, parametrizations, FSDP2, quantization) or parameters of another type.
     """
+    # Asked hundreds of times in a step, so without lists.
     state = vars(module)
-    return (
-        type(module) in classes
-        and "forward" not in state
-        and module._compiled_call_impl is None
-        and not hooks_of(module)
-        and all(x is None or type(x) in (torch.nn.Parameter, torch.Tensor) for x in state["_parameters"].values())
-    )
+    if type(module) not in classes or "forward" in state or module._compiled_call_impl is not None:
+        return False
+    for name in _HOOKS:
+        if state[name]:
+            return False
+    for hooks in _GLOBAL_HOOKS:
+        if hooks:
+            return False
+    for parameter in state["_parameters"].values():
+        if parameter is not None and type(parameter) not in _PLAIN:
+            return False
+    return True
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
