@@ -19,8 +19,15 @@ from packed_patch_tester import ours, snapshot
 from parameterized import parameterized
 from process_tester import FSDP_ON_CPU
 from training.configured_arms import MAX_LENGTH, STEPS, build, configure, tokenizer
-from training.trainer_arms import CONFIGS, Samples, run_in_two_processes, updates_and_log
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
+from training.trainer_arms import CONFIGS, Samples, collate_padded, run_in_two_processes, updates_and_log
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    trainer_callback,
+)
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -45,6 +52,12 @@ def said(call, *args, **kwargs) -> tuple[str, object]:
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         result = call(*args, **kwargs)
     return stdout.getvalue(), result
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, head_dim=16, **sizes))
 
 
 class ConfigureTestCase(unittest.TestCase):
@@ -191,10 +204,7 @@ class SetUpTest(ConfigureTestCase):
         self.assertLess(abs(module._estimated_saving(rows, 4) - want) / want, 0.1)
 
     def test_a_family_that_needs_no_patch(self):
-        config = LlamaConfig(**{k: v for k, v in CONFIGS["qwen3_5"]().to_dict().items() if k in ("vocab_size",)})
-        config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
-        config.num_key_value_heads, config.head_dim = 2, 16
-        trainer = self.trainer(AutoModelForCausalLM.from_config(config))
+        trainer = self.trainer(llama())
         output, _ = said(configure_packing, trainer)
         self.assertIn("isolation by sdpa attention with a mask made from position_ids", output)
         said(trainer.train)
@@ -259,6 +269,33 @@ class SetUpTest(ConfigureTestCase):
         self.assertEqual(isinstance(trainer.train_dataset, IterablePackingDataset), mode == "packing")
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 2)
+
+    def test_models_of_model_init_make_no_cache(self):
+        """Trainer sets `use_cache` only in the model that it is built with, not in that which it trains."""
+        results = []
+        for packed in (False, True):
+            args = {"optim": "sgd", "learning_rate": 0.3, "seed": 1, "max_steps": 2}
+            trainer = self.trainer(llama(), args=args)
+            trainer.model_init = llama
+            trainer.data_collator = collate_padded
+            if packed:
+                trainer.data_collator = transformers.default_data_collator
+                said(configure_packing, trainer)
+            said(trainer.train)
+            results.append({name: p.detach() for name, p in trainer.model.named_parameters()})
+        self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
+
+    def test_models_of_model_init_are_judged(self):
+        def make():
+            return transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+
+        first = make()
+        first.config.get_text_config().use_cache = False
+        trainer = self.trainer(first)
+        trainer.model_init = make
+        said(configure_packing, trainer)
+        with self.assertRaisesRegex(ValueError, r"config.get_text_config\(\).use_cache=True"):
+            trainer.train()
 
     def test_again_changes_nothing(self):
         trainer = self.trainer()
@@ -379,6 +416,55 @@ class ReasonsTest(ConfigureTestCase):
         self.check(self.trainer(compute_loss_func=lambda *a, **k: 0), "a compute_loss_func of its own", explicit=None)
         said(configure_packing, own, "padding_free")
         self.assertTrue(own.args.padding_free)
+
+    @parameterized.expand([({},), ({"gradient_checkpointing": True},)])
+    def test_a_cache_in_a_stock_model(self, options):
+        """With gradient checkpointing it would leak in evaluation only."""
+        trainer = self.trainer(llama(), args={"use_cache": True, **options})
+        self.check(trainer, "LlamaForCausalLM with config.use_cache=True.* Set model.config.use_cache = False")
+
+    def test_a_cache_that_trainer_leaves_on(self):
+        """It does not look into the configuration of the text part."""
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+        trainer = self.trainer(model)
+        self.assertFalse(model.config.use_cache)
+        self.check(trainer, r"with config.get_text_config\(\).use_cache=True")
+        model.config.get_text_config().use_cache = False
+        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
+
+    def test_a_cache_in_a_model_of_ours(self):
+        """It makes none on packed rows."""
+        results = []
+        for packed in (False, True):
+            torch.manual_seed(0)
+            trainer = self.trainer(args={"use_cache": True, "optim": "sgd", "learning_rate": 0.3})
+            trainer.data_collator = collate_padded
+            if packed:
+                trainer.data_collator = transformers.default_data_collator
+                said(configure_packing, trainer)
+                self.assertTrue(trainer.args.padding_free)
+            results.append(said(updates_and_log, trainer)[1][0])
+        self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
+
+    @parameterized.expand(
+        [
+            ("prompt_tuning", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+            ("prefix_tuning", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+            (
+                "p_tuning",
+                lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+            ),
+        ]
+    )
+    def test_prompt_learning(self, method, config):
+        self.check(self.trainer(peft.get_peft_model(llama(), config())), "PEFT prompt learning .*virtual tokens")
+        if method != "prefix_tuning":  # which PEFT has not for recurrent states
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+            self.check(self.trainer(peft.get_peft_model(model, config())), "PEFT prompt learning .*virtual tokens")
+
+    def test_activated_lora(self):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+        self.check(self.trainer(peft.get_peft_model(llama(), config)), "an activated LoRA")
 
     def test_batch_of_one(self):
         trainer = self.trainer(args={"per_device_train_batch_size": 1})
