@@ -24,6 +24,7 @@ from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
 from .guard import SEPARATE, judge
 from .metrics import PackingMetricsCallback
+from .neftune import DocumentNoise
 from .reasons import (
     CALL,
     LANGUAGE_MODELS,
@@ -259,6 +260,8 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.remove_callback(DocumentNoise)
+    trainer.add_callback(DocumentNoise)
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:

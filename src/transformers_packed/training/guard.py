@@ -18,6 +18,7 @@ from ..audit.state import text_config
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.base import has_our_classes, transformers_model
+from .neftune import DocumentNoise
 
 
 logger = logging.get_logger(__name__)
@@ -46,9 +47,15 @@ class PackingGuard(TrainerCallback):
 
     def __init__(self):
         self._checked: tuple | None = None
+        self._noise = DocumentNoise()
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         self._check(model, train_dataloader, training=True)
+        if find_collator(train_dataloader) is not None:
+            self._noise.on_train_begin(args, state, control, model=model)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._noise.on_train_end(args, state, control)
 
     def on_prediction_step(self, args, state, control, model=None, eval_dataloader=None, **kwargs):
         self._check(model, eval_dataloader, training=False)
