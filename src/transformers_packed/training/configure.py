@@ -23,7 +23,7 @@ from ..errors import input_error
 from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
 from .guard import SEPARATE, judge
-from .metrics import PackingMetricsCallback
+from .metrics import PackingMetricsCallback, mean_of_longest
 from .neftune import DocumentNoise
 from .reasons import (
     CALL,
@@ -327,9 +327,7 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
     if lengths is None:
         numbers = np.unique(np.linspace(0, len(dataset) - 1, _ESTIMATED_FROM).astype(int))
         lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
-    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
-    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** batch_size
-    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths) / lengths.mean())
+    return mean_of_longest(lengths, batch_size) / float(lengths.mean())
 
 
 def _leave(trainer: Trainer, line: str) -> Trainer:

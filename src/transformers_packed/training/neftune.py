@@ -14,6 +14,9 @@ from ..boundaries import SequenceBoundaries
 from ..models.packed_inputs import METADATA, resolve_boundaries
 
 
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
+
+
 class DocumentNoise(TrainerCallback):
     """Puts a hook of its own into the place of Trainer's for `neftune_noise_alpha`, for the length of a training.
 
@@ -42,14 +45,16 @@ class DocumentNoise(TrainerCallback):
 
     @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
     def _look(self, model, positional, batch: dict[str, Any]) -> None:
+        self._lengths = None
+        if not model.training:
+            return
         boundaries = resolve_boundaries(
             "neftune_noise_alpha",
             {name: batch.get(name) for name in (*METADATA, "boundaries")},
-            **{name: batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")},
-            past_key_values=None,
-            use_cache=None,
+            **{name: batch.get(name) for name in _INPUTS},
         )
-        self._lengths = None if boundaries is None else document_lengths(boundaries)
+        if boundaries is not None:
+            self._lengths = document_lengths(boundaries)
 
     def _add_noise(self, embeddings, inputs, output: torch.Tensor) -> torch.Tensor:
         if self._lengths is None or not embeddings.training:
