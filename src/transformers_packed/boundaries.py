@@ -208,12 +208,17 @@ class SequenceBoundaries:
             )
         total = int(host[-1])
         if total_length is not None and total != total_length:
+            fix += (
+                " If the collator's were right, something cut them on the way to the model: an accelerate dispatcher (set"
+                " `dispatch_batches=False`) or torch.nn.DataParallel (launch one process per GPU)."
+            )
+            if total < total_length:
+                fix += " Or it put tokens before the row, as PEFT prompt learning does: use padded batches."
             raise input_error(
                 call,
                 expected=f"cu_seqlens that ends at the row's {total_length} tokens",
                 got=f"{total}",
-                fix=fix + " If the collator's were right, something cut them on the way to the model: an accelerate"
-                " dispatcher (set `dispatch_batches=False`) or torch.nn.DataParallel (launch one process per GPU).",
+                fix=fix,
             )
         if total > torch.iinfo(torch.int32).max:
             raise input_error(call, expected="at most 2**31 - 1 tokens in a row", got=str(total), fix="Split the row.")

@@ -1,11 +1,4 @@
-"""`configure_packing`: what it turns on trains as padded batches do; what it declines stays untouched."""
-
-import contextlib
-import io
-import os
-import tempfile
-import unittest
-from unittest import mock
+"""`configure_packing`: what it turns on trains as padded batches do."""
 
 import numpy as np
 import peft
@@ -15,12 +8,13 @@ import transformers
 from accelerate.data_loader import DataLoaderShard
 from datasets import Dataset
 from packed_model_tester import total_relative_error
-from packed_patch_tester import ours, snapshot
+from packed_patch_tester import ours
 from parameterized import parameterized
 from process_tester import FSDP_ON_CPU
-from training.configured_arms import MAX_LENGTH, STEPS, build, configure, tokenizer
-from training.trainer_arms import CONFIGS, Samples, run_in_two_processes, updates_and_log
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, trainer_callback
+from training.configure_tester import UPDATE_BAR, ConfigureTestCase, llama, said
+from training.configured_arms import MAX_LENGTH, STEPS, configure, tokenizer
+from training.trainer_arms import Samples, collate_padded, run_in_two_processes, updates_and_log
+from transformers import AutoModelForCausalLM, trainer_callback
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -32,38 +26,10 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import configure as module
-from transformers_packed.training import guard
 from transformers_packed.training.metrics import PackingMetricsCallback
 
 
 FIGURES = {"tokens_per_second", "documents_per_row", "padding_avoided"}
-UPDATE_BAR = 1e-6
-
-
-def said(call, *args, **kwargs) -> tuple[str, object]:
-    """What was printed, and what was returned."""
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        result = call(*args, **kwargs)
-    return stdout.getvalue(), result
-
-
-class ConfigureTestCase(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
-
-    def build(self, kind="trainer", *args, **kwargs) -> Trainer:
-        return build(kind, *args, directory=self.directory, **kwargs)
-
-    def trainer(self, model=None, dataset=None, collator=None, args=None, **kwargs) -> Trainer:
-        """A Trainer that could be packed, save for what is given."""
-        options = {"per_device_train_batch_size": 3, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-        options |= {"max_steps": 1, "save_strategy": "no"}
-        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model
-        dataset = Samples(6) if dataset is None else dataset
-        args = TrainingArguments(self.directory, **options | (args or {}))
-        return Trainer(model, args, train_dataset=dataset, data_collator=collator, **kwargs)
 
 
 class SameTrainingTest(ConfigureTestCase):
@@ -191,10 +157,7 @@ class SetUpTest(ConfigureTestCase):
         self.assertLess(abs(module._estimated_saving(rows, 4) - want) / want, 0.1)
 
     def test_a_family_that_needs_no_patch(self):
-        config = LlamaConfig(**{k: v for k, v in CONFIGS["qwen3_5"]().to_dict().items() if k in ("vocab_size",)})
-        config.update({"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2})
-        config.num_key_value_heads, config.head_dim = 2, 16
-        trainer = self.trainer(AutoModelForCausalLM.from_config(config))
+        trainer = self.trainer(llama())
         output, _ = said(configure_packing, trainer)
         self.assertIn("isolation by sdpa attention with a mask made from position_ids", output)
         said(trainer.train)
@@ -260,6 +223,33 @@ class SetUpTest(ConfigureTestCase):
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 2)
 
+    def test_models_of_model_init_make_no_cache(self):
+        """Trainer sets `use_cache` only in the model that it is built with, not in that which it trains."""
+        results = []
+        for packed in (False, True):
+            args = {"optim": "sgd", "learning_rate": 0.3, "seed": 1, "max_steps": 2}
+            trainer = self.trainer(llama(), args=args)
+            trainer.model_init = llama
+            trainer.data_collator = collate_padded
+            if packed:
+                trainer.data_collator = transformers.default_data_collator
+                said(configure_packing, trainer)
+            said(trainer.train)
+            results.append({name: p.detach() for name, p in trainer.model.named_parameters()})
+        self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
+
+    def test_models_of_model_init_are_judged(self):
+        def make():
+            return transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+
+        first = make()
+        first.config.get_text_config().use_cache = False
+        trainer = self.trainer(first)
+        trainer.model_init = make
+        said(configure_packing, trainer)
+        with self.assertRaisesRegex(ValueError, r"config.get_text_config\(\).use_cache=True"):
+            trainer.train()
+
     def test_again_changes_nothing(self):
         trainer = self.trainer()
         said(configure_packing, trainer)
@@ -270,199 +260,6 @@ class SetUpTest(ConfigureTestCase):
         before = list(transformers.trainer.DEFAULT_CALLBACKS)
         said(configure_packing, self.trainer())
         self.assertEqual(transformers.trainer.DEFAULT_CALLBACKS, before)
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        return super().compute_loss(model, inputs, **kwargs)
-
-
-class ReasonsTest(ConfigureTestCase):
-    """Auto mode leaves the Trainer as it was and says why in one line; an explicit request is an error."""
-
-    def state(self, trainer: Trainer) -> dict:
-        args = {k: v for k, v in vars(trainer.args).items() if k not in ("packing", "padding_free")}
-        return {
-            "trainer": {k: id(v) for k, v in vars(trainer).items()},
-            "args": {k: repr(v) for k, v in args.items()},
-            "accelerator": {k: repr(v) for k, v in vars(trainer.accelerator.dataloader_config).items()},
-            "callbacks": [id(c) for c in trainer.callback_handler.callbacks],
-            "defaults": list(transformers.trainer.DEFAULT_CALLBACKS),
-            "collator": repr(getattr(trainer.data_collator, "__dict__", None)),
-            "model": snapshot(trainer.model),
-            "config": trainer.model.config.to_dict(),
-            "random": torch.random.get_rng_state().tolist(),
-        }
-
-    def check(self, trainer: Trainer, message: str, explicit: str | None = "padding_free", **options):
-        before = self.state(trainer)
-        output, _ = said(configure_packing, trainer)
-        self.assertRegex(output, rf"^Packing off, training stays as it was: .*{message}.*\n$")
-        self.assertEqual(output.count("\n"), 1)
-        self.assertEqual(self.state(trainer), before)
-        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
-        if explicit is not None:
-            with self.assertRaisesRegex(ValueError, f"^configure_packing: expected .*{message}"):
-                configure_packing(trainer, explicit, **options)
-            self.assertEqual(self.state(trainer), before)
-
-    def test_custom_collator(self):
-        collator = transformers.DataCollatorForTokenClassification(tokenizer())
-        self.check(self.trainer(collator=collator), r"custom data collator \(DataCollatorForTokenClassification\)")
-        self.check(self.trainer(collator=lambda rows: {}), r"custom data collator \(<lambda>\)")
-
-    def test_vision_dataset_of_trl(self):
-        trainer = self.build("sft")
-        trainer._is_vision_dataset = True
-        self.check(trainer, "a processor that makes the model's inputs from images")
-
-    def test_columns_of_a_processor(self):
-        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
-        rows = [{**row, "pixel_values": [[0.0]]} for row in Samples(6).rows]
-        self.check(self.trainer(model, rows), "a processor's columns pixel_values, for which .*Gemma3For")
-
-    def test_family_that_leaks_although_patched(self):
-        """None does, so that an entry of the matrix is made up."""
-        entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
-        matrix = mock.Mock(types={"qwen3_5_text": entry})
-        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
-            self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
-
-    def test_family_that_would_leak(self):
-        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
-        with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
-            self.check(trainer, r"a model that leaks \(attends across\)")
-
-    def test_family_that_is_not_causal(self):
-        model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))
-        self.check(self.trainer(model), "cannot be patched .*BertLMHeadModel: its attention looks both ways")
-
-    def test_family_that_was_never_audited(self):
-        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
-        with mock.patch.object(module, "judge", return_value=(None, "no model of the type llama was audited")):
-            self.check(trainer, "nobody knows: no model of the type llama was audited", explicit=None)
-            with mock.patch.object(module.logger, "warning") as warning:
-                said(configure_packing, trainer, "padding_free")
-        self.assertIn("no model of the type llama", warning.call_args[0][0])
-        self.assertTrue(trainer.args.padding_free)
-
-    @parameterized.expand([("flex_attention", "needs CUDA tensors"), ("paged|sdpa", "not known")])
-    def test_attention_that_cannot_isolate(self, attention, why):
-        trainer = self.trainer()
-        trainer.model.config._attn_implementation_internal = attention
-        name = attention.replace("|", r"\|")
-        self.check(trainer, rf'attn_implementation="{name}" \(.*{why}.*Load the model with attn_implementation="sdpa"')
-
-    def test_logits(self):
-        self.check(self.trainer(compute_metrics=lambda p: {}), "compute_metrics, which needs the logits")
-        trainer = self.trainer(compute_metrics=lambda p: {}, args={"prediction_loss_only": True})
-        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
-
-    def test_sequence_classification(self):
-        config = CONFIGS["qwen3_5"]()
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
-        self.check(self.trainer(model), r"sequence classification \(Qwen3_5\w*ForSequenceClassification\)")
-        rows = [{"input_ids": row["input_ids"], "labels": 1} for row in Samples(6).rows]
-        self.check(self.trainer(dataset=rows), r"one label each \(sequence classification\)")
-
-    def test_no_language_model(self):
-        model = transformers.AutoModelForTokenClassification.from_config(tiny_config("llama"))
-        self.check(self.trainer(model), "ForTokenClassification, which is not a causal language model")
-
-    def test_loss_that_does_not_shift(self):
-        self.check(self.trainer(AutoModelForCausalLM.from_config(tiny_config("trocr"))), "does not shift labels")
-
-    def test_own_loss(self):
-        trainer = self.trainer()
-        own = OwnLoss(trainer.model, trainer.args, train_dataset=Samples(6))
-        self.check(own, "a compute_loss of its own", explicit=None)
-        self.check(self.trainer(compute_loss_func=lambda *a, **k: 0), "a compute_loss_func of its own", explicit=None)
-        said(configure_packing, own, "padding_free")
-        self.assertTrue(own.args.padding_free)
-
-    def test_batch_of_one(self):
-        trainer = self.trainer(args={"per_device_train_batch_size": 1})
-        self.check(trainer, "per_device_train_batch_size=1", explicit=None)
-        said(configure_packing, trainer, "padding_free")
-
-    def test_data_parallel(self):
-        trainer = self.trainer()
-        trainer.args._n_gpu = 2
-        with mock.patch.object(TrainingArguments, "n_gpu", 2):
-            self.check(trainer, "sees 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
-
-    def test_context_parallelism(self):
-        trainer = self.trainer()
-        trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
-        self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
-        self.check(trainer, "cp_size=2, which cuts rows")
-
-    def test_dispatched_stream(self):
-        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
-        trainer = self.trainer(dataset=stream, args={"accelerator_config": {"dispatch_batches": True}})
-        self.check(trainer, "dispatch_batches=True")
-
-    def test_wrapped_rows_of_trl(self):
-        trainer = self.build("sft", packing=True, packing_strategy="wrapped")
-        before = self.state(trainer)
-        output, _ = said(configure_packing, trainer)
-        self.assertIn('packing_strategy="wrapped", which has lost where documents begin', output)
-        self.assertEqual(self.state(trainer), before)
-        self.assertTrue(trainer.args.packing)
-
-    def test_samples(self):
-        self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
-        self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
-        rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
-        self.check(self.trainer(dataset=rows), "remove_unused_columns=True takes away")
-
-    def test_switched_off(self):
-        self.check_off(lambda trainer: configure_packing(trainer, "off"), 'packing="off"')
-        with mock.patch.dict(os.environ, {"TRANSFORMERS_PACKED_DISABLE_AUTO": "1"}):
-            self.check_off(configure_packing, "TRANSFORMERS_PACKED_DISABLE_AUTO is set")
-            trainer = self.trainer()
-            said(configure_packing, trainer, "padding_free")
-            self.assertTrue(trainer.args.padding_free)
-
-    def check_off(self, call, message):
-        trainer = self.trainer()
-        before = self.state(trainer)
-        self.assertIn(message, said(call, trainer)[0])
-        self.assertEqual(self.state(trainer), before)
-        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
-
-    def test_model_that_cannot_be_patched(self):
-        trainer = self.trainer()
-        layer = trainer.model.model.layers[0].linear_attn
-        layer.forward = lambda *args, **kwargs: None
-        self.check(trainer, "cannot be patched .*layers.0.linear_attn .*with a forward of its own")
-
-    @parameterized.expand(
-        [
-            ("mode", {"packing": "always"}, "packing to be one of"),
-            ("no_max_length", {"packing": "packing"}, "expected max_length"),
-            ("too_long", {"packing": "packing", "max_length": 16}, "overlong"),
-            ("beside_auto", {"max_length": 16}, r'packing="packing" beside max_length'),
-            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "beside overlong"),
-        ]
-    )
-    def test_bad_arguments(self, _, arguments, message):
-        trainer = self.trainer(dataset=Samples(24))
-        before = self.state(trainer)
-        with self.assertRaisesRegex(ValueError, message):
-            configure_packing(trainer, **arguments)
-        self.assertEqual(self.state(trainer), before)
-
-    def test_packing_without_a_dataset_or_of_packed_rows(self):
-        trainer = self.trainer()
-        trainer.train_dataset = None
-        with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
-            configure_packing(trainer, "packing", 128)
-        trainer.train_dataset = PackingDataset(Samples(24), 128)
-        with self.assertRaisesRegex(ValueError, "still to be packed"):
-            configure_packing(trainer, "packing", 128)
-        with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
-            configure_packing("trainer")
 
 
 class FusedHeadTest(ConfigureTestCase):

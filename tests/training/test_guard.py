@@ -11,7 +11,7 @@ import peft
 import torch
 from parameterized import parameterized
 from training.trainer_arms import CONFIGS, Samples
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Trainer, TrainingArguments
 from transformers import DataCollatorWithFlattening as BuiltinCollator
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
@@ -34,6 +34,23 @@ def build(model_type: str = "qwen3_5"):
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL) if model_type == "llama" else CONFIGS[model_type]()
     return AutoModelForCausalLM.from_config(config)
+
+
+def prompt_learning(model, method: str) -> peft.PeftModel:
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    config = {
+        "prompt_tuning": lambda: peft.PromptTuningConfig(**options),
+        "p_tuning": lambda: peft.PromptEncoderConfig(**options, encoder_hidden_size=8),
+        "prefix_tuning": lambda: peft.PrefixTuningConfig(**options),
+        "multitask": lambda: peft.MultitaskPromptTuningConfig(**options, num_tasks=2),
+        "cpt": lambda: peft.CPTConfig(
+            task_type="CAUSAL_LM",
+            cpt_token_ids=[3, 4, 5],
+            cpt_mask=[1, 1, 1],
+            cpt_tokens_type_mask=[1, 2, 4],
+        ),
+    }[method]()
+    return peft.get_peft_model(model, config)
 
 
 class GuardTest(unittest.TestCase):
@@ -87,8 +104,6 @@ class GuardTest(unittest.TestCase):
         self.check_stops(torch.compile(build(), backend="eager"), DataCollatorWithFlattening(), "patch_model")
 
     def test_vision_language(self):
-        from transformers import AutoModelForImageTextToText
-
         model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
         self.check_stops(
             model, DataCollatorWithFlattening(), "Qwen3_5ForConditionalGeneration, in which .*linear_attn"
@@ -117,6 +132,49 @@ class GuardTest(unittest.TestCase):
         with self.assertNoLogs("transformers_packed", "WARNING"), self.quiet() as warning:
             self.check_trains(self.trainer(make(), DataCollatorWithFlattening(**options)))
         warning.assert_not_called()
+
+    def test_a_cache_in_a_stock_model(self):
+        """With one it makes no mask of documents; the model's own setting is what the Trainer's became."""
+        message = (
+            "got LlamaForCausalLM with config.use_cache=True, and beside a cache .* Set model.config.use_cache = False"
+        )
+        for options in ({}, ALL):
+            self.check_stops(build("llama"), DataCollatorWithFlattening(**options), message, use_cache=True)
+        trainer = self.trainer(build("llama"), DataCollatorWithFlattening(), use_cache=True)
+        with self.assertRaisesRegex(ValueError, message):
+            trainer.evaluate()
+        self.check_trains(self.trainer(patch_model(build()), DataCollatorWithFlattening(), use_cache=True))
+
+    def test_a_cache_under_gradient_checkpointing(self):
+        """Training makes none, evaluation does."""
+        trainer = self.trainer(
+            build("llama"), DataCollatorWithFlattening(), use_cache=True, gradient_checkpointing=True
+        )
+        self.check_trains(trainer)
+        with self.assertRaisesRegex(ValueError, "config.use_cache=True"):
+            trainer.evaluate()
+
+    @parameterized.expand(["prompt_tuning", "p_tuning", "prefix_tuning", "multitask", "cpt"])
+    def test_prompt_learning(self, method):
+        for model in (build("llama"), patch_model(build())):
+            if method == "prefix_tuning" and model.config.model_type != "llama":
+                continue  # PEFT makes no prefix for a recurrent state
+            model = prompt_learning(model, method)
+            self.check_stops(
+                model, DataCollatorWithFlattening(), "got PEFT prompt learning .*virtual tokens stand once"
+            )
+
+    def test_prompt_learning_without_a_trainer(self):
+        model = prompt_learning(patch_model(build()), "prompt_tuning")
+        batch = DataCollatorWithFlattening(**ALL)(Samples(3).rows)
+        with self.assertRaisesRegex(
+            ValueError, "put tokens before the row, as PEFT prompt learning does: use padded batches"
+        ):
+            model(**batch)
+
+    def test_activated_lora(self):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+        self.check_stops(peft.get_peft_model(build("llama"), config), DataCollatorWithFlattening(), "activated LoRA")
 
     def test_warn(self):
         trainer = self.trainer(
@@ -154,6 +212,42 @@ class GuardTest(unittest.TestCase):
             DataCollatorWithFlattening(on_leak="raise")
 
 
+class CacheTest(unittest.TestCase):
+    """What is said of a cache is what a changed first document does to the second one."""
+
+    @parameterized.expand(
+        [
+            (model_type, outer, inner)
+            for model_type in ("llama", "qwen3", "gpt_neo", "mllama", "llama4")
+            for outer in (True, False)
+            for inner in (True, False)
+        ]
+    )
+    def test_documents_leak_exactly_where_said(self, model_type, outer, inner):
+        config = tiny_config(model_type)
+        composite = config.get_text_config() is not config
+        torch.manual_seed(0)
+        model = (AutoModelForImageTextToText if composite else AutoModelForCausalLM).from_config(config).eval()
+        config = model.config
+        config.get_text_config().use_cache = inner
+        config.use_cache = outer
+        rows = torch.randint(5, 20, (2, 24))
+        rows[1, 12:] = rows[0, 12:]
+        with torch.no_grad():
+            first, second = (
+                model(input_ids=row[None], position_ids=torch.arange(12).repeat(2)[None]).logits[0, 12:]
+                for row in rows
+            )
+        leak, _ = guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))
+        self.assertEqual(leak is not None, bool((first - second).abs().max() > 1e-6), str(leak))
+
+    def test_flash_attention_needs_no_mask(self):
+        model = build("llama")
+        self.assertIsNotNone(guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))[0])
+        model.config._attn_implementation_internal = "flash_attention_2"
+        self.assertIsNone(guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))[0])
+
+
 class JudgeTest(unittest.TestCase):
     """What is made of an entry of the matrix, for a Qwen3.5 model."""
 
@@ -165,8 +259,11 @@ class JudgeTest(unittest.TestCase):
             "ours": {"position_ids": {"verdict": ours}, "all": {"verdict": ours}},
         }
         matrix = SupportMatrix("0", "0", {model_type: entry})
+        model = model or build()
+        # As Trainer leaves it, and as the audits were.
+        model.config.use_cache = model.config.get_text_config().use_cache = False
         with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
-            leak, doubt = guard.judge(model or build(), DataCollatorWithFlattening(**options))
+            leak, doubt = guard.judge(model, DataCollatorWithFlattening(**options))
         return str(leak or ""), doubt or ""
 
     leaks = {"verdict": "leaks", "module": "Qwen3_5Attention", "kind": "attention"}
@@ -220,8 +317,6 @@ class JudgeTest(unittest.TestCase):
         self.assertIn("carries its state", self.judge({"position_ids": states, "all": states}, model=model)[0])
 
     def test_a_model_around_one_that_is_isolated_alone(self):
-        from transformers import AutoModelForImageTextToText
-
         model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
         ends = {"position_ids": self.isolated, "all": self.isolated}
         self.assertEqual(self.judge(ends, model=model)[1], "its type was not audited, only qwen3_5_text")

@@ -12,7 +12,14 @@ from parameterized import parameterized
 from training.trainer_arms import CONFIGS, Samples, collate_padded
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, PackingCost, configure_packing, patch_model
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingCost,
+    configure_packing,
+    patch_model,
+)
 from transformers_packed.models.base import has_our_classes
 from transformers_packed.ops import dispatch
 from transformers_packed.training import metrics
@@ -127,6 +134,29 @@ class PackedTrainerTest(TrainerTestCase):
             self.assertTrue((logits[length:] == -100).all() and (labels[length:] == -100).all())
             self.assertEqual(labels[1:length].tolist(), row["labels"][1:])
 
+    @parameterized.expand([(False,), (True,)])
+    def test_metrics_get_the_inputs_of_the_documents(self, batch_eval_metrics):
+        """`include_for_metrics=["inputs"]`: the tokens stand where the labels and predictions of their documents do."""
+        seen = []
+
+        def compute_metrics(prediction, compute_result=True):
+            seen.append(prediction)
+            return {}
+
+        args = self.args(include_for_metrics=["inputs"], batch_eval_metrics=batch_eval_metrics)
+        trainer = self.build(args=args, compute_metrics=compute_metrics)
+        trainer.evaluate()
+        self.assertEqual(len(seen), 3 if batch_eval_metrics else 1)
+        rows = iter(Samples(8).rows)
+        for prediction in seen:
+            inputs = prediction.inputs["input_ids"] if batch_eval_metrics else prediction.inputs
+            self.assertEqual(inputs.shape, prediction.label_ids.shape)
+            for tokens in inputs.tolist():
+                length = len(expected := next(rows)["input_ids"])
+                self.assertEqual(tokens[:length], expected)
+                self.assertEqual(set(tokens[length:]) - {-100}, set())
+        self.assertIsNone(next(rows, None))
+
 
 class FiguresTest(TrainerTestCase):
     def log(self, trainer) -> list[dict]:
@@ -175,6 +205,57 @@ class FiguresTest(TrainerTestCase):
         self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
         self.assertIn(f"Packing: 24 documents with {plan.tokens:,} tokens", self.summary)
         self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+
+    def test_padding_avoided_by_rows(self):
+        """As the plan says it: by batches of 8 documents in random order, however many rows a step has."""
+        args = self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=1)
+        trainer = self.build(args=args)
+        plan = trainer.train_dataset.plan
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertAlmostEqual(entry["padding_avoided"], plan.padding_avoided, delta=2e-4)
+        self.assertIn(f"padding avoided {plan.padding_avoided:.1%} ", self.summary)
+
+    def test_rows_of_the_batch_size_that_was_found(self):
+        """`auto_find_batch_size` goes from 4 rows to 3: fill and documents are of those."""
+        args = self.args(
+            packing=True,
+            max_length=128,
+            max_steps=-1,
+            num_train_epochs=1,
+            per_device_train_batch_size=4,
+            auto_find_batch_size=True,
+        )
+        trainer = self.build(args=args)
+        plan = trainer.train_dataset.plan
+        step, tried = trainer.training_step, []
+
+        def training_step(model, inputs, *args, **kwargs):
+            tried.append(trainer._train_batch_size)
+            if tried[-1] == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.training_step = training_step
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertEqual((set(tried), len(plan) % 3), ({4, 3}, 0))
+        self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
+        self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
+        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+
+    def test_padding_at_the_end_is_no_document(self):
+        """What `pad_to_multiple_of` adds counts neither as tokens nor as a document."""
+        collator = DataCollatorWithFlattening(
+            pad_to_multiple_of=64, pad_token_id=0, return_flash_attn_kwargs=True, on_leak="ignore"
+        )
+        trainer = self.build(data_collator=collator)
+        log = self.log(trainer)
+        tokens = sum(len(row["input_ids"]) for row in Samples(24).rows)
+        self.assertEqual([entry["documents_per_row"] for entry in log], [3.0, 3.0])
+        documents = int(self.summary.split(": ")[1].split(" documents with ")[0])
+        self.assertEqual(documents, 12)
+        self.assertLess(int(self.summary.split(" with ")[1].split(" tokens")[0].replace(",", "")), tokens)
 
     def test_position_ids_alone(self):
         """Families that take no lengths are counted by their position ids."""

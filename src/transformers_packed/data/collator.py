@@ -65,7 +65,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             `[4, 1, T]` (text, time, height, width) that restart in every sample; without it the model makes them.
         on_leak (`str`, *optional*, defaults to `"error"`):
             What a Trainer with this collator does before its first step if its model is known to let the documents of
-            such batches change one another: `"error"`, `"warn"` or `"ignore"`.
+            such batches change one another, or has an adapter that acts once per row (PEFT prompt learning): `"error"`,
+            `"warn"` or `"ignore"`.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 

@@ -2,7 +2,7 @@
 
 Nothing is computed for padding then; hidden states and router logits are zero there. That is left out where somebody
 would notice more than that: where a cache is filled, hidden states or attention weights are returned, or a graph is
-recorded, and where attention is not causal or cannot keep documents apart.
+recorded, where attention is not causal or cannot keep documents apart, and where NEFTune makes noise by the padded length.
 """
 
 from dataclasses import dataclass
@@ -102,6 +102,9 @@ def padded_batch(
     if any(kwargs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
         return None
     if not is_causal(config, kwargs) or not all(getattr(module, "is_causal", True) for module in model.modules()):
+        return None
+    if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
+        # Trainer's hook there makes noise by the length of the padded rows.
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None

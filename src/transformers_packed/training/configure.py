@@ -5,7 +5,7 @@ or nothing, and only then the Trainer itself.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
-from .guard import judge
-from .metrics import PackingMetricsCallback
+from .guard import SEPARATE, judge
+from .metrics import PackingMetricsCallback, mean_of_longest
+from .neftune import DocumentNoise
 from .reasons import (
     CALL,
     LANGUAGE_MODELS,
     Reason,
+    check_cache,
     has_items,
     is_packed,
     is_sft_trainer,
@@ -171,12 +173,11 @@ def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlatten
         leak, doubt = judge(model, collator)
         if leak is None and doubt is None:
             return collator, None
-    expected = "a model that keeps documents apart"
     if leak is not None:
-        return None, Reason(expected, f"a model that leaks ({leak})", "Use padded batches.")
+        return None, Reason(SEPARATE, f"a model that leaks ({leak})", "Use padded batches.")
     if automatic:
         fix = "Measure it with transformers_packed.audit_model(model)."
-        return None, Reason(expected, f"a model of which nobody knows: {doubt}", fix)
+        return None, Reason(SEPARATE, f"a model of which nobody knows: {doubt}", fix)
     logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
     return _collator(trainer, **_EVERYTHING), None
 
@@ -241,7 +242,7 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         holders.append(args)  # of the rows that TRL made
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
-    after_model_init(trainer, patch_model)
+    after_model_init(trainer, partial(_prepare, args.use_cache))
     if dataset is not trainer.train_dataset:
         trainer.train_dataset = dataset
         if isinstance(dataset, PackingDataset):
@@ -259,6 +260,18 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
     # First, so that the callbacks that report find its figures in the log.
     trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.remove_callback(DocumentNoise)
+    trainer.add_callback(DocumentNoise)
+
+
+def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
+    """What was done to the Trainer's first model, by it and by us, done to another one of its `model_init`."""
+    patch_model(model)
+    inner = transformers_model(model)
+    inner.config.use_cache = use_cache
+    reason = check_cache(inner)
+    if reason is not None:
+        raise reason.error()
 
 
 def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any]) -> None:
@@ -314,9 +327,7 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
     if lengths is None:
         numbers = np.unique(np.linspace(0, len(dataset) - 1, _ESTIMATED_FROM).astype(int))
         lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
-    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
-    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** batch_size
-    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths) / lengths.mean())
+    return mean_of_longest(lengths, batch_size) / float(lengths.mean())
 
 
 def _leave(trainer: Trainer, line: str) -> Trainer:

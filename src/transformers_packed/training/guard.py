@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
+from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 
 from ..audit.matrix import load_support_matrix
 from ..audit.state import text_config
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.base import has_our_classes, transformers_model
+from .neftune import DocumentNoise
 
 
 logger = logging.get_logger(__name__)
@@ -32,11 +34,12 @@ _HOW = {
 }
 # These attend within one mask that the model makes; others find the documents by themselves, or not.
 _MASKED = {"sdpa", "eager", "flex_attention"}
+SEPARATE = "a model that keeps the documents of a packed row apart"
 _ANYWAY = 'DataCollatorWithFlattening(on_leak="warn") lets it train all the same.'
 
 
 class PackingGuard(TrainerCallback):
-    """Stops a Trainer whose collator is ours and whose model is known to mix the documents of such batches.
+    """Stops a Trainer whose collator is ours and whose model, or PEFT adapter, is known to mix the documents of such batches.
 
     Raises:
         `ValueError`: before the first training step, or in the first step of an evaluation without training.
@@ -44,19 +47,25 @@ class PackingGuard(TrainerCallback):
 
     def __init__(self):
         self._checked: tuple | None = None
+        self._noise = DocumentNoise()
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        self._check(model, train_dataloader)
+        self._check(model, train_dataloader, training=True)
+        if find_collator(train_dataloader) is not None:
+            self._noise.on_train_begin(args, state, control, model=model)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._noise.on_train_end(args, state, control)
 
     def on_prediction_step(self, args, state, control, model=None, eval_dataloader=None, **kwargs):
-        self._check(model, eval_dataloader)
+        self._check(model, eval_dataloader, training=False)
 
-    def _check(self, model: torch.nn.Module, loader: Any) -> None:
+    def _check(self, model: torch.nn.Module, loader: Any, training: bool) -> None:
         if self._checked is None or self._checked[0] is not model or self._checked[1] is not loader:
             self._checked = (model, loader)
             collator = find_collator(loader)
             if collator is not None:
-                check_model(model, collator)
+                check_model(model, collator, training)
 
 
 def install_guard() -> None:
@@ -75,14 +84,17 @@ def find_collator(loader: Any) -> DataCollatorWithFlattening | None:
     return None
 
 
-def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening) -> None:
+def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening, training: bool = True) -> None:
     """Raise or warn, as the collator says, if the model mixes the documents of its batches or nobody knows."""
     inner = transformers_model(model)
     if inner is None or collator.on_leak == "ignore":
         return
-    if has_our_classes(inner):
-        return
-    leak, doubt = judge(inner, collator)
+    leak, doubt = None, None
+    per_row = adapter_per_row(model)
+    if per_row is not None:
+        leak = _error("adapters that look at documents", per_row, "Train it on padded batches.", _ANYWAY)
+    elif not has_our_classes(inner):
+        leak, doubt = judge(inner, collator, training)
     if leak is not None:
         if collator.on_leak == "error":
             raise leak
@@ -94,8 +106,27 @@ def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening) ->
         )
 
 
-def judge(model: PreTrainedModel, collator: DataCollatorWithFlattening) -> tuple[ValueError | None, str | None]:
-    """The complaint if the model leaks with what the collator gives; or else what is not known of it."""
+def adapter_per_row(model: torch.nn.Module) -> str | None:
+    """What PEFT does once per row that each document would need, if it does."""
+    for module in model.modules():
+        # PEFT's own property, looked up on the class: wrappers hand attributes through.
+        if hasattr(type(module), "active_peft_config"):
+            config = module.active_peft_config
+            if config.is_prompt_learning:
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                return f"PEFT prompt learning ({kind}), whose virtual tokens stand once before the row"
+            if getattr(config, "alora_invocation_tokens", None):
+                return "an activated LoRA (alora_invocation_tokens), which looks for its invocation once in the row"
+    return None
+
+
+def judge(
+    model: PreTrainedModel, collator: DataCollatorWithFlattening, training: bool = False
+) -> tuple[ValueError | None, str | None]:
+    """The complaint if the model leaks with what the collator gives; or else what is not known of it.
+
+    `training` says that it is in training mode, where gradient checkpointing makes no cache.
+    """
     model_type, entry = audited(model)
     inside = model_type != model.config.model_type
     if entry is None or "not_built" in entry:
@@ -111,6 +142,9 @@ def judge(model: PreTrainedModel, collator: DataCollatorWithFlattening) -> tuple
             return None, f"the audit of its type ended with {found['reason']}"
         return _complaint(model, entry, source, "tokens change earlier ones"), None
     if found["verdict"] != "leaks":
+        setting = cache_setting(model, training)
+        if setting is not None:
+            return _error(SEPARATE, *cache_complaint(model, setting), _ANYWAY), None
         return None, f"its type was not audited, only {model_type}" if inside else None
     name = _module_of(model, found["module"])
     if name is None:
@@ -138,12 +172,40 @@ def _complaint(model: PreTrainedModel, entry: dict, source: str, what: str) -> V
     if entry["ours"][source if source == "position_ids" else "all"]["verdict"].startswith("isolated"):
         fixes.append("call transformers_packed.patch_model(model) before building the Trainer")
     fix = " or ".join(fixes) or "train it on padded batches"
-    return input_error(
-        "DataCollatorWithFlattening",
-        expected="a model that keeps the documents of a packed row apart",
-        got=f"{type(model).__name__}, in which {what} when it is given {_emitted(source)}",
-        fix=f"{fix[0].upper()}{fix[1:]}. {_ANYWAY}",
-    )
+    got = f"{type(model).__name__}, in which {what} when it is given {_emitted(source)}"
+    return _error(SEPARATE, got, f"{fix[0].upper()}{fix[1:]}.", _ANYWAY)
+
+
+def _error(expected: str, got: str, *fix: str) -> ValueError:
+    return input_error("DataCollatorWithFlattening", expected=expected, got=got, fix=" ".join(fix))
+
+
+def cache_setting(model: PreTrainedModel, training: bool = False) -> str | None:
+    """The setting by which a stock model makes a cache for a packed row, so that its masks know no documents."""
+    text = text_config(model)
+    if is_flash_attention_requested(text) or (training and model.is_activation_checkpointing):
+        return None
+    configs = {id(text): "config.get_text_config()", id(model.config): "config"}
+    # The outermost forward that reads `use_cache` from its configuration hands it down; most models have one such.
+    reading = (m.config for m in model.modules() if id(getattr(m, "config", None)) in configs and _reads_config(m))
+    config = next((c for c in reading if getattr(c, "use_cache", None) is not None), text)
+    return f"{configs[id(config)]}.use_cache" if getattr(config, "use_cache", False) else None
+
+
+def cache_complaint(model: PreTrainedModel, setting: str) -> tuple[str, str]:
+    """What is wrong with what [`cache_setting`] found, and what to do."""
+    got = f"{type(model).__name__} with {setting}=True, and beside a cache masks are made without regard to documents"
+    return got, f"Set model.{setting} = False."
+
+
+def _reads_config(module: torch.nn.Module) -> bool:
+    """Whether Transformers fills in arguments of the module's forward from its configuration."""
+    forward = type(module).forward
+    while forward is not None:
+        if getattr(forward, "__code__", None) in merge_with_config_defaults.__code__.co_consts:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _emits(collator: DataCollatorWithFlattening) -> list[str]:

@@ -1,12 +1,12 @@
 """What packing does for a run, in the Trainer's own log: speed, fill, documents, padding avoided, balance of the ranks.
 
 Everything is counted from the shapes of what the model is given and from integers that are on the host anyway, so no step
-waits for the GPU. The sum of squared lengths, which attention costs, is added up on the device and read with the log.
+waits for the GPU. The lengths of documents stay on the device until the log, which reads them.
 """
 
 import time
-from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather
 from tqdm.auto import tqdm
@@ -31,6 +31,8 @@ PEAKS = {
     "RTX 4090": 165e12,
     "T4": 65e12,
 }
+# As in `PackingPlan.padding_avoided`.
+_PADDED_BATCH = 8
 
 
 class PackingMetricsCallback(TrainerCallback):
@@ -41,7 +43,8 @@ class PackingMetricsCallback(TrainerCallback):
     * `tokens_per_second`: real tokens of all processes, padding not counted, by the time between two logs without what
       was spent on evaluating and saving;
     * `documents_per_row`: documents of a row, or of a batch without rows;
-    * `padding_avoided`: the share of padding in padded batches of the same documents;
+    * `padding_avoided`: the share of padding in padded batches of the same documents; with packed rows, as in their plan,
+      in batches of 8 in random order;
     * `packing_fill`, with packed rows: tokens over the room for them in full batches;
     * `rank_imbalance`, with several processes: how much longer than the mean the slowest one computes on a step, by its
       operations where they are known and else by its tokens;
@@ -64,10 +67,11 @@ class PackingMetricsCallback(TrainerCallback):
         self._clear()
 
     def _clear(self) -> None:
-        # Of this process: [tokens, documents, tokens of padded batches, micro-batches] of each step since the last log.
+        # Of this process: [tokens, documents, tokens of padded batches, micro-batches] of each step since the last log,
+        # and the lengths of its documents.
         self._steps: list[list[int]] = []
-        self._squares: list[Any] = []
-        self._now, self._now_squares = [0, 0, 0, 0], 0.0
+        self._lengths: list[torch.Tensor] = []
+        self._now, self._now_lengths = [0, 0, 0, 0], []
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._clear()
@@ -93,21 +97,25 @@ class PackingMetricsCallback(TrainerCallback):
         if not (module.training and torch.is_grad_enabled()):
             return
         cumulative = batch.get("cu_seq_lens_q")
-        tokens = batch["input_ids"].shape[-1]
+        tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
         if cumulative is None:
             starts = batch["position_ids"].reshape(-1, tokens)[0] == 0
             cumulative = torch.cat((starts.nonzero()[:, 0], starts.new_tensor([tokens], dtype=torch.long)))
         lengths = cumulative.diff()
-        longest = batch.get("max_length_q") or int(lengths.max())
-        documents = len(cumulative) - 1
-        for place, value in enumerate((tokens, documents, documents * longest, 1)):
+        if padding:
+            lengths, tokens = lengths[:-1], tokens - padding
+        padded = 0
+        if not self._packed:
+            longest = None if padding else batch.get("max_length_q")
+            padded = len(lengths) * (longest or int(lengths.max()))
+        for place, value in enumerate((tokens, len(lengths), padded, 1)):
             self._now[place] += value
-        self._now_squares = self._now_squares + lengths.float().square().sum()
+        self._now_lengths.append(lengths)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps.append(self._now)
-        self._squares.append(self._now_squares)
-        self._now, self._now_squares = [0, 0, 0, 0], 0.0
+        self._lengths += self._now_lengths
+        self._now, self._now_lengths = [0, 0, 0, 0], []
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -131,8 +139,13 @@ class PackingMetricsCallback(TrainerCallback):
 
     def _figures(self, args) -> dict[str, float]:
         """The figures since the last log, of all processes."""
+        lengths = torch.cat(self._lengths).cpu()
+        if self._packed:
+            # To the first step, as only the sum over steps is looked at.
+            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy(), _PADDED_BATCH))
+        by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.tensor(self._steps, dtype=torch.long, device=args.device)
-        squares = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=args.device) for x in self._squares])
+        squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
         if args.world_size > 1:
             counts, squares = gather(counts[None].contiguous()), gather(squares[None].contiguous())
         else:
@@ -147,11 +160,11 @@ class PackingMetricsCallback(TrainerCallback):
             costs = (self._cost.linear + self._cost.chunked) * costs + self._cost.quadratic * squares
         figures = {
             "tokens_per_second": round(tokens / seconds, 1),
-            "documents_per_row": round(documents / self._rows(args, batches), 2),
+            "documents_per_row": round(documents / self._rows(batches), 2),
             "padding_avoided": round(1 - tokens / padded, 4),
         }
         if self.row_tokens is not None:
-            figures["packing_fill"] = round(tokens / self._rows(args, batches) / self.row_tokens, 4)
+            figures["packing_fill"] = round(tokens / self._rows(batches) / self.row_tokens, 4)
         if args.world_size > 1:
             figures["rank_imbalance"] = round(float((costs.amax(0) / costs.mean(0)).mean() - 1), 4)
         if self._cost is not None and self._peak is not None:
@@ -161,8 +174,9 @@ class PackingMetricsCallback(TrainerCallback):
         self._since, self._paused = time.perf_counter(), 0.0
         return figures
 
-    def _rows(self, args, batches: int) -> int:
-        return batches * (args.per_device_train_batch_size if self._packed else 1)
+    def _rows(self, batches: int) -> int:
+        """How many rows full batches have, of the size that Trainer found where it looks for one."""
+        return batches * (self.trainer._train_batch_size if self._packed else 1)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._steps:  # steps after the last log
@@ -175,13 +189,20 @@ class PackingMetricsCallback(TrainerCallback):
         what = "Packing" if self._packed else "Padding-free"
         fill = ""
         if self.row_tokens is not None:
-            fill = f"fill {tokens / self._rows(args, batches) / self.row_tokens:.1%}, "
+            fill = f"fill {tokens / self._rows(batches) / self.row_tokens:.1%}, "
         used = "; ".join(f"{op}: {', '.join(names)}" for op, names in implementations_used(isolating=True).items())
         tqdm.write(
             f"{what}: {documents:,} documents with {tokens:,} tokens in {self._seconds:.1f} s, "
             f"{tokens / self._seconds:,.0f} tokens/s; {fill}padding avoided {1 - tokens / padded:.1%} "
             f"({padded / tokens:.1f} x fewer tokens computed)" + (f"; ran {used}" if used else "")
         )
+
+
+def mean_of_longest(lengths: np.ndarray, batch_size: int) -> float:
+    """The expected length of the longest document in batches of these documents in random order."""
+    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
+    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** min(batch_size, len(lengths))
+    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths))
 
 
 def _peak(args, model) -> float | None:

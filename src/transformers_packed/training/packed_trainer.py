@@ -179,6 +179,12 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
         if cumulative is not None:
             logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
+            if "inputs" in self.args.include_for_metrics:
+                # Trainer hands over what is in the batch after this.
+                batch = {
+                    name: _by_document(x, cumulative) for name, x in inputs.items() if isinstance(x, torch.Tensor)
+                }
+                inputs.update(batch)
         return loss, logits, labels
 
     def _get_num_items_in_batch(self, *args, **kwargs):

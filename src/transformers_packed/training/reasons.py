@@ -27,7 +27,7 @@ from ..models.auto import FAMILIES
 from ..models.base import transformers_model
 from ..models.families import MIXERS, UNPACKED
 from ..models.mixers import families_of, family_of
-from .guard import audited
+from .guard import SEPARATE, adapter_per_row, audited, cache_complaint, cache_setting
 
 
 CALL = "configure_packing"
@@ -152,6 +152,9 @@ def _check_model(trainer: Trainer) -> Reason | None:
     expected = "a causal language model of Transformers"
     if model is None:
         return Reason(expected, f"{name}, which is not of Transformers", "Train it on padded batches.")
+    per_row = adapter_per_row(trainer.model)
+    if per_row is not None:
+        return Reason("adapters that look at documents", per_row, "Train it on padded batches.")
     if name.endswith("ForSequenceClassification"):
         got = f"sequence classification ({name}), which needs one label per sample where a row has one per token"
         return Reason(expected, got, "Train it on padded batches.")
@@ -171,9 +174,19 @@ def _check_measured(trainer: Trainer) -> Reason | None:
     if entry is None or "ours" not in entry or entry["ours"]["all"]["verdict"] != "leaks":
         return None
     where = entry["ours"]["all"]["module"]
-    return Reason(
-        "a model that keeps documents apart", f"{type(model).__name__}, which leaks in {where}", "Use padded batches."
-    )
+    return Reason(SEPARATE, f"{type(model).__name__}, which leaks in {where}", "Use padded batches.")
+
+
+def _check_cache(trainer: Trainer) -> Reason | None:
+    return check_cache(transformers_model(trainer.model))
+
+
+def check_cache(model: torch.nn.Module) -> Reason | None:
+    """Whether a model that stays as it is makes a cache, at least in evaluation. Those of ours make none on packed rows."""
+    if families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}:
+        return None
+    setting = cache_setting(model)
+    return None if setting is None else Reason(SEPARATE, *cache_complaint(model, setting))
 
 
 def _check_attention(trainer: Trainer) -> Reason | None:
@@ -309,6 +322,7 @@ _ALWAYS: tuple[Callable[[Trainer], Reason | None], ...] = (
     _check_collator,
     _check_samples,
     _check_measured,
+    _check_cache,
     _check_attention,
     _check_metrics,
 )
