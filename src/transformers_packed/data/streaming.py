@@ -347,8 +347,9 @@ class _Stream:
             self._place((self.position, start, size, cut_sample(sample, start, size)), size)
 
     def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
-        if len(sample["input_ids"]) < start + length:
-            raise self._changed(f"sample {self.first + position * self.stride} with {len(sample['input_ids'])} tokens")
+        config, total = self.config, len(sample["input_ids"])
+        if (start, length) not in overlong_pieces(total, config.max_length, config.overlong, config.truncation_side):
+            raise self._changed(f"sample {self.first + position * self.stride} with {total} tokens")
         return cut_sample(sample, start, length)
 
     def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
