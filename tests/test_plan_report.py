@@ -109,6 +109,21 @@ class PlanCommandTest(unittest.TestCase):
         data = self.write({"text": "abc"})
         self.command("--data", data, "--model", model, "--max-length", 8, "--save", saved)
         self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+        saved.unlink()
+        self.command("--data", data, "--model", model / "config.json", "--max-length", 8, "--save", saved)
+        self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+
+    def test_a_configuration_alone(self):
+        """No tokenizer is looked for where none is needed."""
+        path = self.path / "alone"
+        Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4).save_pretrained(path)
+        ids, text = self.write({"input_ids": [7]}), self.write({"text": "abc"}, name="text.jsonl")
+        for model in (path, path / "config.json"):
+            self.assertIn("1 with 1 tokens", self.command("--data", ids, "--model", model, "--max-length", 8))
+            message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
+            self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
+        message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
+        self.assertIn(f"--model: no configuration can be read from {self.path / 'nothing'}", message)
 
     @parameterized.expand(
         [

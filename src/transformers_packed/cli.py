@@ -176,6 +176,7 @@ def _add_train(subparsers) -> None:
         help="of the samples' order and LoRA's weights (default: %(default)s)",
     )
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     parser.set_defaults(run=_run_train)
 
 
@@ -257,6 +258,7 @@ def _add_plan(subparsers) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)")
     add("--preview", type=positive_int, default=0, metavar="K", help="print the first K rows as text")
     add("--save", type=Path, metavar="FILE", help="write the plan, for PackingPlan.load")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer or the model")
     parser.set_defaults(run=lambda args: _run_plan(args, parser))
 
 
@@ -264,7 +266,9 @@ def _run_plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     of_gpus = {"gpu_memory", "weights"}
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run")}
     changed = {name for name, value in given.items() if value != parser.get_default(name)}
-    useless = changed - of_gpus - {"gpus", "model", "max_length"} if args.gpus else changed & of_gpus
+    useless = (
+        changed - of_gpus - {"gpus", "model", "max_length", "trust_remote_code"} if args.gpus else changed & of_gpus
+    )
     if useless:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(useless))
         parser.error(f"{options}: not allowed with --{'gpus' if args.gpus else 'data'}")
@@ -274,11 +278,10 @@ def _run_plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return report_plan(PlanSettings(**{k: v for k, v in given.items() if k not in (*of_gpus, "gpus")}))
     if not (args.model and args.gpu_memory):
         parser.error("--gpus needs --model and --gpu-memory")
-    from transformers import AutoConfig
-
+    from .checkpoint import load_config
     from .parallel import plan_sequence_parallel
 
-    config = AutoConfig.from_pretrained(args.model)
+    config = load_config("--model", args.model, args.trust_remote_code)
     weights = args.weights or "bfloat16"
     print(plan_sequence_parallel(config, args.max_length, args.gpus, args.gpu_memory, weights=weights).summary())
     return 0

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from .checkpoint import directory_of, load_config, load_tokenizer
 from .data.packing_plan import PackingPlan
 from .data.plan import plan_packing
 from .errors import input_error
@@ -36,7 +37,7 @@ class PlanSettings:
         tokenizer (`str`, *optional*):
             A directory or a name on the Hub, for data that holds no `input_ids`; by default that of `model`.
         model (`str`, *optional*):
-            A directory or a name on the Hub, whose configuration says what documents cost.
+            A directory, its config.json or a name on the Hub: the configuration says what documents cost.
         split, subset (`str`, *optional*):
             The dataset's split and configuration.
         format (`str`, *optional*):
@@ -49,6 +50,8 @@ class PlanSettings:
             How many rows to print as text.
         save (`Path`, *optional*):
             Where to write the plan.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Run code that comes with the tokenizer or the configuration.
     """
 
     data: str
@@ -66,6 +69,7 @@ class PlanSettings:
     plot: Path | None = None
     preview: int = 0
     save: Path | None = None
+    trust_remote_code: bool = False
 
 
 def report_plan(settings: PlanSettings) -> int:
@@ -78,11 +82,11 @@ def report_plan(settings: PlanSettings) -> int:
     """
     if settings.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    source = settings.tokenizer or settings.model
-    tokenizer = AutoTokenizer.from_pretrained(source) if source else None
+    # That of --model is read where it is needed; a configuration may stand alone.
+    tokenizer = find_tokenizer(settings) if settings.tokenizer or settings.preview else None
     if settings.preview and tokenizer is None:
         raise input_error("--preview", expected="a tokenizer", got="none", fix="Give --tokenizer.")
-    balance = AutoConfig.from_pretrained(settings.model) if settings.model else True
+    balance = load_config("--model", settings.model, settings.trust_remote_code) if settings.model else True
     samples = read_samples(settings, tokenizer)
     lengths = [len(sample[_TOKENS]) for sample in samples]
     plan = plan_packing(
@@ -108,6 +112,15 @@ def report_plan(settings: PlanSettings) -> int:
     return 0
 
 
+def find_tokenizer(settings: PlanSettings) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that is named, or that of the model."""
+    if settings.tokenizer:
+        return load_tokenizer("--tokenizer", settings.tokenizer, settings.trust_remote_code)
+    if settings.model:
+        return load_tokenizer("--model", directory_of(settings.model), settings.trust_remote_code)
+    return None
+
+
 def read_samples(settings: PlanSettings, tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, np.ndarray]]:
     """The samples of the data, each with `input_ids` and perhaps `labels`, tokenized where they are not yet.
 
@@ -121,6 +134,7 @@ def read_samples(settings: PlanSettings, tokenizer: PreTrainedTokenizerBase | No
     records = chain([first], records)
     if isinstance(first[1], dict) and first[1].get(_TOKENS) is not None and settings.format is None:
         return [_tokenized(place, record) for place, record in tqdm(records, "reading", unit="record", disable=None)]
+    tokenizer = tokenizer or find_tokenizer(settings)
     if tokenizer is None:
         raise input_error(
             "--data",

@@ -154,8 +154,12 @@ class CommandTest(unittest.TestCase):
             "a tokenizer with a chat template, for messages, got one without", model="no_template", data=chat
         )
         self.save("no_eos", model, make_tokenizer(eos_token=None))
-        with mock.patch.object(finetune.AutoTokenizer, "from_pretrained", lambda _: make_tokenizer(eos_token=None)):
+        with mock.patch.object(finetune, "load_tokenizer", lambda *_: make_tokenizer(eos_token=None)):
             self.check_error("a tokenizer with an EOS token, which ends each sample, got one without")
+        model.save_pretrained(self.root / "no_tokenizer")
+        self.check_error(
+            "--model: expected a tokenizer in .*/no_tokenizer, got none. Save the one", model="no_tokenizer"
+        )
         small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
         self.save("small", small)
         self.check_error("a tokenizer with ids below 50, .* got the id", model="small")

@@ -16,7 +16,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +25,7 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoint import has_own_code, load_tokenizer
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.auto import FAMILIES, registered
@@ -87,6 +87,8 @@ class FinetuneSettings:
             Of the samples' order, dropout and LoRA's weights.
         resume (`bool`, *optional*, defaults to `False`):
             Continue from the last checkpoint in `output`, or start when there is none yet.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Run code that comes with the checkpoint's tokenizer.
     """
 
     model: str
@@ -111,6 +113,7 @@ class FinetuneSettings:
     logging_steps: int = 10
     seed: int = 0
     resume: bool = False
+    trust_remote_code: bool = False
 
 
 def finetune(settings: FinetuneSettings) -> int:
@@ -135,7 +138,7 @@ def finetune(settings: FinetuneSettings) -> int:
     # An adapter names its base model, which must still be found from another directory.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
     kept = settings_to_keep(settings, source, samples)
@@ -202,13 +205,14 @@ def supported_config(source: str) -> PreTrainedConfig:
         if "AutoModelForCausalLM" in configs[config]
     }
     try:
-        config = AutoConfig.from_pretrained(source)
+        # What we train needs no code of the checkpoint's own.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
     except OSError as error:
         message = " ".join(str(error).split())
         raise OSError(f"--model: no checkpoint can be read from {source}: {message}") from error
     except ValueError as error:  # a model type that Transformers does not know
-        config, found = None, " ".join(str(error).split())
+        config, found = None, "code of its own" if has_own_code(error) else " ".join(str(error).split())
     if type(config).__name__ not in supported:
         raise input_error(
             "--model",
@@ -231,7 +235,9 @@ def load_model(source: str, settings: FinetuneSettings, bfloat16: bool) -> PreTr
     # Small updates vanish in bfloat16 weights, so what is trained is float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
     with registered():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=settings.attn)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=settings.attn, trust_remote_code=False
+        )
     if settings.lora:
         from peft import LoraConfig, get_peft_model
 
