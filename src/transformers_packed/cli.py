@@ -61,6 +61,16 @@ def positive_float(text: str) -> float:
     return number
 
 
+def output_file(text: str) -> Path:
+    """The `type` of options that name a file to write: what would fail after minutes fails at once."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the directory {text}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent} for {text}")
+    return path
+
+
 def _add_demo(subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
@@ -255,9 +265,11 @@ def _add_plan(subparsers) -> None:
         help="where --overlong truncate cuts (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)")
+    add(
+        "--plot", type=output_file, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)"
+    )
     add("--preview", type=positive_int, default=0, metavar="K", help="print the first K rows as text")
-    add("--save", type=Path, metavar="FILE", help="write the plan, for PackingPlan.load")
+    add("--save", type=output_file, metavar="FILE", help="write the plan, for PackingPlan.load")
     add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer or the model")
     parser.set_defaults(run=lambda args: _run_plan(args, parser))
 
@@ -326,7 +338,12 @@ def _add_audit(subparsers) -> None:
     )
     add("--types", nargs="+", metavar="TYPE", help="with --all: these types only")
     add("--jobs", type=positive_int, metavar="N", help="with --all: processes (default: one for each core)")
-    add("--output", type=Path, metavar="FILE.md", help="with --all: write the support matrix there, not to stdout")
+    add(
+        "--output",
+        type=output_file,
+        metavar="FILE.md",
+        help="with --all: write the support matrix there, not to stdout",
+    )
     add("--stock", action="store_true", help="Transformers' class also where this package has one")
     add("--attn", metavar="NAME", help="attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)")
     add(
@@ -343,8 +360,8 @@ def _add_audit(subparsers) -> None:
         help="boundaries to give the model (default: position_ids all)",
     )
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
-    add("--plot", type=Path, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write the report, or the matrix, as JSON")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
+    add("--json", type=output_file, metavar="FILE", help="write the report, or the matrix, as JSON")
     add("--seed", type=int, default=0, metavar="N", help="of the tokens and a tiny model's weights")
     add("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     parser.set_defaults(run=_run_audit)

@@ -16,12 +16,13 @@ from .checkpoint import directory_of, load_config, load_tokenizer
 from .data.packing_plan import PackingPlan
 from .data.plan import plan_packing
 from .errors import input_error
-from .training.examples import count_targets, make_samples, read_records
+from .training.examples import IGNORED_LABEL, count_targets, make_samples, read_records
 
 
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
+_LARGEST_ID = np.iinfo(np.int32).max
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
 
 
@@ -163,7 +164,18 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
             raise input_error(
                 place, expected=f"{name} as a list of at least one token id", got=repr(value)[:60], fix="Correct it."
             )
+        wrong = (column < 0) & (column != IGNORED_LABEL if name == _LABELS else True) | (column > _LARGEST_ID)
+        if wrong.any():
+            expected = f"token ids from 0 to {_LARGEST_ID}{' or -100' if name == _LABELS else ''} in {name}"
+            raise input_error(place, expected=expected, got=f"{column[wrong][0]}", fix="Correct it.")
         columns[name] = column.astype(np.int32)
+    if _LABELS in columns and len(columns[_LABELS]) != len(columns[_TOKENS]):
+        raise input_error(
+            place,
+            expected=f"{_LABELS} of the length of {_TOKENS}, {len(columns[_TOKENS])}",
+            got=f"{len(columns[_LABELS])}",
+            fix="Tokenize both together.",
+        )
     return columns
 
 

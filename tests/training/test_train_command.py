@@ -169,6 +169,8 @@ class CommandTest(unittest.TestCase):
         self.check_error("a dataset beside --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        with mock.patch("datasets.__version__", "3.6.0"):
+            self.check_error("needs datasets >= 4, which runs no code of a dataset", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
         for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):

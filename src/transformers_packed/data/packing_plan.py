@@ -271,7 +271,11 @@ class PackingPlan:
         return replace(self, row_offsets=offsets, **taken)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole."""
+        """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole.
+
+        Raises:
+            `OSError`: the file cannot be written, or `path` is a directory.
+        """
         header = {"format": _FORMAT, "version": _FORMAT_VERSION}
         for field in fields(self):
             if field.name not in _ARRAYS:
@@ -279,6 +283,8 @@ class PackingPlan:
                 header[field.name] = vars(value) if isinstance(value, PackingCost) else value
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
         path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"PackingPlan.save: expected a file, got the directory {path}")
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
