@@ -393,10 +393,7 @@ class _Stream:
         index = self.first + self.position * self.stride if _has_items(self.source) else self.index
         part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
         note = f"{_CALL}: this happened at sample {index} of {part}the dataset."
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10
-            error.args = (f"{error}\n{note}",)
+        error.add_note(note)
 
     def _changed(self, got: str) -> ValueError:
         return input_error(
