@@ -10,8 +10,12 @@ TESTS ?= tests
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
 
+# Where pip would only say that there is no matching distribution for transformers.
+CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python %d.%d is too old: make PYTHON=python3.11 (or newer; rm -rf .venv first)" % v[:2])'
+
 # Torch goes in first and by name, so that TORCH decides which build the machine gets.
 .venv/.installed: setup.py
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) $(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)"
 	$(BIN)/pip install -q -e ".[dev]"
@@ -19,6 +23,7 @@ help:  ## Show this list.
 
 # Every bound "package>=x" of setup.py becomes "package==x".
 .venv-lowest/.installed: setup.py
+	@$(PYTHON) $(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .venv-lowest
 	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/' > .venv-lowest/constraints.txt
 	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"

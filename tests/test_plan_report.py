@@ -109,6 +109,21 @@ class PlanCommandTest(unittest.TestCase):
         data = self.write({"text": "abc"})
         self.command("--data", data, "--model", model, "--max-length", 8, "--save", saved)
         self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+        saved.unlink()
+        self.command("--data", data, "--model", model / "config.json", "--max-length", 8, "--save", saved)
+        self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+
+    def test_a_configuration_alone(self):
+        """No tokenizer is looked for where none is needed."""
+        path = self.path / "alone"
+        Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4).save_pretrained(path)
+        ids, text = self.write({"input_ids": [7]}), self.write({"text": "abc"}, name="text.jsonl")
+        for model in (path, path / "config.json"):
+            self.assertIn("1 with 1 tokens", self.command("--data", ids, "--model", model, "--max-length", 8))
+            message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
+            self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
+        message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
+        self.assertIn(f"--model: no configuration can be read from {self.path / 'nothing'}", message)
 
     @parameterized.expand(
         [
@@ -119,12 +134,32 @@ class PlanCommandTest(unittest.TestCase):
             ("text as ids", [{"input_ids": "abc"}], [], "line 1: expected input_ids as a list"),
             ("ragged ids", [{"input_ids": [[1], [1, 2]]}], [], "line 1: expected input_ids as a list"),
             ("no column", [{"input_ids": [1]}, {"text": "a"}], [], "line 2: expected input_ids as a list"),
+            (
+                "large id",
+                [{"input_ids": [1, 2**31]}],
+                [],
+                "line 1: expected token ids from 0 to 2147483647 in input_ids",
+            ),
+            ("larger id", [{"input_ids": [1, 2**64]}], [], "line 1: expected input_ids as a list"),
+            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100. Correct it"),
+            ("negative label", [{"input_ids": [1], "labels": [-1]}], [], "or -100 in labels, got -1. Correct it"),
+            ("no id", [{"input_ids": [1, None]}], [], "line 1: expected input_ids as a list"),
+            (
+                "short",
+                [{"input_ids": [1, 2], "labels": [1]}],
+                [],
+                "line 1: expected labels of the length of input_ids, 2, got 1",
+            ),
             ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected input_ids as a list"),
         ]
     )
     def test_errors(self, _, rows, arguments, message):
         data = self.write(*rows)
         self.assertIn(message, self.command("--data", data, "--max-length", 8, *arguments, status=1))
+
+    def test_a_directory_is_no_plan(self):
+        with self.assertRaisesRegex(IsADirectoryError, f"expected a file, got the directory {self.path}"):
+            plan_packing([1, 2], 4).save(self.path)
 
     def test_files_that_are_not_there_or_not_parquet(self):
         broken = self.path / "broken.parquet"

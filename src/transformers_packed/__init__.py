@@ -7,42 +7,54 @@ classes build its models, and `patch_model()` converts a model that exists alrea
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .boundaries import SequenceBoundaries
-from .data.collator import DataCollatorWithFlattening
-from .data.cost import PackingCost
-from .data.dataset import PackingDataset, pack_dataset
-from .data.packing_plan import PackingPlan
-from .data.plan import plan_packing
-from .data.streaming import IterablePackingDataset
-from .models.auto import register, registered, unregister
-from .models.cuda_graphs import use_cuda_graphs
-from .models.patch import patch_model, unpatch_model
-from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
-
 
 if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
+    from .boundaries import SequenceBoundaries
+    from .data.collator import DataCollatorWithFlattening
+    from .data.cost import PackingCost
+    from .data.dataset import PackingDataset, pack_dataset
+    from .data.packing_plan import PackingPlan
+    from .data.plan import plan_packing
+    from .data.streaming import IterablePackingDataset
+    from .models.auto import register, registered, unregister
+    from .models.cuda_graphs import use_cuda_graphs
+    from .models.patch import patch_model, unpatch_model
     from .training.configure import configure_packing
+    from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
     from .training.metrics import PackingMetricsCallback
     from .training.packed_trainer import PackedTrainer, PackedTrainingArguments
     from .training.packing_state import PackingStateCallback
 
 
-# Imported when they are asked for: they bring Trainer along, and with it PEFT and triton.
-_LATE = {
-    "AuditReport": ".audit",
-    "PackedTrainer": ".training.packed_trainer",
-    "PackedTrainingArguments": ".training.packed_trainer",
-    "PackingMetricsCallback": ".training.metrics",
-    "PackingStateCallback": ".training.packing_state",
-    "audit_model": ".audit",
-    "configure_packing": ".training.configure",
+# Imported when they are asked for: torch and Transformers take seconds, and the command line is there before them.
+_MODULES = {
+    "audit": ("AuditReport", "audit_model"),
+    "boundaries": ("SequenceBoundaries",),
+    "data.collator": ("DataCollatorWithFlattening",),
+    "data.cost": ("PackingCost",),
+    "data.dataset": ("PackingDataset", "pack_dataset"),
+    "data.packing_plan": ("PackingPlan",),
+    "data.plan": ("plan_packing",),
+    "data.streaming": ("IterablePackingDataset",),
+    "models.auto": ("register", "registered", "unregister"),
+    "models.cuda_graphs": ("use_cuda_graphs",),
+    "models.patch": ("patch_model", "unpatch_model"),
+    "training.configure": ("configure_packing",),
+    "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
+    "training.metrics": ("PackingMetricsCallback",),
+    "training.packed_trainer": ("PackedTrainer", "PackedTrainingArguments"),
+    "training.packing_state": ("PackingStateCallback",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_PACKAGES = ("audit", "data", "models", "ops", "parallel", "training")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return getattr(import_module(_LATE[name], __name__), name)
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

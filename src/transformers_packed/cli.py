@@ -61,6 +61,16 @@ def positive_float(text: str) -> float:
     return number
 
 
+def output_file(text: str) -> Path:
+    """The `type` of options that name a file to write: what would fail after minutes fails at once."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the directory {text}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent} for {text}")
+    return path
+
+
 def _add_demo(subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
@@ -176,6 +186,7 @@ def _add_train(subparsers) -> None:
         help="of the samples' order and LoRA's weights (default: %(default)s)",
     )
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     parser.set_defaults(run=_run_train)
 
 
@@ -254,9 +265,12 @@ def _add_plan(subparsers) -> None:
         help="where --overlong truncate cuts (default: %(default)s)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)")
+    add(
+        "--plot", type=output_file, metavar="FILE.png", help="draw lengths, fill and the first rows (needs matplotlib)"
+    )
     add("--preview", type=positive_int, default=0, metavar="K", help="print the first K rows as text")
-    add("--save", type=Path, metavar="FILE", help="write the plan, for PackingPlan.load")
+    add("--save", type=output_file, metavar="FILE", help="write the plan, for PackingPlan.load")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer or the model")
     parser.set_defaults(run=lambda args: _run_plan(args, parser))
 
 
@@ -264,7 +278,9 @@ def _run_plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     of_gpus = {"gpu_memory", "weights"}
     given = {k: v for k, v in vars(args).items() if k not in ("command", "run")}
     changed = {name for name, value in given.items() if value != parser.get_default(name)}
-    useless = changed - of_gpus - {"gpus", "model", "max_length"} if args.gpus else changed & of_gpus
+    useless = (
+        changed - of_gpus - {"gpus", "model", "max_length", "trust_remote_code"} if args.gpus else changed & of_gpus
+    )
     if useless:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(useless))
         parser.error(f"{options}: not allowed with --{'gpus' if args.gpus else 'data'}")
@@ -274,11 +290,10 @@ def _run_plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return report_plan(PlanSettings(**{k: v for k, v in given.items() if k not in (*of_gpus, "gpus")}))
     if not (args.model and args.gpu_memory):
         parser.error("--gpus needs --model and --gpu-memory")
-    from transformers import AutoConfig
-
+    from .checkpoint import load_config
     from .parallel import plan_sequence_parallel
 
-    config = AutoConfig.from_pretrained(args.model)
+    config = load_config("--model", args.model, args.trust_remote_code)
     weights = args.weights or "bfloat16"
     print(plan_sequence_parallel(config, args.max_length, args.gpus, args.gpu_memory, weights=weights).summary())
     return 0
@@ -323,7 +338,12 @@ def _add_audit(subparsers) -> None:
     )
     add("--types", nargs="+", metavar="TYPE", help="with --all: these types only")
     add("--jobs", type=positive_int, metavar="N", help="with --all: processes (default: one for each core)")
-    add("--output", type=Path, metavar="FILE.md", help="with --all: write the support matrix there, not to stdout")
+    add(
+        "--output",
+        type=output_file,
+        metavar="FILE.md",
+        help="with --all: write the support matrix there, not to stdout",
+    )
     add("--stock", action="store_true", help="Transformers' class also where this package has one")
     add("--attn", metavar="NAME", help="attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)")
     add(
@@ -340,8 +360,8 @@ def _add_audit(subparsers) -> None:
         help="boundaries to give the model (default: position_ids all)",
     )
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
-    add("--plot", type=Path, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write the report, or the matrix, as JSON")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
+    add("--json", type=output_file, metavar="FILE", help="write the report, or the matrix, as JSON")
     add("--seed", type=int, default=0, metavar="N", help="of the tokens and a tiny model's weights")
     add("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     parser.set_defaults(run=_run_audit)

@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from .checkpoint import directory_of, load_config, load_tokenizer
 from .data.packing_plan import PackingPlan
 from .data.plan import plan_packing
 from .errors import input_error
-from .training.examples import count_targets, make_samples, read_records
+from .training.examples import IGNORED_LABEL, count_targets, make_samples, read_records
 
 
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
+_LARGEST_ID = np.iinfo(np.int32).max
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
 
 
@@ -36,7 +38,7 @@ class PlanSettings:
         tokenizer (`str`, *optional*):
             A directory or a name on the Hub, for data that holds no `input_ids`; by default that of `model`.
         model (`str`, *optional*):
-            A directory or a name on the Hub, whose configuration says what documents cost.
+            A directory, its config.json or a name on the Hub: the configuration says what documents cost.
         split, subset (`str`, *optional*):
             The dataset's split and configuration.
         format (`str`, *optional*):
@@ -49,6 +51,8 @@ class PlanSettings:
             How many rows to print as text.
         save (`Path`, *optional*):
             Where to write the plan.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Run code that comes with the tokenizer or the configuration.
     """
 
     data: str
@@ -66,6 +70,7 @@ class PlanSettings:
     plot: Path | None = None
     preview: int = 0
     save: Path | None = None
+    trust_remote_code: bool = False
 
 
 def report_plan(settings: PlanSettings) -> int:
@@ -78,11 +83,11 @@ def report_plan(settings: PlanSettings) -> int:
     """
     if settings.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    source = settings.tokenizer or settings.model
-    tokenizer = AutoTokenizer.from_pretrained(source) if source else None
+    # That of --model is read where it is needed; a configuration may stand alone.
+    tokenizer = find_tokenizer(settings) if settings.tokenizer or settings.preview else None
     if settings.preview and tokenizer is None:
         raise input_error("--preview", expected="a tokenizer", got="none", fix="Give --tokenizer.")
-    balance = AutoConfig.from_pretrained(settings.model) if settings.model else True
+    balance = load_config("--model", settings.model, settings.trust_remote_code) if settings.model else True
     samples = read_samples(settings, tokenizer)
     lengths = [len(sample[_TOKENS]) for sample in samples]
     plan = plan_packing(
@@ -108,6 +113,15 @@ def report_plan(settings: PlanSettings) -> int:
     return 0
 
 
+def find_tokenizer(settings: PlanSettings) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that is named, or that of the model."""
+    if settings.tokenizer:
+        return load_tokenizer("--tokenizer", settings.tokenizer, settings.trust_remote_code)
+    if settings.model:
+        return load_tokenizer("--model", directory_of(settings.model), settings.trust_remote_code)
+    return None
+
+
 def read_samples(settings: PlanSettings, tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, np.ndarray]]:
     """The samples of the data, each with `input_ids` and perhaps `labels`, tokenized where they are not yet.
 
@@ -121,6 +135,7 @@ def read_samples(settings: PlanSettings, tokenizer: PreTrainedTokenizerBase | No
     records = chain([first], records)
     if isinstance(first[1], dict) and first[1].get(_TOKENS) is not None and settings.format is None:
         return [_tokenized(place, record) for place, record in tqdm(records, "reading", unit="record", disable=None)]
+    tokenizer = tokenizer or find_tokenizer(settings)
     if tokenizer is None:
         raise input_error(
             "--data",
@@ -149,7 +164,18 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
             raise input_error(
                 place, expected=f"{name} as a list of at least one token id", got=repr(value)[:60], fix="Correct it."
             )
+        wrong = (column < 0) & (column != IGNORED_LABEL if name == _LABELS else True) | (column > _LARGEST_ID)
+        if wrong.any():
+            expected = f"token ids from 0 to {_LARGEST_ID}{' or -100' if name == _LABELS else ''} in {name}"
+            raise input_error(place, expected=expected, got=f"{column[wrong][0]}", fix="Correct it.")
         columns[name] = column.astype(np.int32)
+    if _LABELS in columns and len(columns[_LABELS]) != len(columns[_TOKENS]):
+        raise input_error(
+            place,
+            expected=f"{_LABELS} of the length of {_TOKENS}, {len(columns[_TOKENS])}",
+            got=f"{len(columns[_LABELS])}",
+            fix="Tokenize both together.",
+        )
     return columns
 
 

@@ -4,6 +4,7 @@ import random
 import sys
 import unittest
 
+import accelerate
 import torch
 from packed_vision_tester import IMAGE, TEXT, TINY, VIDEO, VISION_START, vision_config
 from parameterized import parameterized
@@ -493,6 +494,23 @@ class RefusalsTest(unittest.TestCase):
     def test_no_model_of_transformers(self):
         with self.assertRaisesRegex(ValueError, "audit_model: expected a model of Transformers.*Linear"):
             audit_model(torch.nn.Linear(2, 2))
+
+    def test_a_model_without_weights(self):
+        with torch.device("meta"):
+            model = llama()
+        with self.assertRaisesRegex(
+            ValueError, "a model with weights, got model.embed_tokens on the meta device. Load"
+        ):
+            audit_model(model)
+        model = llama()
+        model.model.layers[1].mlp.up_proj.to("meta")
+        with self.assertRaisesRegex(ValueError, "got model.layers.1.mlp.up_proj on the meta device"):
+            audit_model(model)
+        # What accelerate has offloaded is there when its layer runs.
+        model = llama()
+        accelerate.cpu_offload(model.model.layers[0], execution_device="cpu")
+        self.assertTrue(next(model.model.layers[0].parameters()).is_meta)
+        self.assertTrue(audit_model(model, lengths=[5, 6], gradients=False).ok)
 
 
 class StateTest(unittest.TestCase):

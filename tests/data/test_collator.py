@@ -360,6 +360,21 @@ class BadInputTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, pattern):
             function()
 
+    @parameterized.expand(
+        itertools.product(("input_ids", "labels", "attention_mask", "weight", "mm_token_type_ids"), ("pt", "np"))
+    )
+    def test_missing_values_name_their_sample(self, name, return_tensors):
+        names = ("input_ids", "labels", "attention_mask", "weight", "mm_token_type_ids")
+        collator = DataCollatorWithFlattening(token_columns=["weight"], return_tensors=return_tensors)
+        samples = [dict.fromkeys(names, [1, 1, 1]) for _ in range(4)]
+        for value, got in ((None, "None"), ([1, None, 1], "None at token 1")):
+            for first in (2, 0):
+                # In one sample of a row, or in all of them.
+                bad = [{**s, name: value} if i == 2 or not first else s for i, s in enumerate(samples)]
+                pattern = f"{name} without missing values in sample {first}, got {got}[.]"
+                with self.subTest(value=value, first=first), self.assertRaisesRegex(ValueError, pattern):
+                    collator([bad[:1], *bad[1:]])
+
     def test_unknown_tensor_type(self):
         with self.assertRaisesRegex(ValueError, "return_tensors must be one of"):
             DataCollatorWithFlattening(return_tensors="tf")([{"input_ids": [1]}])

@@ -156,6 +156,44 @@ class PackingDatasetTest(unittest.TestCase):
         wrong = [{**sample, "n": 1} for sample in samples]
         with self.assertRaisesRegex(ValueError, "as planned"):
             PackingDataset(wrong, MAX_LENGTH, length_column="n")[0]
+        with self.assertRaisesRegex(ValueError, f"'n', got 1 for sample 0, which has {LENGTHS[0]}"):
+            PackingDataset(Dataset.from_list(wrong), MAX_LENGTH, length_column="n")
+
+    def check_refused(self, lengths, message, **arguments):
+        """One of the three samples, of 5, 50 and 30 tokens, is named when its row is read."""
+        samples = [{**sample, "n": n} for sample, n in zip(samples_of([5, 50, 30]), lengths, strict=True)]
+        stale = plan_packing(lengths, 8, **arguments)
+        for dataset in (samples, Dataset.from_list(samples)):
+            made = [PackingDataset(dataset, 8, plan=stale, **arguments)]
+            if dataset is samples:
+                made.append(PackingDataset(samples, 8, length_column="n", **arguments))
+            for rows in made:
+                with self.assertRaisesRegex(ValueError, message):
+                    list(rows)
+        with self.assertRaisesRegex(ValueError, f"pack_dataset: .*{message}"):
+            pack_dataset(Dataset.from_list(samples).remove_columns("n"), 8, plan=stale, **arguments)
+
+    def test_lengths_that_are_wrong_cut_nothing(self):
+        """Also where the plan's part would be one that `overlong` may make of a longer sample."""
+        named = "expected sample 1 to give tokens {} to {}, as planned, got a sample of 50 tokens"
+        self.check_refused([5, 3, 8], "expected sample (1|2) to give tokens 0 to (3|8), as planned")
+        for overlong in ("truncate", "split", "drop"):
+            self.check_refused([5, 3, 30], named.format(0, 3), overlong=overlong)
+        self.check_refused([5, 8, 30], named.format(0, 8), overlong="drop")
+        self.check_refused([5, 16, 30], named.format("(0|8)", "(8|16)"), overlong="split")
+        self.check_refused([5, 40, 30], named.format(32, 40), overlong="truncate", truncation_side="left")
+        # A shorter sample than planned, of which a part happens to have the right length.
+        self.check_refused([5, 50, 38], "sample 2 to give .* got a sample of 30 tokens", overlong="split")
+
+    def test_missing_tokens_are_named(self):
+        samples = samples_of([5, 3, 8])
+        samples[1]["input_ids"] = None
+        for dataset in (samples, Dataset.from_list(samples)):
+            with self.assertRaisesRegex(ValueError, "input_ids in sample 1, got None"):
+                PackingDataset(dataset, MAX_LENGTH)
+        rows = PackingDataset(samples, MAX_LENGTH, plan=plan_packing([5, 3, 8], MAX_LENGTH))
+        with self.assertRaisesRegex(ValueError, "input_ids in sample 1, got None"):
+            rows[0]
 
     # ---- plans ----
     def test_a_plan_that_does_not_fit_is_refused(self):
@@ -288,3 +326,24 @@ class PackDatasetTest(unittest.TestCase):
             self.assertEqual(pack_dataset(dataset, MAX_LENGTH).column_names, ["input_ids", "labels", "seq_lengths"])
         with self.assertRaisesRegex(ValueError, "seq_lengths that sum"):
             DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}])
+
+    @parameterized.expand(
+        [
+            ("none", "labels", None, "no list"),
+            ("short", "labels", [1], "1"),
+            ("hole", "labels", [1, None, 3], "a missing value among them"),
+            ("other", "loss_weight", [1, 2], "2"),
+            ("ids", "input_ids", [1, None, 3], "a missing value among them"),
+        ]
+    )
+    def test_a_sample_that_lacks_values_is_named(self, _, name, value, got):
+        samples = [dict.fromkeys(("input_ids", "labels", "loss_weight"), s["input_ids"]) for s in samples_of([3] * 9)]
+        samples[4] = {**samples[4], name: value}
+        for dataset in (Dataset.from_list(samples), Dataset.from_list([samples[0], *samples]).select(range(1, 10))):
+            with self.assertRaisesRegex(ValueError, f"{name} with one value per token in sample 4, got {got}"):
+                pack_dataset(dataset, MAX_LENGTH)
+
+    def test_labels_of_whole_samples_are_refused(self):
+        samples = Dataset.from_list([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [1, 2], "labels": 1}])
+        with self.assertRaisesRegex(ValueError, "labels with one value per token in sample 0, got no list"):
+            pack_dataset(samples, MAX_LENGTH)

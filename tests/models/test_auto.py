@@ -198,10 +198,24 @@ class ImportTest(unittest.TestCase):
     def test_import_loads_no_kernels_and_no_models(self):
         self.run_python(
             "import sys, torch, transformers_packed\n"
+            "late = ('.audit', '.training.configure', '.training.metrics', '.training.packed', '.training.packing')\n"
+            "names = [name for name, module in transformers_packed._HOMES.items() if not f'.{module}'.startswith(late)]\n"
+            "assert len(names) > 15\n"
+            "[getattr(transformers_packed, name) for name in names]\n"
             "kernels = {'fla', 'triton', 'causal_conv1d'}\n"
             "assert not kernels & {name.partition('.')[0] for name in sys.modules}\n"
             "assert not [name for name in sys.modules if 'modeling_qwen3' in name]\n"
             "assert not torch.cuda.is_initialized()\n"
+        )
+
+    def test_every_public_name_is_there(self):
+        self.assertEqual(sorted(transformers_packed._HOMES), sorted(transformers_packed.__all__))
+        for name in transformers_packed.__all__:
+            self.assertEqual(getattr(transformers_packed, name).__name__, name)
+        self.run_python(
+            "import transformers_packed\n"
+            "for name in ('ops', 'parallel', 'models', 'data', 'audit', 'training'):\n"
+            "    assert getattr(transformers_packed, name).__path__\n"
         )
 
     def test_import_changes_nothing_in_transformers(self):
@@ -212,7 +226,7 @@ class ImportTest(unittest.TestCase):
             "         'integrations.hub_kernels', 'models.auto.modeling_auto', 'utils.output_capturing']\n"
             "modules = [importlib.import_module(f'transformers.{name}') for name in names]\n"
             "before = [dict(vars(module)) for module in modules]\n"
-            "import transformers_packed\n"
+            "from transformers_packed import *\n"
             "for module, names in zip(modules, before):\n"
             "    assert all(getattr(module, name) is value for name, value in names.items()), module\n"
             "assert not transformers.AutoModelForCausalLM._model_mapping._extra_content\n"

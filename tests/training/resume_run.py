@@ -153,6 +153,7 @@ def run(spec: dict) -> None:
     # From the checkpoint of its last step Trainer would take one step more.
     if checkpoint is None or not finished(checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)
+        torch.save(trainer.model.state_dict(), f"{spec['log']}.weights")
     if "stop" not in spec:
         Path(f"{spec['log']}.done").touch()
 

@@ -14,6 +14,7 @@ import unittest
 from pathlib import Path
 
 import pytest
+import torch
 from parameterized import parameterized
 from training import resume_run
 from training.resume_run import MAX_LENGTH, build_trainer, documents, newest_checkpoint, run, trajectory
@@ -149,19 +150,20 @@ class ResumeTest(RunTestCase):
     def test_killed_thirty_times(self, *case):
         self.crash_test(case, kills=30, seed=1)
 
-    @parameterized.expand([("state", 0), ("state", 2), ("replay", 0), ("replay", 2)])
+    @parameterized.expand([("state", 0), ("state", 2), ("state", 3), ("replay", 0), ("replay", 2)])
     def test_a_resumed_run_takes_the_same_steps(self, resume, workers):
-        """Also when resuming twice, after one batch of one worker, and from the last step of a pass."""
+        """To the same weights, also when resuming several times, after any worker's turn, and from the end of a pass."""
         spec = self.spec("stream", "hf_stream", resume, workers)
         passes = self.passes(spec)
         self.run_in_server({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
         whole = trajectory({"log": f"{self.directory}/whole"})
-        for stop in sorted({6, 7, spec["passes"][0]} - {spec["steps"]}):
+        for stop in sorted({3, 5, 6, 7, spec["passes"][0]} - {spec["steps"]}):
             self.run_in_server({**spec, "stop": stop})
         self.run_in_server(spec)
         self.check_trajectory(spec, passes)
-        if not workers:  # with workers, batches come from the first worker again
-            self.assertEqual(trajectory(spec), whole)
+        self.assertEqual(trajectory(spec), whole)
+        weights, expected = (torch.load(f"{self.directory}/{name}.weights") for name in ("log", "whole"))
+        self.assertTrue(torch.equal(weights["embedding.weight"], expected["embedding.weight"]))
 
     def test_two_processes_with_two_workers(self):
         """Stopped and resumed; accelerate fills each worker's last step with rows of its first since then, and no others."""
@@ -170,13 +172,13 @@ class ResumeTest(RunTestCase):
             for i in (0, 1)
         ]
         steps = sum(-(-number // 2) for number in rows)
-        spec = self.spec("stream", "list", "state", 2, batch=1, steps=steps, stop=12, processes=2)
+        spec = self.spec("stream", "list", "state", 2, batch=1, steps=steps, stop=13, processes=2)
         self.launch(spec)
         ranks = [trajectory(spec, rank) for rank in (0, 1)]
         self.assertEqual(ranks[0].keys(), ranks[1].keys())
         seen = collections.Counter(n for steps in ranks for step in steps.values() for n, _ in step)
         self.assertEqual(set(seen), set(range(len(documents()))))
-        first = {n for steps in ranks for step in (13, 14) for n, _ in steps[step]}
+        first = {n for steps in ranks for step in (14, 15) for n, _ in steps[step]}
         self.assertLessEqual({n for n, times in seen.items() if times > 1}, first)
         self.assertLessEqual(max(seen.values()), 2)
 

@@ -1,6 +1,8 @@
 import contextlib
 import io
 import json
+import resource
+import shutil
 import tempfile
 import unittest
 from pathlib import Path
@@ -24,7 +26,7 @@ from transformers import (
 
 from transformers_packed import cli
 from transformers_packed.ops import dispatch
-from transformers_packed.training import finetune
+from transformers_packed.training import finetune, run_folder
 from transformers_packed.training.examples import make_samples
 
 
@@ -152,8 +154,12 @@ class CommandTest(unittest.TestCase):
             "a tokenizer with a chat template, for messages, got one without", model="no_template", data=chat
         )
         self.save("no_eos", model, make_tokenizer(eos_token=None))
-        with mock.patch.object(finetune.AutoTokenizer, "from_pretrained", lambda _: make_tokenizer(eos_token=None)):
+        with mock.patch.object(finetune, "load_tokenizer", lambda *_: make_tokenizer(eos_token=None)):
             self.check_error("a tokenizer with an EOS token, which ends each sample, got one without")
+        model.save_pretrained(self.root / "no_tokenizer")
+        self.check_error(
+            "--model: expected a tokenizer in .*/no_tokenizer, got none. Save the one", model="no_tokenizer"
+        )
         small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
         self.save("small", small)
         self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
@@ -163,6 +169,8 @@ class CommandTest(unittest.TestCase):
         self.check_error("a dataset beside --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        with mock.patch("datasets.__version__", "3.6.0"):
+            self.check_error("needs datasets >= 4, which runs no code of a dataset", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
         for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):
@@ -385,6 +393,101 @@ class CommandTest(unittest.TestCase):
         status, _, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 1)
         self.assertRegex(err, "a run that has not finished, or one with checkpoints, got a finished one")
+
+    @contextlib.contextmanager
+    def small_disk(self, method, size, after=0):
+        """No file gets larger than `size` bytes within a method of Trainer, from a later call on."""
+        original, calls = getattr(Trainer, method), []
+
+        def limited(trainer, *args, **kwargs):
+            calls.append(None)
+            if len(calls) <= after:
+                return original(trainer, *args, **kwargs)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            try:
+                return original(trainer, *args, **kwargs)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        with mock.patch.object(Trainer, method, limited):
+            yield
+
+    def check_nothing_partial(self, *checkpoints):
+        names = sorted(path.name for path in self.output.iterdir())
+        self.assertEqual(names, [*checkpoints, run_folder.SETTINGS_FILE])
+
+    @parameterized.expand(
+        [
+            ("weights", "_save", 20_000),
+            ("optimizer", "_save_optimizer_and_scheduler", 20_000),
+            ("state", "_save_rng_state", 1_000),
+        ]
+    )
+    def test_a_full_disk_while_a_checkpoint_is_written(self, _, method, size):
+        command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        command += ["--save-steps=2"]
+        with self.small_disk(method, size, after=1):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertRegex(
+            err, "train: checkpoint-4 cannot be written to .*/output, where [0-9,]+ MiB are free [(].+[)]; "
+        )
+        self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
+        self.check_nothing_partial("checkpoint-2")
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+        self.check_same_weights(whole, self.output)
+
+    def test_a_full_disk_while_the_model_is_written(self):
+        command = ["--max-steps=3", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
+        with self.small_disk("save_model", 20_000, after=2):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertRegex(err, "the model cannot be written to .*checkpoint-3 is complete; --resume continues from it")
+        self.check_nothing_partial("checkpoint-2", "checkpoint-3")
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("No step was left to train.", out)
+        saved = load_file(self.output / "model.safetensors")
+        # A model that is there is not lost when it cannot be written again.
+        with self.small_disk("save_model", 20_000):
+            self.assertEqual(self.run_command(*command, "--resume")[0], 1)
+        self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
+        AutoModelForCausalLM.from_pretrained(self.output)
+
+        output = self.directory / "without_checkpoints"
+        with self.small_disk("save_model", 20_000):
+            status, _, err = self.run_command(*command[:3], output=output)
+        self.assertEqual(status, 1)
+        self.assertIn("; no checkpoint was written", err)
+        self.assertEqual([path.name for path in output.iterdir()], [run_folder.SETTINGS_FILE])
+
+    @parameterized.expand(["model.safetensors", "optimizer.pt", "trainer_state.json"])
+    def test_a_truncated_checkpoint_is_named(self, name):
+        command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
+        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        self.truncate(self.output / "checkpoint-4" / name)
+        other = self.directory / "other"
+        shutil.copytree(self.output, other)
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(out, f"Left out .*/checkpoint-4, which is incomplete or damaged [(]{name}: .+[)][.]")
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+        self.truncate(other / "checkpoint-2" / name)
+        status, _, err = self.run_command(*command, "--resume", output=other)
+        self.assertEqual(status, 1)
+        wrong = "{}, which is incomplete or damaged [(]" + name + ": [^;]+[)]"
+        wrong = f"{wrong.format(other / 'checkpoint-4')}; {wrong.format(other / 'checkpoint-2')}"
+        self.assertRegex(err, f"^transformers-packed train: --resume: .* got {wrong}. Restore it, or remove it")
+
+    def truncate(self, path):
+        path.write_bytes(path.read_bytes()[:-50])
 
     def test_bfloat16(self):
         """Autocast: what is trained stays float32, and the base of an adapter is bfloat16."""

@@ -90,7 +90,6 @@ def run_all(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(matrix.to_json(), encoding="utf-8")
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(matrix.to_markdown(), encoding="utf-8")
         print(f"{summary(matrix)}\n\nWrote {args.output}")
     else:

@@ -85,7 +85,7 @@ def audit_model(
         a model that is not causal, or that cannot be run at all, is refused for every source.
 
     Raises:
-        `ValueError`: an argument is malformed, or there is no model of Transformers in `model`.
+        `ValueError`: an argument is malformed, there is no model of Transformers in `model`, or it has no weights.
 
     Example:
 
@@ -106,6 +106,20 @@ def audit_model(
             expected="a model of Transformers, or a module with one inside",
             got=type(model).__name__,
             fix="Pass the model itself.",
+        )
+    # What accelerate offloads waits on the meta device, too, and comes back when its module is called.
+    missing = [
+        name
+        for name, module in inner.named_modules()
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False))
+        and (module is inner.get_input_embeddings() or not hasattr(module, "_hf_hook"))
+    ]
+    if missing:
+        raise input_error(
+            "audit_model",
+            expected="a model with weights",
+            got=f"{missing[0]} on the meta device",
+            fix="Load or initialize its weights first; keep embeddings out of what is offloaded.",
         )
     unknown = [name for name in inputs if not set(name.split("+")) <= set(SOURCES)]
     if unknown or not inputs or isinstance(inputs, str):

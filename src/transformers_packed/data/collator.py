@@ -136,6 +136,18 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     ) -> dict[str, Any]:
         """Flatten `features` to one row; see the class for what a feature holds and what comes out."""
         features = [document for feature in features for document in _documents(feature)]
+        try:
+            return self._flatten(features, return_tensors, separator_id)
+        except TypeError:
+            # Looked for only now, as it takes as long as the rest.
+            for index, feature in enumerate(features):
+                names = ("input_ids", "labels", "attention_mask", _TOKEN_TYPES, *self.token_columns)
+                _refuse_none(index, {name: feature[name] for name in names if name in feature})
+            raise
+
+    def _flatten(
+        self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
+    ) -> dict[str, Any]:
         if not features:
             raise input_error(_CALL, expected="at least one sample", got="an empty batch", fix="Check the sampler.")
         labelled = {"labels" in feature for feature in features}
@@ -221,6 +233,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     fix="Add it, or take it out of token_columns.",
                 )
         columns = {name: _as_list(column) for name, column in columns.items()}
+        if None in columns.values():
+            _refuse_none(index, columns)
         length = len(columns["input_ids"])
         for name, column in columns.items():
             if name == "labels" and np.ndim(column) == 0:
@@ -234,6 +248,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 )
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
+            _refuse_none(index, {"attention_mask": mask})
             for name, column in columns.items():
                 if np.ndim(column):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
@@ -305,6 +320,18 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         yield feature
 
 
+def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:
+    for name, column in columns.items():
+        column = _as_list(column)
+        if column is None or isinstance(column, list) and None in column:
+            raise input_error(
+                _CALL,
+                expected=f"{name} without missing values in sample {index}",
+                got="None" if column is None else f"None at token {column.index(None)}",
+                fix="Fill them in, or filter such samples out of the dataset.",
+            )
+
+
 def _as_list(column: Any) -> Any:
     return column.tolist() if hasattr(column, "tolist") else column
 
@@ -312,4 +339,6 @@ def _as_list(column: Any) -> Any:
 def _as_array(values: list) -> np.ndarray:
     """Floats are float32, as in Transformers' default collator."""
     array = np.asarray(values)
+    if array.dtype == object:
+        raise TypeError(f"expected numbers, got {values[:10]}")
     return array.astype(np.float32) if array.dtype == np.float64 else array

@@ -77,7 +77,8 @@ class PackingDataset(torch.utils.data.Dataset):
             Processes that read the samples if a pass over them is needed.
 
     Raises:
-        `ValueError`: bad arguments, samples that are empty or, by default, too long; a plan that does not fit.
+        `ValueError`: bad arguments, samples that are empty or, by default, too long; a plan that does not fit; when a
+            row is read, a sample that has other tokens than it was planned with.
 
     Example:
 
@@ -163,27 +164,17 @@ class PackingDataset(torch.utils.data.Dataset):
         begin, end = plan.row_offsets[index % rows], plan.row_offsets[index % rows + 1]
         numbers, lengths = plan.samples[begin:end].tolist(), plan.lengths[begin:end].tolist()
         samples = self._read(numbers)
-        for place, length in enumerate(lengths):
-            if len(samples[place]["input_ids"]) != length:
-                start = 0 if plan.starts is None else int(plan.starts[begin + place])
-                samples[place] = self._cut(samples[place], numbers[place], start, length)
-        return samples
+        tokens = [_tokens_of(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        if tokens == lengths and plan.starts is None:
+            return samples
+        _check_documents(_CALL, plan, slice(begin, end), np.array(tokens))
+        starts = [0] * len(lengths) if plan.starts is None else plan.starts[begin:end].tolist()
+        return [cut_sample(*part) for part in zip(samples, starts, lengths, strict=True)]
 
     def _read(self, numbers: list[int]) -> list[Mapping[str, Any]]:
         if hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(numbers))
         return [self.dataset[number] for number in numbers]
-
-    def _cut(self, sample: Mapping[str, Any], number: int, start: int, length: int) -> Mapping[str, Any]:
-        total = len(sample["input_ids"])
-        if total <= self.plan.max_length or start + length > total:
-            raise input_error(
-                _CALL,
-                expected=f"sample {number} to hold tokens {start} to {start + length}, as planned",
-                got=f"{total} tokens",
-                fix="Plan for this dataset: its lengths, or those in length_column, are others.",
-            )
-        return cut_sample(sample, start, length)
 
     def _check_plan(self, plan: PackingPlan, max_length: int, world_size: int, accumulation: int) -> None:
         for name, want, got in (
@@ -199,11 +190,37 @@ class PackingDataset(torch.utils.data.Dataset):
                 )
 
 
+def _check_documents(call: str, plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
+    """Raise a `ValueError` that names the first sample that has not the tokens it was planned with."""
+    wrong = np.flatnonzero(plan.misfits(documents, sample_tokens))
+    if len(wrong):
+        at = documents.start + wrong[0]
+        start = 0 if plan.starts is None else plan.starts[at]
+        raise input_error(
+            call,
+            expected=f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned",
+            got=f"a sample of {sample_tokens[wrong[0]]} tokens",
+            fix="Plan for this dataset: its lengths, or those in length_column, are others.",
+        )
+
+
+def _tokens_of(sample: Mapping[str, Any], number: int) -> int:
+    if sample["input_ids"] is None:
+        raise _no_tokens(number)
+    return len(sample["input_ids"])
+
+
+def _no_tokens(number: int) -> ValueError:
+    return input_error(
+        _CALL, expected=f"input_ids in sample {number}", got="None", fix="Filter such samples out of the dataset."
+    )
+
+
 def pack_dataset(dataset: Any, max_length: int, **kwargs):
     """Write packed rows out as a `datasets.Dataset`, for tools that take TRL's packed format.
 
     A row holds every per-token column, joined, and `seq_lengths`, the lengths of its documents. Other columns have no
-    place in it and are left out with a warning. The rows are those of [`PackingDataset`] with the same arguments, which
+    place in it and are left out with a warning, except `labels`. The rows are those of [`PackingDataset`] with the same arguments, which
     needs no second copy of the tokens.
 
     `DataCollatorWithFlattening` takes such rows apart by their `seq_lengths`, which Trainer would remove from the
@@ -219,6 +236,10 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
 
     Returns:
         `datasets.Dataset`: in memory, with the columns' own types; `seq_lengths` are int32.
+
+    Raises:
+        `ValueError`: as in [`PackingDataset`]; a sample whose `labels`, or a column that has one value per token in most
+            samples, is missing or of another length.
 
     Example:
 
@@ -241,17 +262,17 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     lengths = arrow_lengths(dataset, "input_ids")
-    tables = {name: dataset.data.column(name) for name in dataset.column_names}
-    columns = {name: t for name, t in tables.items() if np.array_equal(arrow_lengths(dataset, name), lengths)}
-    if left_out := sorted(tables.keys() - columns):
-        logger.warning_once(
-            f"pack_dataset: the columns {', '.join(left_out)} do not have one value per token and are left out."
-        )
-
+    _check_documents("pack_dataset", plan, slice(0, len(plan.samples)), lengths[plan.samples])
+    columns = _per_token_columns(dataset, lengths)
     values = {
         name: table.cast(pa.large_list(table.type.value_type)).combine_chunks().flatten()
         for name, table in columns.items()
     }
+    for name, value in values.items():
+        if value.null_count:
+            token = np.flatnonzero(value.is_null().to_numpy(zero_copy_only=False))[0]
+            sample = np.searchsorted(offsets_of(lengths), token, side="right") - 1
+            raise _bad_column(name, sample, "a missing value among them")
     first = offsets_of(lengths)[plan.samples] + (0 if plan.starts is None else plan.starts)
     blocks = []
     for begin in range(0, len(plan), _BLOCK_ROWS):
@@ -266,6 +287,36 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
         block["seq_lengths"] = _as_lists(pa.list_(pa.int32()), rows - rows[0], sizes)
         blocks.append(pa.table(block))
     return datasets.Dataset(pa.concat_tables(blocks))
+
+
+def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
+    """The columns of the table with one value per token. Others are left out, and one that nearly is one is an error."""
+    columns, left_out = {}, []
+    for name in dataset.column_names:
+        column = dataset.data.column(name)
+        sizes = _list_lengths(column)
+        fits = np.zeros(len(lengths), bool) if sizes is None else sizes == lengths
+        if fits.all():
+            columns[name] = column
+        elif name == "labels" or fits.mean() >= 0.5:
+            sample = np.flatnonzero(~fits)[0]
+            raise _bad_column(name, sample, "no list" if sizes is None or sizes[sample] < 0 else f"{sizes[sample]}")
+        else:
+            left_out.append(name)
+    if left_out:
+        logger.warning_once(
+            f"pack_dataset: the columns {', '.join(left_out)} do not have one value per token and are left out."
+        )
+    return columns
+
+
+def _bad_column(name: str, sample: int, got: str) -> ValueError:
+    return input_error(
+        "pack_dataset",
+        expected=f"{name} with one value per token in sample {sample}",
+        got=got,
+        fix="Correct the sample, or remove the column.",
+    )
 
 
 def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
@@ -287,7 +338,16 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
                     got=f"{column!r}",
                     fix=f"Choose one of {dataset.column_names}.",
                 )
-            return np.asarray(dataset.with_format("numpy")[column])
+            given, lengths = np.asarray(dataset.with_format("numpy")[column]), arrow_lengths(dataset, "input_ids")
+            if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
+                sample = np.flatnonzero(given != lengths)[0]
+                raise input_error(
+                    _CALL,
+                    expected=f"the tokens of each sample in length_column {column!r}",
+                    got=f"{given[sample]} for sample {sample}, which has {lengths[sample]}",
+                    fix="Compute the column anew, or leave length_column out.",
+                )
+            return given
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     lengths = arrow_lengths(dataset, "input_ids")
     if lengths is not None:
@@ -301,6 +361,8 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     with _progress(None, len(dataset)) as bar:
         for batch in loader:
             lengths[done : done + len(batch)] = batch
+            if min(batch) < 0:
+                raise _no_tokens(done + batch.index(-1))
             done += len(batch)
             bar.update(len(batch))
     return lengths
@@ -311,7 +373,7 @@ def _progress(iterable: Any, total: int) -> tqdm:
 
 
 def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
-    return [len(sample["input_ids"]) for sample in samples]
+    return [-1 if sample["input_ids"] is None else len(sample["input_ids"]) for sample in samples]
 
 
 def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
@@ -320,16 +382,26 @@ def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
     # A transform makes samples of the table's rows that nobody knows before it has run.
     if table is None or name not in table.column_names or dataset.format["type"] == "custom":
         return None
+    lengths = _list_lengths(table.column(name))
+    if lengths is None:
+        return None
+    if dataset._indices is not None:
+        lengths = lengths[dataset._indices.column(0).to_numpy()]
+    if len(missing := np.flatnonzero(lengths < 0)):
+        raise _no_tokens(missing[0])
+    return lengths
+
+
+def _list_lengths(column: Any) -> np.ndarray | None:
+    """List lengths of a table's column, -1 where there is no list; `None` if it is not one of lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    column = table.column(name)
     kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    if not any(is_kind(column.type) for is_kind in kinds) or column.null_count:
+    if not any(is_kind(column.type) for is_kind in kinds):
         return None
-    lengths = np.concatenate([np.empty(0, np.int64), *(pc.list_value_length(c).to_numpy() for c in column.chunks)])
-    indices = dataset._indices
-    return lengths if indices is None else lengths[indices.column(0).to_numpy()]
+    chunks = (pc.fill_null(pc.list_value_length(chunk), -1).to_numpy() for chunk in column.chunks)
+    return np.concatenate([np.empty(0, np.int64), *chunks])
 
 
 def _cached_plan(

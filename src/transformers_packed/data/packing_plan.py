@@ -145,6 +145,32 @@ class PackingPlan:
         share_up_to = np.cumsum(histogram(self.lengths)) / len(self.lengths)
         return float(np.diff(share_up_to ** min(_PADDED_BATCH, len(self.lengths)), prepend=0.0) @ values)
 
+    def misfits(self, documents: slice, sample_tokens: np.ndarray) -> np.ndarray:
+        """Which of some documents cannot be what `overlong` makes of their samples, bool `[documents]`.
+
+        Args:
+            documents (`slice`):
+                Of `samples`, `lengths` and `starts`.
+            sample_tokens (`np.ndarray`):
+                The tokens that their samples really have, `[documents]`.
+        """
+        lengths = self.lengths[documents]
+        starts = np.zeros_like(lengths) if self.starts is None else self.starts[documents]
+        if self.overlong == "split":
+            return self._planned_tokens[self.samples[documents]] != sample_tokens
+        fits = (starts == 0) & (lengths == sample_tokens)
+        if self.overlong == "truncate":
+            at_an_end = (starts == 0) | (starts + lengths == sample_tokens)
+            fits |= (sample_tokens > self.max_length) & (lengths == self.max_length) & at_an_end
+        return ~fits
+
+    @cached_property
+    def _planned_tokens(self) -> np.ndarray:
+        """Where each sample's last document ends, int32 `[samples]`."""
+        ends = np.zeros(self.input_samples, np.int32)
+        np.maximum.at(ends, self.samples, self.lengths if self.starts is None else self.starts + self.lengths)
+        return ends
+
     @property
     def imbalance(self) -> float:
         """How much more than the mean rank the slowest rank of a step costs; the mean over all steps."""
@@ -245,7 +271,11 @@ class PackingPlan:
         return replace(self, row_offsets=offsets, **taken)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole."""
+        """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole.
+
+        Raises:
+            `OSError`: the file cannot be written, or `path` is a directory.
+        """
         header = {"format": _FORMAT, "version": _FORMAT_VERSION}
         for field in fields(self):
             if field.name not in _ARRAYS:
@@ -253,6 +283,8 @@ class PackingPlan:
                 header[field.name] = vars(value) if isinstance(value, PackingCost) else value
         arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
         path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"PackingPlan.save: expected a file, got the directory {path}")
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:

@@ -28,8 +28,10 @@ def check_settings(call: str, max_length: int, overlong: str, truncation_side: s
 
 
 def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:
-    """Start and length of what is kept of a sample longer than `max_length`; `overlong` is not `"error"`."""
-    if overlong == "drop":
+    """Start and length of each document that becomes of a sample."""
+    if length <= max_length:
+        return [(0, length)]
+    if overlong in ("drop", "error"):
         return []
     if overlong == "truncate":
         return [(0 if truncation_side == "right" else length - max_length, max_length)]

@@ -347,8 +347,9 @@ class _Stream:
             self._place((self.position, start, size, cut_sample(sample, start, size)), size)
 
     def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
-        if len(sample["input_ids"]) < start + length:
-            raise self._changed(f"sample {self.first + position * self.stride} with {len(sample['input_ids'])} tokens")
+        config, total = self.config, len(sample["input_ids"])
+        if (start, length) not in overlong_pieces(total, config.max_length, config.overlong, config.truncation_side):
+            raise self._changed(f"sample {self.first + position * self.stride} with {total} tokens")
         return cut_sample(sample, start, length)
 
     def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
@@ -392,10 +393,7 @@ class _Stream:
         index = self.first + self.position * self.stride if _has_items(self.source) else self.index
         part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
         note = f"{_CALL}: this happened at sample {index} of {part}the dataset."
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10
-            error.args = (f"{error}\n{note}",)
+        error.add_note(note)
 
     def _changed(self, got: str) -> ValueError:
         return input_error(

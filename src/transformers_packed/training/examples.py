@@ -22,7 +22,7 @@ from .chat import AssistantTurns, check_messages, describe
 
 
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
-_IGNORED_LABEL = -100
+IGNORED_LABEL = -100
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
@@ -67,7 +67,7 @@ class Samples:
 
 def count_targets(labels: np.ndarray) -> int:
     """How many tokens of a sample have loss."""
-    return int((labels[1:] != _IGNORED_LABEL).sum())
+    return int((labels[1:] != IGNORED_LABEL).sum())
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -144,6 +144,10 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
         raise ImportError(f"--data {name} is no file, and a dataset needs the datasets library: pip install datasets")
     import datasets
 
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ImportError(
+            f"--data {name} needs datasets >= 4, which runs no code of a dataset: pip install -U datasets"
+        )
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
     except OSError:
@@ -269,7 +273,7 @@ class _Tokenize:
         completion = self._string(place, "completion", completion)
         prompt_ids = self._encode(place, prompt, add_special_tokens=True)
         completion_ids = self._with_eos(self._encode(place, completion, add_special_tokens=False))
-        return [*prompt_ids, *completion_ids], [*[_IGNORED_LABEL] * len(prompt_ids), *completion_ids]
+        return [*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids]
 
     def messages(self, place: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         return self._conversation(place, record, check_messages(place, "messages", record["messages"]))
@@ -308,7 +312,7 @@ class _Tokenize:
                 got=f"an error ({message or type(error).__name__})",
                 fix="Correct the record or the template.",
             ) from error
-        return input_ids, [token if keep else _IGNORED_LABEL for token, keep in zip(input_ids, mask, strict=True)]
+        return input_ids, [token if keep else IGNORED_LABEL for token, keep in zip(input_ids, mask, strict=True)]
 
     def _encode_with_mask(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

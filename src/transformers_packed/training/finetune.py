@@ -1,11 +1,9 @@
 """`transformers-packed train`: fine-tune a supported model with the stock Trainer, a row per batch of samples.
 
-The data, the model and every setting are checked first. Only then is the output directory made. It gets a file with
-the settings that a resumed run must share, the Trainer's checkpoints, and in the end the model, which the built-in
-classes load.
+The data, the model and every setting are checked first. Only then is the output directory made; `run_folder.py` says
+what it gets. The built-in classes load the model.
 """
 
-import json
 import os
 import sys
 import time
@@ -18,27 +16,25 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
+from ..checkpoint import has_own_code, load_tokenizer
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.auto import FAMILIES, registered
 from ..ops import implementations_used
 from .examples import Samples, make_samples, read_records
+from .run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
 
 
-SETTINGS_FILE = "transformers_packed_train.json"
 KEPT_CHECKPOINTS = 2
-_TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,8 @@ class FinetuneSettings:
             Of the samples' order, dropout and LoRA's weights.
         resume (`bool`, *optional*, defaults to `False`):
             Continue from the last checkpoint in `output`, or start when there is none yet.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Run code that comes with the checkpoint's tokenizer.
     """
 
     model: str
@@ -115,6 +113,7 @@ class FinetuneSettings:
     logging_steps: int = 10
     seed: int = 0
     resume: bool = False
+    trust_remote_code: bool = False
 
 
 def finetune(settings: FinetuneSettings) -> int:
@@ -129,16 +128,17 @@ def finetune(settings: FinetuneSettings) -> int:
 
     Raises:
         `ImportError`: an optional package that is asked for is missing.
-        `OSError`: the model, the data or the output directory cannot be read or written.
+        `OSError`: the model, the data or the output directory cannot be read or written. What was not written
+            completely is not there.
         `ValueError`: the data, the model or the settings do not fit. Nothing has been written then.
     """
-    checkpoint = find_checkpoint(settings.output, settings.resume)
+    checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     if settings.lora and find_spec("peft") is None:
         raise ImportError("--lora needs peft: pip install peft")
     # An adapter names its base model, which must still be found from another directory.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
     kept = settings_to_keep(settings, source, samples)
@@ -160,74 +160,26 @@ def finetune(settings: FinetuneSettings) -> int:
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{'bfloat16' if bfloat16 else 'float32'} on {trainer.args.device}."
     )
+    for wrong in damaged:
+        _say(f"Left out {wrong}.")
     if checkpoint is not None:
         _say(f"Resuming from {checkpoint}.")
     elif settings.resume:
         _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
     if trainer.is_world_process_zero():
-        (settings.output / SETTINGS_FILE).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        write_settings(settings.output, kept)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except _NothingLeftError:
         _say("No step was left to train.")
     except KeyboardInterrupt:
-        last = last_checkpoint(settings.output)
-        left = f"{last} is complete; --resume continues from it" if last else "no checkpoint was written"
-        print(f"\nInterrupted at step {trainer.state.global_step}: {left}.", file=sys.stderr)
+        print(f"\nInterrupted at step {trainer.state.global_step}: {left(settings.output)}.", file=sys.stderr)
         raise
-    trainer.save_model()
+    trainer.save_to_folder()
     for op, names in implementations_used(isolating=True).items():
         _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0
-
-
-def find_checkpoint(output: Path, resume: bool) -> Path | None:
-    """The checkpoint to resume from, if any. An `output` that must not be written to is an error."""
-    if output.exists() and not output.is_dir():
-        raise input_error("--output", expected="a directory", got=f"the file {output}", fix="Choose another one.")
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output: {existing} is no directory that can be written to")
-    if not output.is_dir() or not any(output.iterdir()):
-        return None
-    if not (output / SETTINGS_FILE).is_file():
-        raise input_error(
-            "--output",
-            expected="a new or empty directory, or one of an earlier run of this command",
-            got=f"{output}, which holds something else",
-            fix="Choose another one.",
-        )
-    if not resume:
-        raise input_error(
-            "--output",
-            expected="a new or empty directory",
-            got=f"{output}, which holds an earlier run",
-            fix="Add --resume to continue that run, or choose another directory.",
-        )
-    checkpoint = last_checkpoint(output)
-    if checkpoint is None and any((output / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise input_error(
-            "--resume",
-            expected="a run that has not finished, or one with checkpoints",
-            got=f"a finished one without any in {output}",
-            fix="Choose another --output; to train further, pass it as --model.",
-        )
-    return checkpoint
-
-
-def last_checkpoint(output: Path) -> Path | None:
-    """The last complete checkpoint in `output`: the Trainer writes its state last."""
-    numbered = {}
-    for path in output.glob("checkpoint-*"):
-        number = path.name.removeprefix("checkpoint-")
-        if number.isdecimal():
-            try:
-                json.loads((path / _TRAINER_STATE).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            numbered[int(number)] = path
-    return numbered[max(numbered)] if numbered else None
 
 
 def settings_to_keep(settings: FinetuneSettings, source: str, samples: Samples) -> dict[str, Any]:
@@ -244,25 +196,6 @@ def settings_to_keep(settings: FinetuneSettings, source: str, samples: Samples) 
     }
 
 
-def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names what differs from the settings of the run in `output`, if there is one."""
-    path = output / SETTINGS_FILE
-    if not path.is_file():
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    differing = [name for name in kept if before.get(name) != kept[name]]
-    if differing:
-        raise input_error(
-            "--resume",
-            expected="the settings of the run in " + str(output),
-            got="; ".join(
-                "other samples" if name == "samples" else f"{name} {kept[name]} instead of {before.get(name)}"
-                for name in differing
-            ),
-            fix="Repeat that run's command, or choose another --output.",
-        )
-
-
 def supported_config(source: str) -> PreTrainedConfig:
     """The configuration of a checkpoint that one of our causal language models serves."""
     supported = {
@@ -272,13 +205,14 @@ def supported_config(source: str) -> PreTrainedConfig:
         if "AutoModelForCausalLM" in configs[config]
     }
     try:
-        config = AutoConfig.from_pretrained(source)
+        # What we train needs no code of the checkpoint's own.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
     except OSError as error:
         message = " ".join(str(error).split())
         raise OSError(f"--model: no checkpoint can be read from {source}: {message}") from error
     except ValueError as error:  # a model type that Transformers does not know
-        config, found = None, " ".join(str(error).split())
+        config, found = None, "code of its own" if has_own_code(error) else " ".join(str(error).split())
     if type(config).__name__ not in supported:
         raise input_error(
             "--model",
@@ -301,7 +235,9 @@ def load_model(source: str, settings: FinetuneSettings, bfloat16: bool) -> PreTr
     # Small updates vanish in bfloat16 weights, so what is trained is float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
     with registered():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=settings.attn)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=settings.attn, trust_remote_code=False
+        )
     if settings.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -331,7 +267,7 @@ def make_trainer(
     settings: FinetuneSettings,
     learning_rate: float,
     bfloat16: bool,
-) -> Trainer:
+) -> RunFolderTrainer:
     """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
     arguments = TrainingArguments(
         output_dir=str(settings.output),
@@ -364,7 +300,7 @@ def make_trainer(
         # The Trainer would split each row over the devices.
         arguments._n_gpu = 1
         _say("Using one of the GPUs; start the command with torchrun --no-python to use more.")
-    trainer = Trainer(
+    trainer = RunFolderTrainer(
         model,
         arguments,
         data_collator=DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True),

@@ -4,6 +4,9 @@ Trainer itself keeps no state of its data loader: it reads again from the beginn
 a stream is ahead of training by what the loader has prefetched, and with workers it is in other processes. So it
 travels with the batches: the collator adds the state that the dataset has right after a batch's last row, in the
 process that packed it; it is taken out again in the main process, and counts once the batch has been trained on.
+
+Workers take turns, and a data loader always begins with the first one. Batches of a resumed run are put back into the
+order of the interrupted one: those of the workers whose turn it was come before those of the others.
 """
 
 import json
@@ -61,7 +64,7 @@ class PackingStateCallback(TrainerCallback, ExportableState):
         if state.global_step:
             saved = (state.stateful_callbacks or {}).get(_CALL)
             saved = saved["attributes"]["saved"] if isinstance(saved, dict) else None
-            if saved is None:
+            if saved is None or "next_worker" not in saved:
                 raise input_error(
                     _CALL,
                     expected="a checkpoint that was saved with this callback",
@@ -92,13 +95,15 @@ class PackingStateCallback(TrainerCallback, ExportableState):
 
     def _count_batch(self) -> None:
         batches = self._batches
-        reader = json.loads(batches.waiting.popleft())
-        batches.readers[str(reader["shard"][0])] = reader
+        reader = batches.waiting.popleft()
+        number = reader["shard"][0]
+        batches.readers[str(number)] = reader
         over = batches.finished and not batches.waiting
         self.saved = {
             "workers": self._workers,
             "epoch": reader["epoch"] + over,
             "readers": {} if over else dict(batches.readers),
+            "next_worker": 0 if over else (number + 1) % max(self._workers, 1),
         }
 
     def _check(self, args, loader: Any) -> IterablePackingDataset:
@@ -149,14 +154,31 @@ class _StatesPutIn:
         return {**self.collate(rows), _KEY: json.dumps(self.dataset.state_dict())}
 
 
+def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:
+    """Batches and their states, with the turn of `next_worker` first in each round of the workers."""
+    later, last = [], -1
+    for batch in loader:
+        state = json.loads(batch.pop(_KEY))
+        worker = state["shard"][0] % max(loader.num_workers, 1)
+        if worker <= last:  # a new round
+            yield from later
+            later.clear()
+        last = worker
+        if worker < next_worker:
+            later.append((batch, state))
+        else:
+            yield batch, state
+    yield from later
+
+
 class _StatesTakenOut:
     """A data loader without the states in its batches, which wait here until the batches have been trained on."""
 
     def __init__(self, loader: Any, saved: dict | None):
         self.loader = loader
-        self.waiting: deque[str] = deque()
+        self.waiting: deque[dict] = deque()
         # After a resume a worker stands where it stood until a batch of it has been trained on.
-        self.resumed = saved["readers"] if saved else {}
+        self.resumed, self.next_worker = (saved["readers"], saved["next_worker"]) if saved else ({}, 0)
         self.readers: dict[str, dict] = {}
         self.finished = False
 
@@ -164,8 +186,9 @@ class _StatesTakenOut:
         self.waiting.clear()
         self.readers, self.resumed = dict(self.resumed), {}
         self.finished = False
-        for batch in self.loader:
-            self.waiting.append(batch.pop(_KEY))
+        next_worker, self.next_worker = self.next_worker, 0
+        for batch, state in _turns(self.loader, next_worker):
+            self.waiting.append(state)
             yield batch
         self.finished = True
 

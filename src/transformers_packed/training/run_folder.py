@@ -1,0 +1,195 @@
+"""The folder that the `train` command writes: the run's settings, its checkpoints, and in the end the model.
+
+Everything is written beside its place, in `partial`, and renamed when it is complete. So a disk that is full, or a run
+that is killed, leaves neither a checkpoint nor a model that only looks like one, and none that was there is lost.
+"""
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
+
+from ..errors import input_error
+
+
+SETTINGS_FILE = "transformers_packed_train.json"
+# Their presence says that the run has finished; they come last.
+_LAST_FILES = ("config.json", "adapter_config.json")
+_TRAINER_STATE = "trainer_state.json"
+_PARTIAL = "partial"
+
+
+class RunFolderTrainer(Trainer):
+    """The stock Trainer, whose checkpoints and model are whole or not there.
+
+    Raises:
+        `OSError`: something cannot be written; the message says what and why, and from where `--resume` continues.
+    """
+
+    def _get_output_dir(self, trial):
+        return str(Path(super()._get_output_dir(trial), _PARTIAL))
+
+    def _save_checkpoint(self, model, trial):
+        name = f"checkpoint-{self.state.global_step}"
+        self._write(
+            name, lambda partial: super(RunFolderTrainer, self)._save_checkpoint(model, trial), lambda p: [name]
+        )
+        if self.args.should_save:
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
+
+    def save_to_folder(self) -> None:
+        """Save the model and its tokenizer in the folder itself, beside the checkpoints."""
+
+        def names(partial: Path) -> list[str]:
+            return sorted((path.name for path in partial.iterdir()), key=lambda name: (name in _LAST_FILES, name))
+
+        self._write("the model", lambda partial: self.save_model(str(partial)), names)
+
+    def _write(self, what: str, write: Callable[[Path], None], names: Callable[[Path], list[str]]) -> None:
+        """Call `write`, and move what it wrote, the `names` in this order, from the partial folder to its place."""
+        folder = Path(self.args.output_dir)
+        partial = folder / _PARTIAL
+        try:
+            if self.args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            write(partial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                for name in names(partial):
+                    if (folder / name).is_dir():
+                        shutil.rmtree(folder / name)
+                    os.replace(partial / name, folder / name)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError, safetensors its own
+            reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free
+            raise OSError(
+                f"{what} cannot be written to {folder}, where {free / 2**20:,.0f} MiB are free ({reason}); {left(folder)}"
+            ) from error
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+
+def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
+    """The checkpoint to resume from, if any, and what is wrong with later ones.
+
+    Raises:
+        `ValueError`: `output` must not be written to, or the run cannot be continued.
+    """
+    if output.exists() and not output.is_dir():
+        raise input_error("--output", expected="a directory", got=f"the file {output}", fix="Choose another one.")
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output: {existing} is no directory that can be written to")
+    if not output.is_dir() or not any(output.iterdir()):
+        return None, []
+    if not (output / SETTINGS_FILE).is_file():
+        raise input_error(
+            "--output",
+            expected="a new or empty directory, or one of an earlier run of this command",
+            got=f"{output}, which holds something else",
+            fix="Choose another one.",
+        )
+    if not resume:
+        raise input_error(
+            "--output",
+            expected="a new or empty directory",
+            got=f"{output}, which holds an earlier run",
+            fix="Add --resume to continue that run, or choose another directory.",
+        )
+    checkpoint, damaged = last_checkpoint(output)
+    if checkpoint is None and damaged:
+        raise input_error(
+            "--resume",
+            expected="a complete checkpoint",
+            got="; ".join(damaged),
+            fix="Restore it, or remove it to start from the beginning.",
+        )
+    if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
+        raise input_error(
+            "--resume",
+            expected="a run that has not finished, or one with checkpoints",
+            got=f"a finished one without any in {output}",
+            fix="Choose another --output; to train further, pass it as --model.",
+        )
+    return checkpoint, damaged
+
+
+def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
+    """The last complete checkpoint in `output`, if any, and what is wrong with later ones."""
+    damaged = []
+    numbers = (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
+    for number in sorted((number for number in numbers if number.isdecimal()), key=int, reverse=True):
+        path = output / f"checkpoint-{number}"
+        wrong = _damage(path)
+        if wrong is None:
+            return path, damaged
+        damaged.append(f"{path}, which is incomplete or damaged ({wrong})")
+    return None, damaged
+
+
+def left(output: Path) -> str:
+    """What an interrupted run can continue from."""
+    last, _ = last_checkpoint(output)
+    return f"{last} is complete; --resume continues from it" if last else "no checkpoint was written"
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """The first file that is not as it was written, by its ends: archives have their directory there."""
+    if not (checkpoint / _TRAINER_STATE).is_file():  # written last
+        return f"no {_TRAINER_STATE}"
+    for path in sorted(checkpoint.rglob("*")):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    pass
+            elif path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
+                return f"{path.name}: truncated"
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{path.name}: {' '.join(str(error).split())}"
+    return None
+
+
+def write_settings(output: Path, kept: dict[str, Any]) -> None:
+    """Write down what a resumed run must share with this one."""
+    path = output / SETTINGS_FILE
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names what differs from the settings of the run in `output`, if there is one."""
+    path = output / SETTINGS_FILE
+    if not path.is_file():
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name in kept if before.get(name) != kept[name]]
+    except (ValueError, AttributeError) as error:
+        raise input_error(
+            "--resume", expected=f"the settings of the run in {path}", got=str(error), fix="Choose another --output."
+        ) from error
+    if differing:
+        raise input_error(
+            "--resume",
+            expected="the settings of the run in " + str(output),
+            got="; ".join(
+                "other samples" if name == "samples" else f"{name} {kept[name]} instead of {before.get(name)}"
+                for name in differing
+            ),
+            fix="Repeat that run's command, or choose another --output.",
+        )

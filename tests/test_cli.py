@@ -1,0 +1,80 @@
+"""What all commands share: where they may write, and how they end."""
+
+import contextlib
+import io
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from parameterized import parameterized
+
+from transformers_packed.cli import main
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from transformers_packed.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+PLAN = ["plan", "--data", "{root}/data.jsonl", "--max-length", "9"]
+
+
+class CommandLineTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.root = Path(directory.name)
+        (self.root / "data.jsonl").write_text('{"input_ids": [1]}\n')
+
+    @parameterized.expand(
+        [
+            ("plan_save", [*PLAN, "--save"]),
+            ("plan_plot", [*PLAN, "--plot"]),
+            ("audit_output", ["audit", "--all", "--types", "llama", "--output"]),
+            ("audit_json", ["audit", "llama", "--json"]),
+            ("audit_plot", ["audit", "llama", "--plot"]),
+        ]
+    )
+    def test_files_are_written_where_they_are_named_or_not_at_all(self, _, command):
+        for name, message in (
+            (".", "expected a file, got the directory"),
+            ("missing/file.md", "no directory .*missing"),
+        ):
+            arguments = [argument.format(root=self.root) for argument in [*command, "{root}/" + name]]
+            with (
+                self.assertRaises(SystemExit) as exit,
+                contextlib.redirect_stderr(io.StringIO()) as stderr,
+                contextlib.redirect_stdout(io.StringIO()) as stdout,
+            ):
+                main(arguments)
+            self.assertEqual(exit.exception.code, 2)
+            self.assertRegex(stderr.getvalue(), f"error: argument {command[-1]}: .*{message}")
+            self.assertEqual(stdout.getvalue(), "")
+            self.assertEqual([path.name for path in self.root.iterdir()], ["data.jsonl"])
+
+    @parameterized.expand(
+        [
+            (["env"],),
+            (PLAN,),
+            (["train", "--model", "m", "--data", "d", "--output", "o"],),
+            (["audit", "llama"],),
+            (["demo"],),
+        ]
+    )
+    def test_interrupted_while_torch_is_imported(self, command):
+        result = subprocess.run([sys.executable, "-c", INTERRUPTED, *command], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 130)
+        self.assertEqual(result.stderr, f"\ntransformers-packed {command[0]}: interrupted\n")
+
+
+if __name__ == "__main__":
+    unittest.main()

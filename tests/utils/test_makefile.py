@@ -1,0 +1,48 @@
+"""The Python that the package needs, as everything that names it says."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+# Runs what `python -c CODE` would, in a Python of another version.
+OTHER_PYTHON = """#!/bin/sh
+exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); exec(sys.argv[1])' "$2"
+"""
+
+
+class PythonVersionTest(unittest.TestCase):
+    def make(self, version, target):
+        """What `make` prints last to stderr with this Python; `pip` and `venv` are not reached."""
+        with tempfile.TemporaryDirectory() as directory:
+            for name in ("Makefile", "setup.py"):
+                shutil.copy(ROOT / name, directory)
+            python = Path(directory, "other_python")
+            python.write_text(OTHER_PYTHON.format(python=sys.executable, version=version))
+            python.chmod(0o755)
+            command = ["make", target, f"PYTHON={python}"]
+            result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+            self.assertFalse(Path(directory, ".venv").exists())
+        self.assertNotEqual(result.returncode, 0)
+        return result.stderr.splitlines()
+
+    def test_make_says_that_a_python_is_too_old(self):
+        for target in (".venv/.installed", ".venv-lowest/.installed"):
+            lines = self.make("3, 10", target)
+            self.assertEqual(lines[0], "Python 3.10 is too old: make PYTHON=python3.11 (or newer; rm -rf .venv first)")
+            self.assertEqual(len(lines), 2, lines)  # the other one is make's own
+            self.assertNotIn("too old", "".join(self.make("3, 11", target)))
+
+    def test_all_say_the_same(self):
+        for name, pattern in (
+            ("setup.py", r'python_requires=">=([0-9.]+)"'),
+            ("pyproject.toml", r'target-version = "py(3)([0-9]+)"'),
+            ("README.md", r"Python >= ([0-9.]+)"),
+        ):
+            found = re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"))
+            self.assertEqual([".".join(x) if isinstance(x, tuple) else x for x in found], ["3.11"], name)
