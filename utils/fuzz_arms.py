@@ -47,6 +47,7 @@ FAMILIES: dict[str, Callable] = {
     "qwen3": lambda: tiny_config("qwen3"),
 }
 STOCK = ("llama", "qwen3")  # these keep documents apart by masks of Transformers
+CONFIGURED = ("configure", "packed_trainer")  # ways in which `configure_packing` decides
 _LORA = {"r": 2, "init_lora_weights": False}
 PEFT: dict[str, Callable] = {
     "lora": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], **_LORA),
@@ -161,7 +162,7 @@ CHANGES: dict[str, Callable[[nn.Module, str, nn.Module], Any]] = {
     "activation": _put(lambda module: nn.Tanh()),
     "parametrized": lambda _, __, module: parametrize.register_parametrization(module, "weight", Scale()),
     "weight_norm": lambda _, __, module: nn.utils.parametrizations.weight_norm(module),
-    "spectral_norm": lambda _, __, module: nn.utils.parametrizations.spectral_norm(module, n_power_iterations=0),
+    "spectral_norm": lambda _, __, module: nn.utils.parametrizations.spectral_norm(module, n_power_iterations=1),
     "frozen": lambda _, __, module: module.requires_grad_(False),
     "global": lambda _, __, module: None,  # a hook on every module: see `Recorder`
 }
@@ -191,7 +192,8 @@ class Recorder:
             if self.batch is not None:
                 # The gradients of outputs come before or instead of those of inputs; keywords may hold what goes in.
                 values = args[-1] if "backward" in kind else args[:2]
-                tensor = next(_tensors(values), None)
+                # Rows of experts are ordered by expert, with those of padding.
+                tensor = None if ".experts" in name else next(_tensors(values), None)
                 channels_first = isinstance(module, nn.Conv1d)
                 calls.append(None if tensor is None else _real(tensor.detach(), self.batch, channels_first).clone())
 
@@ -248,7 +250,11 @@ def samples(setup: Setup) -> list[dict]:
     rng = random.Random(setup.seed)
     made = []
     for number in range(setup.batch_size * setup.accumulation * setup.steps + rng.randrange(3)):
-        length = rng.choice([1, 2, rng.randint(2, 12), rng.randint(2, 70), rng.randint(2, 70), rng.randint(63, 66)])
+        # A batch needs a target.
+        shortest = 1 if setup.batch_size > 1 else 2
+        length = rng.choice(
+            [shortest, 2, rng.randint(2, 12), *[rng.randint(2, 70) for _ in range(2)], rng.randint(63, 66)]
+        )
         vision = {}
         if setup.family == "qwen3_5_vl" and rng.random() < 0.5:
             vision = rng.choice(
@@ -256,7 +262,7 @@ def samples(setup: Setup) -> list[dict]:
             )
         feature = document(length, setup.seed + number, **vision)
         ids, types = feature["input_ids"], feature.pop("mm_token_type_ids")
-        prompt = rng.randrange(len(ids))
+        prompt = rng.randrange(max(1, len(ids) - 1))
         feature["labels"] = [
             -100 if i < prompt or kind else token for i, (token, kind) in enumerate(zip(ids, types, strict=True))
         ]
@@ -367,7 +373,7 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
     keywords = {"train_dataset": data, "eval_dataset": [s for s in data if len(s["input_ids"]) > 1][:8]}
     if setup.evaluation in ("predictions", "inputs"):
         keywords["compute_metrics"] = _metrics
-    configured = setup.way in ("configure", "packed_trainer")
+    configured = setup.way in CONFIGURED
     kind, arguments = Trainer, TrainingArguments
     packing = {"auto": {}, "padding_free": {"padding_free": True}, "packing": {"packing": True, "max_length": 128}}
     if ours and setup.way == "packed_trainer":
@@ -376,6 +382,9 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
     collator = None if ours and configured else _collator(setup, ours, model)
     set_seed(setup.seed)
     trainer = kind(model=model, args=arguments(directory, **options), data_collator=collator, **keywords)
+    if setup.family == "qwen3_5_vl" and setup.way in ("register", "patch"):
+        # Ours takes the number of targets of a step where the built-in takes the mean of means.
+        trainer.model_accepts_loss_kwargs = True
     if ours and setup.way == "configure":
         length = {"max_length": 128} if setup.mode == "packing" else {}
         transformers_packed.configure_packing(trainer, setup.mode, **length)
@@ -414,12 +423,12 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
 
 
 def _metrics(prediction) -> dict[str, float]:
-    logits = prediction.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    targets = prediction.label_ids != -100
-    figures = {"targets": float(targets.sum()), "logits": float(abs(logits[:, :-1][targets[:, 1:]]).mean())}
+    outputs = prediction.predictions if isinstance(prediction.predictions, tuple) else (prediction.predictions,)
+    logits = next(x for x in outputs if x.ndim == 3)  # experts have more outputs
+    targets = prediction.label_ids[:, 1:] != -100
+    figures = {"targets": float(targets.sum()), "logits": float(abs(logits[:, :-1][targets]).mean())}
     if prediction.inputs is not None:
-        figures["inputs"] = float(prediction.inputs[targets].sum())
+        figures["inputs"] = float(prediction.inputs[:, 1:][targets].sum())
     return figures
 
 
@@ -433,6 +442,8 @@ def _loop(setup, ours, model, rows, directory, recorder, later, result) -> None:
     """In a loop of one's own, alone or inside of DDP or what accelerate makes of it."""
     if setup.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": setup.checkpointing == "reentrant"})
+    if setup.family in STOCK:
+        model.config.use_cache = False  # as Trainer does: with a cache the built-in makes no mask for packed rows
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=OPTIONS["learning_rate"])
     wrapped = model
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=setup.bf16)
