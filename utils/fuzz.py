@@ -14,6 +14,7 @@ Usage: python utils/fuzz.py [--seed N] [--seconds S] [--count N] [--only] [--shr
 
 import argparse
 import logging
+import os
 import random
 import re
 import sys
@@ -27,6 +28,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+
+# DDP warns of every set-up in which all parameters are used.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import transformers
 from fuzz_arms import CHANGES, CONFIGURED, FAMILIES, HOOKS, PEFT, STOCK, Result, Setup, build, run

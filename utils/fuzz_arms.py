@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 
-# DDP warns of every set-up in which all parameters are used.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import conftest  # noqa: F401  Hides kernels for GPUs from the built-in classes.
 import peft
