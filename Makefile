@@ -4,8 +4,10 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
+SEED ?= 0
+SECONDS ?= 120
 
-.PHONY: demo test test-lowest test-gpu bench support-matrix upstream-patches test-upstream style quality modular check-modular help
+.PHONY: demo test test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -40,6 +42,9 @@ test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest 
 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
 	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)
+
+fuzz: .venv/.installed  ## Train random set-ups packed, from SEED (0) for SECONDS (120), and compare with padded built-in classes.
+	$(BIN)/python utils/fuzz.py --seed $(SEED) --seconds $(SECONDS)
 
 bench: .venv/.installed  ## Measure packed against padded training and the planning of rows, on the CPU; writes benchmarks/results.
 	$(BIN)/python benchmarks/cpu_step.py

@@ -1,0 +1,154 @@
+"""The fuzz of set-ups: reproducible, silent where nothing is wrong, and able to find what is."""
+
+import contextlib
+import io
+import sys
+import unittest
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.errors import input_error
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
+import fuzz
+from fuzz import Outcome, Setup, check, draw, errors, run
+
+
+PLAIN = Setup(3, collator={"return_cu_seqlens": True}, batch_size=2)
+HOOKED = replace(PLAIN, changes=(("forward", "model.layers.0.mlp.gate_proj"),))
+
+
+def without_q_norm(query_gate, key, q_weight, *args):
+    return normed_rotary(query_gate, key, torch.zeros_like(q_weight), *args)
+
+
+def shifted(*args, **kwargs):
+    boundaries = resolve_boundaries(*args, **kwargs)
+    if kwargs["input_ids"] is None or boundaries is None:
+        return boundaries
+    first, second, *rest = boundaries.lengths
+    return SequenceBoundaries.from_lengths([first + 1, second - 1, *rest])
+
+
+def calls_no_module(self, x):
+    gate, up = (torch.nn.functional.linear(x, layer.weight) for layer in (self.gate_proj, self.up_proj))
+    return self.down_proj(torch.nn.functional.silu(gate) * up)
+
+
+normed_rotary, resolve_boundaries = packed.normed_rotary, packed.resolve_boundaries
+
+
+class FuzzTest(unittest.TestCase):
+    def test_set_ups_come_from_their_seeds(self):
+        self.assertEqual([draw(seed) for seed in range(60)], [draw(seed) for seed in range(60)])
+        drawn = [draw(seed) for seed in range(200)]
+        self.assertEqual({setup.family for setup in drawn}, set(fuzz.FAMILIES))
+        self.assertEqual({setup.way for setup in drawn}, {"register", "patch", "configure", "packed_trainer", "stock"})
+
+    def test_runs_come_from_their_seeds(self):
+        setup = replace(HOOKED, peft="lora_all", evaluation="loss")
+        once, twice = run(setup, ours=True), run(setup, ours=True)
+        compared = errors(once, twice)
+        self.assertGreater(len(compared), 100)
+        self.assertEqual(set(compared.values()), {0.0})
+
+    @parameterized.expand(fuzz.FAMILIES)
+    def test_plain_set_ups_are_equal(self, family):
+        way = "stock" if family in fuzz.STOCK else "patch"
+        self.assertEqual(check(replace(PLAIN, family=family, way=way)), Outcome("equal"))
+
+    def test_hooks_are_equal(self):
+        self.assertEqual(check(HOOKED), Outcome("equal"))
+
+    @parameterized.expand(
+        [
+            ("module_left_out", PLAIN, "normed_rotary", without_q_norm, "q_norm"),
+            ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
+            ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
+            ("exception", PLAIN, "swiglu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
+            (
+                "other_value_error",
+                PLAIN,
+                "swiglu",
+                mock.Mock(side_effect=ValueError("planted")),
+                "ValueError .*planted",
+            ),
+        ]
+    )
+    def test_planted_defects_are_found(self, _, setup, name, defect, message):
+        owner = packed
+        *path, name = name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        with mock.patch.object(owner, name, defect):
+            outcome = check(setup)
+        self.assertEqual(outcome.kind, "failed")
+        self.assertRegex(outcome.why, message)
+
+    def test_refusals(self):
+        def refuse(*args, **kwargs):
+            # What is raised here comes from the package, as far as the fuzz looks.
+            raise input_error("forward", expected="this", got="that", fix="Change it.")
+
+        with (
+            mock.patch.object(fuzz.transformers_packed, "__file__", __file__),
+            mock.patch.object(packed, "swiglu", refuse),
+        ):
+            self.assertEqual(check(PLAIN), Outcome("refused", "forward: expected this, got that. Change it."))
+            # Automatic packing knows beforehand, or is not on.
+            outcome = check(replace(PLAIN, way="configure", mode="auto", collator={}))
+        self.assertEqual(outcome.kind, "failed")
+        self.assertIn("automatic packing is on", outcome.why)
+
+    def test_off_with_a_reason(self):
+        outcome = check(Setup(3, way="configure", mode="auto", batch_size=1))
+        self.assertEqual(outcome.kind, "off")
+        self.assertIn("per_device_train_batch_size=1", outcome.why)
+
+    def test_shrinks_to_what_fails(self):
+        setup = replace(Setup(3), peft="lora", changes=(("frozen", "lm_head"), *HOOKED.changes))
+        with mock.patch.object(packed.Qwen3_5MLP, "forward", calls_no_module):
+            self.assertEqual(fuzz.shrink(setup), Setup(3, changes=HOOKED.changes))
+
+
+class CommandTest(unittest.TestCase):
+    def main(self, *arguments, outcomes=lambda setup: Outcome("equal")):
+        with contextlib.redirect_stdout(io.StringIO()) as output, mock.patch.object(fuzz, "check", outcomes):
+            code = fuzz.main(list(arguments))
+        return code, output.getvalue()
+
+    def test_failures_are_printed_with_their_seeds(self):
+        code, output = self.main(
+            *("--seed", "5", "--count", "4"),
+            outcomes=lambda setup: Outcome("failed", "planted") if setup.seed == 7 else Outcome("equal"),
+        )
+        self.assertEqual(code, 1)
+        self.assertRegex(output, r"^seed 7: failed: planted \[.*\]\n")
+        self.assertIn("seeds 5 to 8", output)
+        self.assertIn("3 equal, 0 refused, 0 off, 0 skipped, 1 failed", output)
+
+    def test_nothing_wrong(self):
+        code, output = self.main("--count", "2", outcomes=lambda setup: Outcome("refused", "this reason"))
+        self.assertEqual(code, 0)
+        self.assertIn("2 refused: this reason", output)
+
+    def test_only(self):
+        code, output = self.main("--seed", "9", "--only")
+        self.assertEqual(code, 0)
+        self.assertRegex(output, r"^seed 9: equal")
+        self.assertIn("1 equal", output)
+
+    def test_time_limit(self):
+        self.assertIn("0 equal", self.main("--seconds", "0")[1])
+
+    def test_interrupted(self):
+        code, output = self.main(outcomes=mock.Mock(side_effect=[Outcome("equal"), KeyboardInterrupt]))
+        self.assertEqual(code, 0)
+        self.assertIn("1 equal", output)
