@@ -14,7 +14,7 @@ from packed_model_tester import total_relative_error
 from packed_patch_tester import COMPOSITE, builtin_model
 from packed_vision_tester import alone_batch, document
 from parameterized import parameterized
-from peft import LNTuningConfig, LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoKrConfig, LoraConfig, get_peft_model
 from torch import distributed
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
@@ -237,6 +237,22 @@ class TouchedModulesTest(unittest.TestCase):
                     parameter.mul_(1 + 0.1 * (number % 5))
         _, gradients = self.check_equal(builtin, ours, batch, str(config.target_modules))
         self.assertGreater(len(gradients), 5)
+
+    def test_an_adapter_that_computes_in_another_dtype(self):
+        """Under autocast PEFT's LoKr gives float32 where a linear layer gives bfloat16."""
+        builtin, ours, batch = self.models("qwen3_5")
+        for target in ("gate_proj", "up_proj", "q_proj", "o_proj", "in_proj_z", "in_proj_a"):
+            config = LoKrConfig(r=4, target_modules=[target], init_weights=False)
+            arms = []
+            for model, packed in ((builtin, False), (ours, True)):
+                torch.manual_seed(0)
+                adapted = get_peft_model(copy.deepcopy(model), config)
+                with torch.autocast("cpu", torch.bfloat16):
+                    arms.append(self.run_once(adapted, batch, packed))
+            (expected_loss, expected), (loss, got) = arms
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=0, msg=target)
+            self.assertEqual(got.keys(), expected.keys())
+            self.assertLess(total_relative_error(got, expected), 0.1, target)
 
     def test_an_adapter_of_the_convolution(self):
         """PEFT would wrap it without any effect, as its weight is used without a call."""

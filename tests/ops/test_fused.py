@@ -453,7 +453,6 @@ SHAPES = [
     ("gated_norm_weight", lambda: gated_rms_norm(ones(2, 4), ones(2, 4), ones(1)), "gated_rms_norm: expected"),
     ("gated_norm_gate", lambda: gated_rms_norm(ones(2, 4), ones(4), ones(4)), "gate"),
     ("swiglu", lambda: swiglu(ones(2, 4), ones(4)), "swiglu: expected gate and up of one shape"),
-    ("swiglu_dtype", lambda: swiglu(ones(4), ones(4, dtype=BFLOAT16)), "torch.bfloat16"),
     ("sigmoid_gate", lambda: sigmoid_gate(ones(2, 4), ones(2, 1)), "sigmoid_gate: expected gate and hidden_states"),
     ("swiglu_linear", lambda: swiglu_linear(ones(2, 4), ones(4), ones(3, 4)), "swiglu_linear: expected gate and up"),
     ("swiglu_linear_weight", lambda: swiglu_linear(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
@@ -498,6 +497,12 @@ UNSERVED = [
     (
         "gated_norm_dtypes",
         lambda impl: gated_rms_norm(ones(2, 4), ones(2, 4, dtype=BFLOAT16), ones(4), impl=impl),
+        "wants one dtype",
+    ),
+    ("swiglu_dtypes", lambda impl: swiglu(ones(4), ones(4, dtype=BFLOAT16), impl=impl), "wants one dtype"),
+    (
+        "gate_linear_dtypes",
+        lambda impl: sigmoid_gate_linear(ones(2, 4, dtype=BFLOAT16), ones(2, 4), ones(3, 4), impl=impl),
         "wants one dtype",
     ),
     ("swiglu_float64", lambda impl: swiglu(HALF, HALF, impl=impl), "not torch.float64"),

@@ -206,7 +206,7 @@ def loss_without_logits(
             `ignore_index`, `label_smoothing`.
     """
     config = model.config.get_text_config()
-    sparse = hasattr(config, "output_router_logits")
+    sparse = hasattr(config, "router_aux_loss_coef")
     if sparse:
         if output_router_logits is None:
             output_router_logits = config.output_router_logits

@@ -20,10 +20,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch
             `"auto"`, `"triton"` (computed in float32, rounded once) or `"reference"`.
 
     Returns:
-        `torch.Tensor` of the same shape and dtype.
+        `torch.Tensor` of the same shape, in torch's common dtype of the two.
 
     Raises:
-        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+        `ValueError`: shapes that differ, or an `impl` that cannot serve.
 
     Example:
 
@@ -49,10 +49,10 @@ def sigmoid_gate(gate: torch.Tensor, hidden_states: torch.Tensor, *, impl: str =
             `"auto"`, `"triton"` (computed in float32, rounded once) or `"reference"`.
 
     Returns:
-        `torch.Tensor` of the same shape and dtype.
+        `torch.Tensor` of the same shape, in torch's common dtype of the two.
 
     Raises:
-        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+        `ValueError`: shapes that differ, or an `impl` that cannot serve.
 
     Example:
 
@@ -83,7 +83,7 @@ def swiglu_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, *,
         `torch.Tensor` of shape `[..., out]`.
 
     Raises:
-        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+        `ValueError`: shapes that differ, or an `impl` that cannot serve.
 
     Example:
 
@@ -117,7 +117,7 @@ def sigmoid_gate_linear(
         `torch.Tensor` of shape `[..., out]`.
 
     Raises:
-        `ValueError`: shapes or dtypes that differ, or an `impl` that cannot serve.
+        `ValueError`: shapes that differ, or an `impl` that cannot serve.
 
     Example:
 
@@ -175,13 +175,24 @@ def decay_and_rate(
 
 
 def _check(call: str, names: str, left: torch.Tensor, right: torch.Tensor) -> None:
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if left.shape != right.shape:
         raise input_error(
             call,
-            expected=f"{names} of one shape and dtype",
-            got=f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}",
-            fix="Reshape or cast one of them.",
+            expected=f"{names} of one shape",
+            got=f"{tuple(left.shape)} and {tuple(right.shape)}",
+            fix="Reshape one of them.",
         )
+
+
+def _verify(verify):
+    """`verify`, and whether what is multiplied has one dtype: adapters on one of the two layers may give another."""
+
+    def verify_both(gate, x, *weight):
+        if gate.dtype != x.dtype:
+            return False, f"wants one dtype, not {gate.dtype} and {x.dtype}"
+        return verify(gate, *weight)
+
+    return verify_both
 
 
 def _triton(silu: bool):
@@ -190,7 +201,7 @@ def _triton(silu: bool):
 
         return GatedProduct.apply(gate, x, silu)
 
-    return Implementation(gated_product, lambda gate, x: verify_triton(gate))
+    return Implementation(gated_product, _verify(verify_triton))
 
 
 SWIGLU = {
@@ -209,7 +220,7 @@ def _triton_linear(silu: bool):
 
         return GatedProductLinear.apply(gate, x, weight, silu)
 
-    return Implementation(gated_product_linear, verify_triton_linear)
+    return Implementation(gated_product_linear, _verify(verify_triton_linear))
 
 
 SWIGLU_LINEAR = {

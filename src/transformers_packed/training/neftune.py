@@ -50,7 +50,8 @@ class DocumentNoise(TrainerCallback):
             return
         boundaries = resolve_boundaries(
             "neftune_noise_alpha",
-            {name: batch.get(name) for name in (*METADATA, "boundaries")},
+            # Stock models take position_ids alone, beside which tail padding cannot stand by itself.
+            {name: batch.get(name) for name in (*METADATA, "boundaries") if name != "padding_tokens"},
             **{name: batch.get(name) for name in _INPUTS},
         )
         if boundaries is not None:
