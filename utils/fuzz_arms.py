@@ -181,10 +181,15 @@ class Recorder:
 
     def hook(self, model: nn.Module, kind: str, name: str) -> Any:
         if kind == "global":
-            seen = self.seen.setdefault((kind, ""), [])
-            return nn.modules.module.register_module_forward_hook(
-                lambda module, *_: seen.append(type(module).__name__) if self.batch is not None else None
-            )
+            seen, members = self.seen.setdefault((kind, ""), []), set()
+
+            def count(module, *_):
+                if self.batch is not None:
+                    # Functions make modules of their own, such as activations, which nobody can reach.
+                    members.update(members or map(id, model.modules()))
+                    seen.extend([type(module).__name__] * (id(module) in members))
+
+            return nn.modules.module.register_module_forward_hook(count)
         calls = self.seen.setdefault((kind, name), [])
 
         def record(module, *args):
