@@ -66,6 +66,7 @@ PEFT: dict[str, Callable] = {
     "p_tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
+_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")  # keywords of what goes into a module
 HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
 
 
@@ -180,16 +181,21 @@ class Recorder:
 
     def hook(self, model: nn.Module, kind: str, name: str) -> Any:
         if kind == "global":
-            seen = self.seen.setdefault((kind, ""), [])
-            return nn.modules.module.register_module_forward_hook(
-                lambda module, *_: seen.append(type(module).__name__) if self.batch is not None else None
-            )
+            seen, members = self.seen.setdefault((kind, ""), []), set()
+
+            def count(module, *_):
+                if self.batch is not None:
+                    # Functions make modules of their own, such as activations, which nobody can reach.
+                    members.update(members or map(id, model.modules()))
+                    seen.extend([type(module).__name__] * (id(module) in members))
+
+            return nn.modules.module.register_module_forward_hook(count)
         calls = self.seen.setdefault((kind, name), [])
 
         def record(module, *args):
             if self.batch is not None:
-                # The gradients of outputs come before or instead of those of inputs; keywords may hold what goes in.
-                values = args[-1] if "backward" in kind else args[:2]
+                # The gradients of outputs come last; keywords may hold what goes in, in any order.
+                values = args[-1] if "backward" in kind else [args[0], [args[1].get(key) for key in _INPUTS]]
                 # Rows of experts are ordered by expert, with those of padding.
                 tensor = None if ".experts" in name else next(_tensors(values), None)
                 channels_first = isinstance(module, nn.Conv1d)

@@ -69,7 +69,7 @@ class FuzzTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("module_left_out", PLAIN, "normed_rotary", without_q_norm, "q_norm"),
+            ("module_left_out", PLAIN, "normed_rotary", without_q_norm, "gradient"),
             ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
             ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
             ("exception", PLAIN, "swiglu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
