@@ -125,7 +125,7 @@ class CommandTest(unittest.TestCase):
     def test_real_processes(self):
         """Also where models print, GPU packages are installed and a type cannot be built."""
         with tempfile.TemporaryDirectory() as folder:
-            page, data = Path(folder, "docs", "page.md"), Path(folder, "data.json")
+            page, data = Path(folder, "page.md"), Path(folder, "data.json")
             status, stdout, stderr = audit(
                 *("--all", "--types", "llama", "qwen3_5_text", "musicgen", "--jobs", "1"),
                 *("--output", str(page), "--json", str(data)),

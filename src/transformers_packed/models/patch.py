@@ -7,7 +7,7 @@ not at all.
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -98,7 +98,10 @@ def _announce_families(model: torch.nn.Module) -> None:
     texts = tuple(text_model(family) for family in families)
     for outer in model.modules():
         if isinstance(outer, PreTrainedModel) and type(outer) not in REPLACEMENTS and family_of(type(outer)):
-            if any(isinstance(module, texts) for module in outer.modules()):
+            # Not wrappers around a decoder, which hand on whatever they are given.
+            if "input_ids" in signature(type(outer).forward).parameters and any(
+                isinstance(module, texts) for module in outer.modules()
+            ):
                 packed_class(family_of(type(outer)), type(outer).__name__)
 
 
