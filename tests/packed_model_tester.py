@@ -461,6 +461,29 @@ class PackedModelTesterMixin:
         with self.assertRaisesRegex(ValueError, "eager"):
             model(**packed_batch(self.documents), output_attentions=True)
 
+    def test_padding_beside_position_ids_alone(self):
+        """What the collator gives by default when it fills up rows."""
+        _, model = self.models()
+        outputs = {}
+        for source in ("position_ids", "all"):
+            batch = packed_batch(self.documents, source, model=model, pad_to_multiple_of=64, pad_token_id=0)
+            self.assertGreater(batch["padding_tokens"], 0)
+            options = {"output_router_logits": True} if self.is_moe else {}
+            outputs[source] = model(**batch, **options)
+        for name in ("logits", "loss", *(["aux_loss"] if self.is_moe else [])):
+            self.assertTrue(torch.equal(outputs["position_ids"][name], outputs["all"][name]), name)
+        batch["padding_tokens"] += 1
+        for name in set(batch) - {
+            "input_ids",
+            "labels",
+            "position_ids",
+            "padding_tokens",
+        }:
+            if not name.startswith(("pixel", "image", "video", "mm_")):
+                batch.pop(name)
+        with self.assertRaisesRegex(ValueError, "padding_tokens of 0 or"):
+            model(**batch)
+
     def test_attention_that_is_not_causal(self):
         """A padded batch attends in both directions then, as in the built-in; a packed row is refused."""
         batch = self.padded(self.documents, "right")

@@ -199,7 +199,9 @@ class Recorder:
                 # Rows of experts are ordered by expert, with those of padding.
                 tensor = None if ".experts" in name else next(_tensors(values), None)
                 channels_first = isinstance(module, nn.Conv1d)
-                calls.append(None if tensor is None else _real(tensor.detach(), self.batch, channels_first).clone())
+                if tensor is not None and ".visual." not in name:  # there patches stand in the place of tokens
+                    tensor = _real(tensor, self.batch, channels_first)
+                calls.append(None if tensor is None else tensor.detach().clone())
 
         keywords = {"with_kwargs": True} if "forward" in kind else {}
         return getattr(model.get_submodule(name), f"register_{kind}_hook")(record, **keywords)

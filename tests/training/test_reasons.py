@@ -55,6 +55,16 @@ class ReasonsTest(ConfigureTestCase):
                 configure_packing(trainer, explicit, **options)
             self.assertEqual(self.state(trainer), before)
 
+    def test_label_smoothing_that_does_not_shift(self):
+        """Trainer goes by the name of the class, which for a vision-language model or a subclass it does not know."""
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        args = {"label_smoothing_factor": 0.1}
+        output, trainer = said(configure_packing, self.trainer(model, args=args))
+        self.assertTrue(trainer.args.padding_free, output)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        model.__class__ = type("OwnModelForCausalLM", (type(model),), {})
+        self.check(self.trainer(model, args=args), "Trainer does not shift the labels of a OwnModelForCausalLM")
+
     def test_custom_collator(self):
         collator = transformers.DataCollatorForTokenClassification(tokenizer())
         self.check(self.trainer(collator=collator), r"custom data collator \(DataCollatorForTokenClassification\)")

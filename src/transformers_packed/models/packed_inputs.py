@@ -103,16 +103,21 @@ def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, A
                 got=f"{int(maximum)}",
                 fix="Pass the collator's value.",
             )
-    if padding and not is_torchdynamo_compiling():
-        if padding != boundaries.lengths[-1]:
-            raise input_error(
-                call,
-                expected=f"padding_tokens of 0 or {boundaries.lengths[-1]}, the length of the last document",
-                got=f"{padding}",
-                fix="Pass the collator's value.",
-            )
-        boundaries = replace(boundaries, padding_tokens=padding)
-    return boundaries
+    return _with_padding(call, boundaries, padding)
+
+
+def _with_padding(call: str, boundaries: SequenceBoundaries, padding: int | None) -> SequenceBoundaries:
+    """The same boundaries, whose last document is padding if there are `padding` tokens of it."""
+    if not padding or is_torchdynamo_compiling():
+        return boundaries
+    if padding != boundaries.lengths[-1]:
+        raise input_error(
+            call,
+            expected=f"padding_tokens of 0 or {boundaries.lengths[-1]}, the length of the last document",
+            got=f"{padding}",
+            fix="Pass the collator's value.",
+        )
+    return replace(boundaries, padding_tokens=padding)
 
 
 def resolve_boundaries(
@@ -144,8 +149,13 @@ def resolve_boundaries(
     if tokens is None:
         return None
     rows, total_length = tokens.shape[:2]
-    if any(value is not None for value in metadata.values()):
-        source = " and ".join(name for name, value in metadata.items() if value is not None)
+    explicit = [name for name, value in metadata.items() if value is not None]
+    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    inferred = position_ids is not None and attention_mask is None and past_key_values is None
+    inferred = inferred and not is_torchdynamo_compiling()
+    # The collator's default has positions alone, and a number beside them when some of the row is padding.
+    if explicit and not (inferred and explicit == ["padding_tokens"]):
+        source = " and ".join(explicit)
         _check_one_row(call, source, rows)
         boundaries = boundaries_from_metadata(call, total_length, metadata)
         if position_ids is not None and _may_read(position_ids):
@@ -153,17 +163,14 @@ def resolve_boundaries(
             if text_row is not None and text_row.shape[-1] == total_length:
                 _agree_documents(call, boundaries, "position_ids", SequenceBoundaries.from_position_ids(text_row[:1]))
     else:
-        # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
-        if position_ids is None or attention_mask is not None or past_key_values is not None:
-            return None
-        text_row = text_position_ids(position_ids)
-        if is_torchdynamo_compiling() or text_row is None or text_row.shape[-1] != total_length:
+        text_row = text_position_ids(position_ids) if inferred else None
+        if text_row is None or text_row.shape[-1] != total_length:
             return None
         if bool((text_row.diff() == 1).all()):
             return None
         source = "position_ids that restart"
         _check_one_row(call, source, rows)
-        boundaries = SequenceBoundaries.from_position_ids(text_row)
+        boundaries = _with_padding(call, SequenceBoundaries.from_position_ids(text_row), metadata["padding_tokens"])
     for name, value, fix in (
         ("attention_mask", attention_mask, "Leave attention_mask out: the boundaries say all that a mask could."),
         ("past_key_values", past_key_values, "Run packed rows without a cache, or decode the documents one by one."),

@@ -12,12 +12,15 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from transformers.utils import logging
 
 from ..errors import input_error
 from .auto import FAMILIES, check_transformers, modeling_module
 from .base import ONLY_FASTER, REPLACEMENTS, become, has_our_classes, transformers_model
 from .families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
+
+logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -28,7 +31,7 @@ def patch_model(model: Model) -> Model:
     Every built-in module for which this package has a class becomes that class; no tensor is copied, moved or
     replaced. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have classes written by hand, the other families of Transformers that
     do not isolate documents get theirs by the tables in `models/families.py`. A causal language model that keeps them
-    apart by itself, by position ids that restart, stays as it is.
+    apart by itself, by position ids that restart and without a cache, stays as it is.
 
     The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own), have
     gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
@@ -114,6 +117,11 @@ def _check_isolated(model: torch.nn.Module) -> None:
     if outermost is not None:
         families = [family for family in map(family_of, type(outermost).__mro__) if family]
         if any(family in ISOLATED for family in families):
+            if getattr(outermost.config.get_text_config(), "use_cache", False):
+                logger.warning_once(
+                    f"patch_model: {type(outermost).__name__} keeps documents apart by its masks, and beside a cache it "
+                    "makes them without regard to documents. Trainer turns the cache off; elsewhere pass use_cache=False."
+                )
             return
         got = type(outermost).__name__
         fix = "Measure with audit_model whether it keeps documents apart by itself; if so, it needs no patch."

@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 
@@ -50,7 +51,7 @@ class PackingGuard(TrainerCallback):
         self._noise = DocumentNoise()
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
-        self._check(model, train_dataloader, training=True)
+        self._check(args, model, train_dataloader, training=True)
         if find_collator(train_dataloader) is not None:
             self._noise.on_train_begin(args, state, control, model=model)
 
@@ -58,14 +59,14 @@ class PackingGuard(TrainerCallback):
         self._noise.on_train_end(args, state, control)
 
     def on_prediction_step(self, args, state, control, model=None, eval_dataloader=None, **kwargs):
-        self._check(model, eval_dataloader, training=False)
+        self._check(args, model, eval_dataloader, training=False)
 
-    def _check(self, model: torch.nn.Module, loader: Any, training: bool) -> None:
+    def _check(self, args: TrainingArguments, model: torch.nn.Module, loader: Any, training: bool) -> None:
         if self._checked is None or self._checked[0] is not model or self._checked[1] is not loader:
             self._checked = (model, loader)
             collator = find_collator(loader)
             if collator is not None:
-                check_model(model, collator, training)
+                check_model(model, collator, training, args)
 
 
 def install_guard() -> None:
@@ -84,14 +85,22 @@ def find_collator(loader: Any) -> DataCollatorWithFlattening | None:
     return None
 
 
-def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening, training: bool = True) -> None:
+def check_model(
+    model: torch.nn.Module,
+    collator: DataCollatorWithFlattening,
+    training: bool = True,
+    args: TrainingArguments | None = None,
+) -> None:
     """Raise or warn, as the collator says, if the model mixes the documents of its batches or nobody knows."""
     inner = transformers_model(model)
     if inner is None or collator.on_leak == "ignore":
         return
     leak, doubt = None, None
     per_row = adapter_per_row(model)
-    if per_row is not None:
+    unshifted = None if args is None else unshifted_smoothing(args, inner)
+    if unshifted is not None:
+        leak = _error("targets that stand one token later", unshifted, "Set label_smoothing_factor=0.", _ANYWAY)
+    elif per_row is not None:
         leak = _error("adapters that look at documents", per_row, "Train it on padded batches.", _ANYWAY)
     elif not has_our_classes(inner):
         leak, doubt = judge(inner, collator, training)
@@ -104,6 +113,14 @@ def check_model(model: torch.nn.Module, collator: DataCollatorWithFlattening, tr
             f"{type(inner).__name__} gets packed rows, and nothing is known of whether it keeps their documents apart: "
             f"{doubt}. transformers_packed.audit_model(model) measures it."
         )
+
+
+def unshifted_smoothing(args: TrainingArguments, model: PreTrainedModel) -> str | None:
+    """What is wrong with Trainer's label smoothing of this model, which goes by the name of the model's class."""
+    name = model._get_name()
+    if not args.label_smoothing_factor or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return None
+    return f"label_smoothing_factor, for which Trainer does not shift the labels of a {name}"
 
 
 def adapter_per_row(model: torch.nn.Module) -> str | None:

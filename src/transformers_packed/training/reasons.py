@@ -27,7 +27,7 @@ from ..models.auto import FAMILIES
 from ..models.base import transformers_model
 from ..models.families import MIXERS, UNPACKED
 from ..models.mixers import families_of, family_of
-from .guard import SEPARATE, adapter_per_row, audited, cache_complaint, cache_setting
+from .guard import SEPARATE, adapter_per_row, audited, cache_complaint, cache_setting, unshifted_smoothing
 
 
 CALL = "configure_packing"
@@ -155,6 +155,9 @@ def _check_model(trainer: Trainer) -> Reason | None:
     per_row = adapter_per_row(trainer.model)
     if per_row is not None:
         return Reason("adapters that look at documents", per_row, "Train it on padded batches.")
+    unshifted = unshifted_smoothing(trainer.args, model)
+    if unshifted is not None:
+        return Reason("targets that stand one token later", unshifted, "Set label_smoothing_factor=0.")
     if name.endswith("ForSequenceClassification"):
         got = f"sequence classification ({name}), which needs one label per sample where a row has one per token"
         return Reason(expected, got, "Train it on padded batches.")
