@@ -9,6 +9,7 @@ from unittest import mock
 
 import peft
 import torch
+from packed_patch_tester import COMPOSITE, builtin_model
 from parameterized import parameterized
 from training.trainer_arms import CONFIGS, Samples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Trainer, TrainingArguments
@@ -276,6 +277,14 @@ class JudgeTest(unittest.TestCase):
         self.assertIn("given position_ids and seq_idx", leak)
         self.assertIn("Pass return_flash_attn_kwargs=True and return_seq_idx=True to the collator. ", leak)
         self.assertNotIn("patch_model", leak)
+
+    def test_cu_seqlens_for_a_vision_tower(self):
+        """It would take them for boundaries of images; by Transformers' own names they stay out of it."""
+        isolated = {"position_ids": self.isolated, "all": self.isolated}
+        model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
+        leak, _ = self.judge(isolated, options={**ALL, "return_cu_seqlens": True}, model=model)
+        self.assertIn("whose vision tower takes them for boundaries of images", leak)
+        self.assertNotIn("vision tower", "".join(self.judge(isolated, model=model)))
 
     def test_nothing_helps(self):
         leak, _ = self.judge({"position_ids": self.leaks, "all": self.leaks}, ours="refused")

@@ -220,8 +220,8 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
     """Write packed rows out as a `datasets.Dataset`, for tools that take TRL's packed format.
 
     A row holds every per-token column, joined, and `seq_lengths`, the lengths of its documents. Other columns have no
-    place in it and are left out with a warning, except `labels`. The rows are those of [`PackingDataset`] with the same arguments, which
-    needs no second copy of the tokens.
+    place in it and are left out with a warning, except `labels`. The rows are those of [`PackingDataset`] with the same
+    arguments, which needs no second copy of the tokens.
 
     `DataCollatorWithFlattening` takes such rows apart by their `seq_lengths`, which Trainer would remove from the
     dataset: pass it `remove_unused_columns=False`.

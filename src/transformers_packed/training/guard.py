@@ -144,6 +144,12 @@ def judge(
 
     `training` says that it is in training mode, where gradient checkpointing makes no cache.
     """
+    if collator.return_cu_seqlens and hasattr(model.config, "vision_config"):
+        got = f"cu_seqlens for {type(model).__name__}, whose vision tower takes them for boundaries of images"
+        fix = (
+            "Leave return_cu_seqlens out, or call transformers_packed.patch_model(model) before building the Trainer."
+        )
+        return _error("boundaries of documents for the language model alone", got, fix, _ANYWAY), None
     model_type, entry = audited(model)
     inside = model_type != model.config.model_type
     if entry is None or "not_built" in entry:
