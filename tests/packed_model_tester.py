@@ -498,6 +498,8 @@ class PackedModelTesterMixin:
             with self.assertRaisesRegex(ValueError, "causal attention for a packed row.*got is_causal=False"):
                 model(**packed_batch(self.documents), **arguments)
         builtin, model = self.models()
+        model.config.get_text_config().is_causal = None  # not said
+        model(**packed_batch(self.documents))
         next(module for module in model.modules() if hasattr(module, "q_norm")).is_causal = False
         with self.assertRaisesRegex(ValueError, "a causal attention layer for a packed row.*is_causal=False"):
             model(**packed_batch(self.documents))

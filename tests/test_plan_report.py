@@ -124,6 +124,9 @@ class PlanCommandTest(unittest.TestCase):
             self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
         message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
         self.assertIn(f"--model: no configuration can be read from {self.path / 'nothing'}", message)
+        missing = self.path / "nothing" / "config.json"
+        message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
+        self.assertIn(f"--model: no configuration can be read from {missing}: there is no such file", message)
 
     @parameterized.expand(
         [

@@ -47,7 +47,7 @@ _MODULES = {
     "training.packing_state": ("PackingStateCallback",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_PACKAGES = ("audit", "data", "models", "ops", "parallel", "training")
+_PACKAGES = ("audit", "boundaries", "data", "errors", "models", "ops", "parallel", "training")
 
 
 def __getattr__(name: str) -> Any:

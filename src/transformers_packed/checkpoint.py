@@ -21,6 +21,8 @@ def load_config(option: str, source: str, trust_remote_code: bool) -> PreTrained
         `ValueError`: it needs code that comes with it and may not run, or Transformers does not know its type.
     """
     with _errors(option, source, "configuration"):
+        if Path(source).name == "config.json" and not Path(source).is_file():
+            raise FileNotFoundError("there is no such file")
         # Transformers looks for a configuration's code in directories only.
         source = directory_of(source) if Path(source).name == "config.json" else source
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

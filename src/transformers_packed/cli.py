@@ -371,3 +371,7 @@ def _run_audit(args: argparse.Namespace) -> int:
     from .audit.command import run_all, run_audit
 
     return run_all(args) if args.all else run_audit(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

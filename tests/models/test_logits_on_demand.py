@@ -5,8 +5,11 @@ import dataclasses
 import pickle
 import unittest
 from contextlib import nullcontext
+from functools import partial
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils.operations import convert_to_fp32
 from packed_model_tester import packed_batch, relative_error
 from packed_patch_tester import builtin_model, documents
@@ -26,6 +29,17 @@ AUTOCAST = {None: nullcontext} | {
 
 def our_model(family="qwen3_5"):
     return patch_model(builtin_model(family))
+
+
+class WritesData:
+    """What some optimizers do: a step through `.data`."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.add_(0.1)
 
 
 class LogitsOnDemandTest(unittest.TestCase):
@@ -68,13 +82,21 @@ class LogitsOnDemandTest(unittest.TestCase):
         for got, want in zip(gradients(model, model(**self.batch)), expected, strict=True):
             self.assertLess(relative_error(got, want), 1e-4)
 
-    @parameterized.expand(["qwen3_5", "qwen3_next", "qwen3_5_moe"])
-    def test_after_a_step_they_are_refused(self, family):
+    @parameterized.expand(
+        [
+            *((family, partial(torch.optim.SGD, lr=0.1)) for family in ("qwen3_5", "qwen3_next", "qwen3_5_moe")),
+            # They count no version of what they change; the first is Trainer's default.
+            ("qwen3_5", partial(torch.optim.AdamW, lr=0.1, fused=True)),
+            ("qwen3_5", partial(torch.optim.AdamW, lr=0.1, foreach=True)),
+            ("qwen3_5", WritesData),
+        ]
+    )
+    def test_after_a_step_they_are_refused(self, family, optimizer):
         model = our_model(family)
         output, read = model(**self.batch), model(**self.batch)
         logits = read.logits
         output.loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        optimizer(model.parameters()).step()
         for _ in range(2):
             with self.assertRaisesRegex(ValueError, "changed in place since.*Read logits before .*skip_logits=False"):
                 output.logits  # noqa: B018
@@ -83,6 +105,17 @@ class LogitsOnDemandTest(unittest.TestCase):
         self.assertNotIn("logits", output)
         # Those that exist stay.
         self.assertIs(read.logits, logits)
+
+    def test_under_mixed_precision_of_accelerate(self):
+        """It copies what the model returns, and a copy cannot make logits: it says so."""
+        self.addCleanup(AcceleratorState._reset_state, True)
+        AcceleratorState._reset_state(True)
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare(our_model())
+        output = model(**self.batch)
+        self.assertFalse(hasattr(output, "logits"))
+        with self.assertRaisesRegex(AttributeError, "as accelerate makes one under mixed precision"):
+            output["logits"]
+        self.assertEqual(model(**self.batch, skip_logits=False).logits.dtype, torch.float32)
 
     def test_what_else_may_have_changed(self):
         model = our_model()
@@ -166,7 +199,8 @@ class LogitsOnDemandTest(unittest.TestCase):
                 if name in copies:
                     self.assertIs(type(found), type(output))
                     self.assertEqual(list(found.keys()), keys)
-                    self.assertIsNone(found.logits)
+                    with self.assertRaisesRegex(AttributeError, "got a copy.*skip_logits=False"):
+                        found.logits  # noqa: B018
                     for key in ("loss", "aux_loss", "hidden_states"):
                         torch.testing.assert_close(found.get(key), output.get(key))
         with self.subTest("FSDP"):

@@ -12,7 +12,15 @@ import torch
 from packed_patch_tester import COMPOSITE, builtin_model
 from parameterized import parameterized
 from training.trainer_arms import CONFIGS, Samples
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    Trainer,
+    TrainingArguments,
+)
 from transformers import DataCollatorWithFlattening as BuiltinCollator
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
@@ -109,6 +117,16 @@ class GuardTest(unittest.TestCase):
         self.check_stops(
             model, DataCollatorWithFlattening(), "Qwen3_5ForConditionalGeneration, in which .*linear_attn"
         )
+
+    def test_label_smoothing(self):
+        """Trainer shifts labels by the name of the class: for heads that want no shift it is right."""
+        args = TrainingArguments(self.directory, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+        model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
+        collator = DataCollatorWithFlattening()
+        with self.assertRaisesRegex(ValueError, "does not shift the labels of a Qwen3_5ForConditionalGeneration"):
+            guard.check_model(patch_model(model), collator, args=args)
+        for auto in (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification):
+            guard.check_model(patch_model(auto.from_config(CONFIGS["qwen3_next"]())), collator, args=args)
 
     def test_a_wrapped_collator_is_found(self):
         collator = DataCollatorWithFlattening()

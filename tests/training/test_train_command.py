@@ -486,6 +486,15 @@ class CommandTest(unittest.TestCase):
         wrong = f"{wrong.format(other / 'checkpoint-4')}; {wrong.format(other / 'checkpoint-2')}"
         self.assertRegex(err, f"^transformers-packed train: --resume: .* got {wrong}. Restore it, or remove it")
 
+    def test_a_checkpoint_without_weights_is_named(self):
+        command = ["--max-steps=5", "--batch-size=2", "--save-steps=2"]
+        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        (self.output / "checkpoint-4" / "model.safetensors").unlink()
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("checkpoint-4, which is incomplete or damaged (no weights)", out)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+
     def truncate(self, path):
         path.write_bytes(path.read_bytes()[:-50])
 

@@ -139,6 +139,11 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertIn("2 refused: this reason", output)
 
+    def test_everything_refused(self):
+        code, output = self.main("--count", "20", outcomes=lambda setup: Outcome("refused", "this reason"))
+        self.assertEqual(code, 1)
+        self.assertIn("fewer than 50% of the set-ups", output)
+
     def test_only(self):
         code, output = self.main("--seed", "9", "--only")
         self.assertEqual(code, 0)

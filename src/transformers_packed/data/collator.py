@@ -66,7 +66,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         on_leak (`str`, *optional*, defaults to `"error"`):
             What a Trainer with this collator does before its first step if its model is known to let the documents of
             such batches change one another, or has an adapter that acts once per row (PEFT prompt learning): `"error"`,
-            `"warn"` or `"ignore"`.
+            `"warn"` or `"ignore"`. With `"ignore"` nothing is added to Trainer's callbacks, so that the noise of NEFTune
+            goes by the row in a Trainer that was not configured for packing.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 

@@ -107,7 +107,10 @@ def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | 
 
 @dataclass(init=False, repr=False, eq=False)
 class _LogitsOnDemand:
-    """Mixed into an output: `logits` are made when they are asked for by name. No tuple and no copy makes them."""
+    """Mixed into an output: `logits` are made when they are asked for by name.
+
+    No tuple makes them, and a copy that was made before them cannot: asking it is an `AttributeError`.
+    """
 
     make_logits: Callable[[], torch.Tensor] | None = None
 
@@ -121,12 +124,23 @@ class _LogitsOnDemand:
         super().__init__(*args, **kwargs)
         # Only an attribute, and no item as the other fields are.
         vars(self)["make_logits"] = make_logits
+        if vars(self)["_logits"] is None:
+            del vars(self)["_logits"]
 
     @property
     def logits(self) -> torch.Tensor | None:
         if self.make_logits is not None:
             self.logits = self.make_logits()
-        return vars(self).get("_logits")
+        if "_logits" not in vars(self):
+            error = input_error(
+                "outputs.logits",
+                expected="the output that the model itself returned",
+                got="a copy, as accelerate makes one under mixed precision",
+                fix="Pass skip_logits=False to the model.",
+            )
+            # So that `hasattr` is an answer.
+            raise AttributeError(str(error))
+        return vars(self)["_logits"]
 
     @logits.setter
     def logits(self, value: torch.Tensor | None) -> None:
@@ -144,6 +158,12 @@ class _LogitsOnDemand:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
 
+def _some_rows(weight: torch.Tensor) -> torch.Tensor:
+    """At most 64 rows from all over a weight, without a copy; of a sharded one from the part that is here."""
+    weight = getattr(weight, "_local_tensor", weight).detach()
+    return weight[:: max(1, -(-len(weight) // 64))]
+
+
 def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
     """The head's logits as this forward would have made them: in its modes, and with weights that are still the same."""
     device, bare = hidden_states.device.type, is_bare_linear(head)
@@ -157,10 +177,12 @@ def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Cal
         # FSDP1 leaves a weight that it gathered without memory; FSDP2 gathers it again.
         return [(x._version, x.untyped_storage().nbytes() if bare else 0) for x in tracked]
 
+    # torch's fused optimizers, and writes through `.data`, count no version either.
+    sample = _some_rows(weight).clone()
     before = state()
 
     def make() -> torch.Tensor:
-        if before != state():
+        if before != state() or not torch.allclose(_some_rows(weight), sample, rtol=0, atol=0, equal_nan=True):
             raise input_error(
                 "outputs.logits",
                 expected="the head and the hidden states of the forward",

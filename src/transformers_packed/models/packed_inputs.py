@@ -183,8 +183,8 @@ def resolve_boundaries(
 
 def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
     """Whether attention looks back only: as the argument of forward says, else the configuration."""
-    given = kwargs.get("is_causal")
-    return bool(getattr(config, "is_causal", True) if given is None else given)
+    said = kwargs.get("is_causal"), getattr(config, "is_causal", None)
+    return bool(next((value for value in said if value is not None), True))
 
 
 def check_causal(call: str, config: Any, kwargs: dict[str, Any]) -> None:

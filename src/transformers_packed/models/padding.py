@@ -101,7 +101,8 @@ def padded_batch(
         return None
     if any(kwargs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
         return None
-    if not is_causal(config, kwargs) or not all(getattr(module, "is_causal", True) for module in model.modules()):
+    attentions = (getattr(layer, "self_attn", None) for layer in model.layers)
+    if not is_causal(config, kwargs) or not all(getattr(module, "is_causal", True) for module in attentions):
         return None
     if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         # Trainer's hook there makes noise by the length of the padded rows.

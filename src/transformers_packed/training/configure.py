@@ -22,12 +22,11 @@ from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
-from .guard import SEPARATE, judge
+from .guard import LANGUAGE_MODELS, SEPARATE, judge
 from .metrics import PackingMetricsCallback, mean_of_longest
 from .neftune import DocumentNoise
 from .reasons import (
     CALL,
-    LANGUAGE_MODELS,
     Reason,
     check_cache,
     has_items,

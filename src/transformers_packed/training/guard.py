@@ -35,6 +35,7 @@ _HOW = {
 }
 # These attend within one mask that the model makes; others find the documents by themselves, or not.
 _MASKED = {"sdpa", "eager", "flex_attention"}
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 SEPARATE = "a model that keeps the documents of a packed row apart"
 _ANYWAY = 'DataCollatorWithFlattening(on_leak="warn") lets it train all the same.'
 
@@ -118,7 +119,8 @@ def check_model(
 def unshifted_smoothing(args: TrainingArguments, model: PreTrainedModel) -> str | None:
     """What is wrong with Trainer's label smoothing of this model, which goes by the name of the model's class."""
     name = model._get_name()
-    if not args.label_smoothing_factor or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not name.endswith(LANGUAGE_MODELS)
+    if shifts or not args.label_smoothing_factor:
         return None
     return f"label_smoothing_factor, for which Trainer does not shift the labels of a {name}"
 

@@ -106,7 +106,9 @@ class PackingMetricsCallback(TrainerCallback):
             lengths, tokens = lengths[:-1], tokens - padding
         padded = 0
         if not self._packed:
-            longest = None if padding else batch.get("max_length_q")
+            # That of the padding says nothing of the documents.
+            longest = batch.get("max_length_q")
+            longest = None if padding and longest == padding else longest
             padded = len(lengths) * (longest or int(lengths.max()))
         for place, value in enumerate((tokens, len(lengths), padded, 1)):
             self._now[place] += value

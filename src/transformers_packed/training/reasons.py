@@ -27,13 +27,20 @@ from ..models.auto import FAMILIES
 from ..models.base import transformers_model
 from ..models.families import MIXERS, UNPACKED
 from ..models.mixers import families_of, family_of
-from .guard import SEPARATE, adapter_per_row, audited, cache_complaint, cache_setting, unshifted_smoothing
+from .guard import (
+    LANGUAGE_MODELS,
+    SEPARATE,
+    adapter_per_row,
+    audited,
+    cache_complaint,
+    cache_setting,
+    unshifted_smoothing,
+)
 
 
 CALL = "configure_packing"
 _VISION = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
-LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Collators that lay samples into a padded batch and do nothing else to them. The second list makes the labels, too.
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")

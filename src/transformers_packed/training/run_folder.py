@@ -65,9 +65,11 @@ class RunFolderTrainer(Trainer):
             if self.args.should_save:
                 for name in names(partial):
                     if (folder / name).is_dir():
-                        shutil.rmtree(folder / name)
+                        os.replace(folder / name, partial / f"earlier-{name}")
                     os.replace(partial / name, folder / name)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError, safetensors its own
+            if isinstance(error, RuntimeError) and not _of_a_file(error):
+                raise
             reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free
             raise OSError(
                 f"{what} cannot be written to {folder}, where {free / 2**20:,.0f} MiB are free ({reason}); {left(folder)}"
@@ -76,6 +78,11 @@ class RunFolderTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+
+
+def _of_a_file(error: RuntimeError) -> bool:
+    """Whether torch could not write a file, which is one of many things that end in a RuntimeError."""
+    return any(name in str(error) for name in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
 
 
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
@@ -146,6 +153,8 @@ def _damage(checkpoint: Path) -> str | None:
     """The first file that is not as it was written, by its ends: archives have their directory there."""
     if not (checkpoint / _TRAINER_STATE).is_file():  # written last
         return f"no {_TRAINER_STATE}"
+    if not any(path.name.startswith(("model", "pytorch_model", "adapter_model")) for path in checkpoint.iterdir()):
+        return "no weights"
     for path in sorted(checkpoint.rglob("*")):
         try:
             if path.suffix == ".safetensors":
