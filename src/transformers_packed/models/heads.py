@@ -177,12 +177,16 @@ def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Cal
         # FSDP1 leaves a weight that it gathered without memory; FSDP2 gathers it again.
         return [(x._version, x.untyped_storage().nbytes() if bare else 0) for x in tracked]
 
-    # torch's fused optimizers, and writes through `.data`, count no version either.
-    sample = _some_rows(weight).clone()
     before = state()
+    # torch's fused optimizers, and writes through `.data`, count no version either. What FSDP2 gathered for more than
+    # the head is gone later.
+    sample = _some_rows(weight).clone() if bare or hasattr(weight, "_local_tensor") else None
 
     def make() -> torch.Tensor:
-        if before != state() or not torch.allclose(_some_rows(weight), sample, rtol=0, atol=0, equal_nan=True):
+        changed = before != state()
+        if not changed and sample is not None:
+            changed = not torch.allclose(_some_rows(weight), sample, rtol=0, atol=0, equal_nan=True)
+        if changed:
             raise input_error(
                 "outputs.logits",
                 expected="the head and the hidden states of the forward",
