@@ -334,9 +334,12 @@ def _watched(seed: int) -> Iterator[None]:
     timer = threading.Timer(_HANGS, end)
     timer.daemon = True
     timer.start()
+    # Where the interpreter itself is held, no thread of it can say anything.
+    faulthandler.dump_traceback_later(_HANGS + 10, exit=True)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         timer.cancel()
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -459,6 +460,9 @@ def _loop(setup, ours, model, rows, directory, recorder, later, result) -> None:
             path = os.path.join(directory, "store")
             torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
             stack.callback(torch.distributed.destroy_process_group)
+            # Work that is over is freed by a thread of the group, which needs the interpreter for that: who frees the
+            # group meanwhile waits for that thread for ever.
+            stack.callback(time.sleep, 0.1)
             wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
         elif setup.loop == "accelerate":
             AcceleratorState._reset_state(reset_partial_state=True)
