@@ -17,7 +17,7 @@ from .rows import histogram, offsets_of, ranges, share_rows
 
 _FORMAT, _FORMAT_VERSION = "transformers_packed.PackingPlan", 1
 _ARRAYS = ("row_offsets", "samples", "lengths", "starts")
-_PADDED_BATCH = 8
+PADDED_BATCH = 8
 _BLOCK = 1 << 18
 
 
@@ -143,7 +143,7 @@ class PackingPlan:
     def _mean_of_longest(self, values: np.ndarray) -> float:
         """The expectation of `values[longest document of a batch]`."""
         share_up_to = np.cumsum(histogram(self.lengths)) / len(self.lengths)
-        return float(np.diff(share_up_to ** min(_PADDED_BATCH, len(self.lengths)), prepend=0.0) @ values)
+        return float(np.diff(share_up_to ** min(PADDED_BATCH, len(self.lengths)), prepend=0.0) @ values)
 
     def misfits(self, documents: slice, sample_tokens: np.ndarray) -> np.ndarray:
         """Which of some documents cannot be what `overlong` makes of their samples, bool `[documents]`.
@@ -187,7 +187,7 @@ class PackingPlan:
             "steps": f"{self.steps:,} ({per_step} rows each)",
             "documents per row": f"{low:.0f} / {middle:.0f} / {high:.0f} (5 / 50 / 95 %)",
             "too long": self._fate_of_overlong(),
-            "padding avoided": f"{self.padding_avoided:.1%} of padded batches of {_PADDED_BATCH} in random order",
+            "padding avoided": f"{self.padding_avoided:.1%} of padded batches of {PADDED_BATCH} in random order",
             "estimated speed-up": f"{self.estimated_speedup:.2f} x those batches, by the model's operations",
         }
         if self.rank is not None:

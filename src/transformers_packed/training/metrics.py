@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
 from ..data.cost import PackingCost
+from ..data.packing_plan import PADDED_BATCH
 from ..models.base import transformers_model
 from ..ops.dispatch import implementations_used
 
@@ -31,8 +32,6 @@ PEAKS = {
     "RTX 4090": 165e12,
     "T4": 65e12,
 }
-# As in `PackingPlan.padding_avoided`.
-_PADDED_BATCH = 8
 
 
 class PackingMetricsCallback(TrainerCallback):
@@ -144,7 +143,7 @@ class PackingMetricsCallback(TrainerCallback):
         lengths = torch.cat(self._lengths).cpu()
         if self._packed:
             # To the first step, as only the sum over steps is looked at.
-            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy(), _PADDED_BATCH))
+            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy(), PADDED_BATCH))
         by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.tensor(self._steps, dtype=torch.long, device=args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
