@@ -23,9 +23,9 @@ for package in HIDDEN if torch.cuda.is_available() else ("fla", "causal_conv1d")
 
 
 def pytest_terminal_summary(terminalreporter):
-    import gpu_tester
+    from common import gpu
 
-    if gpu_tester.FIGURES:
+    if gpu.FIGURES:
         outcome = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "skipped")}
         terminalreporter.section("GPU figures")
-        gpu_tester.write_summary(terminalreporter.write_line, outcome)
+        gpu.write_summary(terminalreporter.write_line, outcome)

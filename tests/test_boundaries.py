@@ -6,7 +6,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.models.packed_inputs import resolve_boundaries
+from transformers_packed.models.inputs import resolve_boundaries
 
 
 LENGTHS = [

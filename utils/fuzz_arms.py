@@ -23,12 +23,12 @@ import torch.utils.checkpoint
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from families_tester import tiny_config
-from packed_vision_tester import TEXT, VISION_INPUTS, document, vision_config
+from common.families import tiny_config
+from mixins.vision import TEXT, VISION_INPUTS, document, vision_config
+from scripts.trainer_arms import OPTIONS, collate_padded
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pad_sequence
-from training.trainer_arms import OPTIONS, collate_padded
 from transformers import Trainer, TrainingArguments, set_seed
 
 import transformers_packed

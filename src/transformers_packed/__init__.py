@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
     from .boundaries import SequenceBoundaries
     from .data.collator import DataCollatorWithFlattening
-    from .data.cost import PackingCost
     from .data.dataset import PackingDataset, pack_dataset
-    from .data.packing_plan import PackingPlan
-    from .data.plan import plan_packing
+    from .data.planning.cost import PackingCost
+    from .data.planning.plan import PackingPlan
+    from .data.planning.planner import plan_packing
     from .data.streaming import IterablePackingDataset
     from .models.auto import register, registered, unregister
     from .models.cuda_graphs import use_cuda_graphs
     from .models.patch import patch_model, unpatch_model
+    from .training.callbacks.metrics import PackingMetricsCallback
+    from .training.callbacks.resume import PackingStateCallback
     from .training.configure import configure_packing
     from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
-    from .training.metrics import PackingMetricsCallback
-    from .training.packed_trainer import PackedTrainer, PackedTrainingArguments
-    from .training.packing_state import PackingStateCallback
+    from .training.trainer import PackedTrainer, PackedTrainingArguments
 
 
 # Imported when they are asked for: torch and Transformers take seconds, and the command line is there before them.
@@ -32,22 +32,22 @@ _MODULES = {
     "audit": ("AuditReport", "audit_model"),
     "boundaries": ("SequenceBoundaries",),
     "data.collator": ("DataCollatorWithFlattening",),
-    "data.cost": ("PackingCost",),
+    "data.planning.cost": ("PackingCost",),
     "data.dataset": ("PackingDataset", "pack_dataset"),
-    "data.packing_plan": ("PackingPlan",),
-    "data.plan": ("plan_packing",),
+    "data.planning.plan": ("PackingPlan",),
+    "data.planning.planner": ("plan_packing",),
     "data.streaming": ("IterablePackingDataset",),
     "models.auto": ("register", "registered", "unregister"),
     "models.cuda_graphs": ("use_cuda_graphs",),
     "models.patch": ("patch_model", "unpatch_model"),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
-    "training.metrics": ("PackingMetricsCallback",),
-    "training.packed_trainer": ("PackedTrainer", "PackedTrainingArguments"),
-    "training.packing_state": ("PackingStateCallback",),
+    "training.callbacks.metrics": ("PackingMetricsCallback",),
+    "training.trainer": ("PackedTrainer", "PackedTrainingArguments"),
+    "training.callbacks.resume": ("PackingStateCallback",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_PACKAGES = ("audit", "boundaries", "data", "errors", "models", "ops", "parallel", "training")
+_PACKAGES = ("audit", "boundaries", "cli", "data", "errors", "models", "ops", "parallel", "training")
 
 
 def __getattr__(name: str) -> Any:

@@ -68,10 +68,9 @@ class SequenceBoundaries:
         if bool((lengths < 1).any()):
             document = int((lengths < 1).nonzero()[0])
             raise input_error(
-                call,
-                expected="lengths of at least 1 (no document is empty)",
-                got=f"{int(lengths[document])} at document {document}",
-                fix="Leave empty documents out of the row.",
+                "lengths of at least 1 (no document is empty)",
+                f"{int(lengths[document])} at document {document}",
+                "Leave empty documents out of the row.",
             )
         host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, dim=0, out=host[1:])
@@ -107,17 +106,15 @@ class SequenceBoundaries:
             fix = "Pass a host copy of the same tensor, or leave it out."
             if host.device.type != "cpu" or host.shape != cu_seqlens.shape:
                 raise input_error(
-                    call,
-                    expected=f"cu_seqlens_cpu on the CPU with shape {tuple(cu_seqlens.shape)}",
-                    got=f"{tuple(host.shape)} on {host.device}",
-                    fix=fix,
+                    f"cu_seqlens_cpu on the CPU with shape {tuple(cu_seqlens.shape)}",
+                    f"{tuple(host.shape)} on {host.device}",
+                    fix,
                 )
             if cu_seqlens.device.type == "cpu" and not torch.equal(host.long(), cu_seqlens.long()):
                 raise input_error(
-                    call,
-                    expected=f"cu_seqlens_cpu with the values of cu_seqlens, {_short(cu_seqlens.tolist())}",
-                    got=_short(host.tolist()),
-                    fix=fix,
+                    f"cu_seqlens_cpu with the values of cu_seqlens, {_short(cu_seqlens.tolist())}",
+                    _short(host.tolist()),
+                    fix,
                 )
         return cls._checked(call, host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
 
@@ -132,10 +129,9 @@ class SequenceBoundaries:
         if bool((steps < 0).any()) or int(row[0]) < 0:
             where = 0 if int(row[0]) < 0 else int((steps < 0).nonzero()[0]) + 1
             raise input_error(
-                call,
-                expected="seq_idx that is never negative and never goes back",
-                got=f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else ""),
-                fix="Number the documents of a row 0, 1, 2, ... in the order in which they stand.",
+                "seq_idx that is never negative and never goes back",
+                f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else ""),
+                "Number the documents of a row 0, 1, 2, ... in the order in which they stand.",
             )
         return cls._from_starts(call, steps != 0, seq_idx.device)
 
@@ -150,10 +146,9 @@ class SequenceBoundaries:
         text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
         if text_row is None:
             raise input_error(
-                call,
-                expected="a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions",
-                got=_describe(position_ids),
-                fix="Pass cu_seqlens or seq_idx instead.",
+                "a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions",
+                _describe(position_ids),
+                "Pass cu_seqlens or seq_idx instead.",
             )
         _check_integers(call, "position_ids", text_row, shape="[1, T] with T >= 1", ndim=2, minimum_size=1)
         _check_one_row(call, "position_ids", text_row.shape[0])
@@ -170,10 +165,9 @@ class SequenceBoundaries:
         lengths = mask.sum(dim=1)
         if bool((lengths == 0).any()):
             raise input_error(
-                call,
-                expected="at least one real token in each row",
-                got=f"only padding in row {int((lengths == 0).nonzero()[0])}",
-                fix="Drop that row.",
+                "at least one real token in each row",
+                f"only padding in row {int((lengths == 0).nonzero()[0])}",
+                "Drop that row.",
             )
         return cls.from_lengths(lengths, device=attention_mask.device)
 
@@ -196,15 +190,14 @@ class SequenceBoundaries:
         """Check the int64 host copy and build the value; `given` is the caller's tensor, kept when it can be."""
         fix = "Give the cumulative document lengths [0, n_1, n_1 + n_2, ..., T] of one packed row."
         if int(host[0]) != 0:
-            raise input_error(call, expected="cu_seqlens that starts at 0", got=str(int(host[0])), fix=fix)
+            raise input_error("cu_seqlens that starts at 0", str(int(host[0])), fix)
         lengths = host.diff()
         if bool((lengths <= 0).any()):
             document = int((lengths <= 0).nonzero()[0])
             raise input_error(
-                call,
-                expected="strictly increasing cu_seqlens (no document is empty)",
-                got=f"{int(host[document])} followed by {int(host[document + 1])} at document {document}",
-                fix=fix,
+                "strictly increasing cu_seqlens (no document is empty)",
+                f"{int(host[document])} followed by {int(host[document + 1])} at document {document}",
+                fix,
             )
         total = int(host[-1])
         if total_length is not None and total != total_length:
@@ -214,14 +207,9 @@ class SequenceBoundaries:
             )
             if total < total_length:
                 fix += " Or it put tokens before the row, as PEFT prompt learning does: use padded batches."
-            raise input_error(
-                call,
-                expected=f"cu_seqlens that ends at the row's {total_length} tokens",
-                got=f"{total}",
-                fix=fix,
-            )
+            raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", f"{total}", fix)
         if total > torch.iinfo(torch.int32).max:
-            raise input_error(call, expected="at most 2**31 - 1 tokens in a row", got=str(total), fix="Split the row.")
+            raise input_error("at most 2**31 - 1 tokens in a row", str(total), "Split the row.")
         host = host.to(torch.int32)
         return cls(host.to(device) if given is None else given.to(torch.int32), host)
 
@@ -330,10 +318,9 @@ class SequenceBoundaries:
         """
         if padded.ndim < 2 or padded.shape[0] != self.num_documents:
             raise input_error(
-                "SequenceBoundaries.pack",
-                expected=f"a padded batch [N, L, ...] with N = {self.num_documents} documents",
-                got=f"shape {tuple(padded.shape)}",
-                fix="Give one row per document.",
+                f"a padded batch [N, L, ...] with N = {self.num_documents} documents",
+                f"shape {tuple(padded.shape)}",
+                "Give one row per document.",
             )
         slots = self._slots("SequenceBoundaries.pack", padded.shape[1], attention_mask)
         return padded.flatten(0, 1).index_select(0, slots)[None]
@@ -368,10 +355,9 @@ class SequenceBoundaries:
         call = "SequenceBoundaries.unpack"
         if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
             raise input_error(
-                call,
-                expected=f"a packed row [1, T, ...] with T = {self.total_length}",
-                got=f"shape {tuple(packed.shape)}",
-                fix="Pass the row that these boundaries describe.",
+                f"a packed row [1, T, ...] with T = {self.total_length}",
+                f"shape {tuple(packed.shape)}",
+                "Pass the row that these boundaries describe.",
             )
         length = self.max_length
         if attention_mask is not None:
@@ -386,27 +372,24 @@ class SequenceBoundaries:
         if attention_mask is None:
             if length < self.max_length:
                 raise input_error(
-                    call,
-                    expected=f"rows of at least {self.max_length} tokens, the longest document",
-                    got=f"{length}",
-                    fix="Pad the rows to the longest document.",
+                    f"rows of at least {self.max_length} tokens, the longest document",
+                    f"{length}",
+                    "Pad the rows to the longest document.",
                 )
             return (self.seq_idx.long() * length + self.position_ids)[0]
         mask = _check_padding_mask(call, attention_mask)
         if mask.shape != (self.num_documents, length):
             raise input_error(
-                call,
-                expected=f"an attention_mask of the batch's shape [{self.num_documents}, {length}]",
-                got=f"{list(mask.shape)}",
-                fix="Pass the mask of this batch.",
+                f"an attention_mask of the batch's shape [{self.num_documents}, {length}]",
+                f"{list(mask.shape)}",
+                "Pass the mask of this batch.",
             )
         counts = mask.sum(dim=1).tolist()
         if counts != self.lengths:
             raise input_error(
-                call,
-                expected=f"an attention_mask whose rows hold {_short(self.lengths)} real tokens",
-                got=_short(counts),
-                fix="Pass the mask from which these boundaries were made.",
+                f"an attention_mask whose rows hold {_short(self.lengths)} real tokens",
+                _short(counts),
+                "Pass the mask from which these boundaries were made.",
             )
         return mask.flatten().nonzero()[:, 0]
 
@@ -445,11 +428,10 @@ class DeviceBoundaries(SequenceBoundaries):
     @property
     def cu_seqlens_cpu(self) -> torch.Tensor:
         raise input_error(
-            "use_cuda_graphs",
-            expected="ops that need no lengths on the host: the gated delta rule by flash-linear-attention or FlashQLA and "
+            "ops that need no lengths on the host: the gated delta rule by flash-linear-attention or FlashQLA and "
             "attention by varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout",
-            got="an implementation that reads them",
-            fix='Load the model in bfloat16 with attn_implementation="sdpa" and install the kernels that '
+            "an implementation that reads them",
+            'Load the model in bfloat16 with attn_implementation="sdpa" and install the kernels that '
             "`transformers-packed env` misses, or train without graphs.",
         )
 
@@ -486,10 +468,9 @@ def _check_integers(call: str, name: str, tensor: Any, *, shape: str, ndim: int,
     integral = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64)
     if not integral or tensor.ndim != ndim or tensor.shape[-1] < minimum_size:
         raise input_error(
-            call,
-            expected=f"{name} as an int32 or int64 tensor {shape}",
-            got=_describe(tensor),
-            fix="If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
+            f"{name} as an int32 or int64 tensor {shape}",
+            _describe(tensor),
+            "If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
             if name == "cu_seqlens"
             else "Convert it first.",
         )
@@ -498,28 +479,21 @@ def _check_integers(call: str, name: str, tensor: Any, *, shape: str, ndim: int,
 def _check_one_row(call: str, name: str, rows: int) -> None:
     if rows != 1:
         raise input_error(
-            call,
-            expected=f"{name} of one packed row, batch size 1",
-            got=f"{rows} rows",
-            fix="Lay all documents end to end in one row, as DataCollatorWithFlattening does.",
+            f"{name} of one packed row, batch size 1",
+            f"{rows} rows",
+            "Lay all documents end to end in one row, as DataCollatorWithFlattening does.",
         )
 
 
 def _check_padding_mask(call: str, attention_mask: torch.Tensor) -> torch.Tensor:
     """The mask as bool `[B, L]`."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
-        raise input_error(
-            call,
-            expected="an attention_mask tensor [B, L]",
-            got=_describe(attention_mask),
-            fix="Pass the 2-D padding mask.",
-        )
+        raise input_error("an attention_mask tensor [B, L]", _describe(attention_mask), "Pass the 2-D padding mask.")
     if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise input_error(
-            call,
-            expected="an attention_mask of 0 and 1",
-            got=f"values from {attention_mask.min().item()} to {attention_mask.max().item()}",
-            fix="Mark real tokens with 1 and padding with 0.",
+            "an attention_mask of 0 and 1",
+            f"values from {attention_mask.min().item()} to {attention_mask.max().item()}",
+            "Mark real tokens with 1 and padding with 0.",
         )
     return attention_mask.bool()
 

@@ -356,7 +356,7 @@ class BadInputTest(unittest.TestCase):
     @parameterized.expand(BAD_INPUTS)
     def test_message(self, _, function, parts):
         expected, got, fix = parts
-        pattern = rf"^DataCollatorWithFlattening: expected .*{expected}.*, got .*{got}.*\. .*{fix}"
+        pattern = rf"^expected .*{expected}.*, got .*{got}.*\. .*{fix}"
         with self.assertRaisesRegex(ValueError, pattern):
             function()
 

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_tester import report
-from packed_model_tester import packed_batch, total_relative_error
+from common.gpu import report
+from common.processes import run_processes
+from common.real_heads import FAMILIES, REAL_HEADS
+from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
-from process_tester import run_processes
-from real_heads_tester import FAMILIES, REAL_HEADS
 from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from fused_cases import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
-from gpu_tester import report, synchronising_is_an_error
+from common.fused import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
+from common.gpu import report, synchronising_is_an_error
 from parameterized import parameterized
 
 from transformers_packed.ops import (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_tester import TOTAL, kept, lengths_of, report, synchronising_is_an_error
+from common.gpu import TOTAL, kept, lengths_of, report, synchronising_is_an_error
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager_attention_forward
@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, eager
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import attention, causal_conv1d, gated_delta_rule
 from transformers_packed.ops.attention import IMPLEMENTATIONS as ATTENTION
-from transformers_packed.ops.causal_conv1d import IMPLEMENTATIONS as CONV
+from transformers_packed.ops.convolution import IMPLEMENTATIONS as CONV
 from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS as RULE
 
 

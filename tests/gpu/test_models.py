@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from accelerate import dispatch_model
-from gpu_tester import kept, lengths_of, report, synchronising_is_an_error
-from packed_model_tester import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
-from packed_vision_tester import document as make_document
-from packed_vision_tester import vision_config
+from common.gpu import kept, lengths_of, report, synchronising_is_an_error
+from common.real_heads import FAMILIES, REAL_HEADS
+from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.vision import document as make_document
+from mixins.vision import vision_config
 from parameterized import parameterized
-from real_heads_tester import FAMILIES, REAL_HEADS
 from transformers import Qwen3_5Config, set_seed
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from gpu_tester import compile_one_configuration, report
-from isolation_tester import find_leaks
+from common.gpu import compile_one_configuration, report
+from common.isolation import find_leaks
+from common.processes import FSDP_ON_CPU, run_once, run_processes
 from parameterized import parameterized
-from process_tester import FSDP_ON_CPU, run_once, run_processes
 from transformers import Qwen3_5TextConfig, set_seed
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
@@ -401,7 +401,7 @@ class ParallelTrainingOnGpusTest(unittest.TestCase):
     def train(self, processes: int, *arms: str) -> dict:
         """What the arms of `sequence_parallel_arms.py` logged, sharded by FSDP2 through accelerate."""
         root = Path(__file__).parents[2]
-        script = Path(__file__).with_name("sequence_parallel_arms.py")
+        script = root / "tests" / "scripts" / "sequence_parallel_arms.py"
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "log.pt"
             config = ["--config_file", str(root / "examples" / "fsdp2.yaml"), "--num_processes", str(processes)]

@@ -4,10 +4,10 @@ import unittest
 
 import pytest
 import torch
-from gpu_tester import report
-from packed_model_tester import gradients, packed_batch, relative_error, total_relative_error
+from common.gpu import report
+from common.real_heads import FAMILIES, REAL_HEADS
+from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
-from real_heads_tester import FAMILIES, REAL_HEADS
 from transformers import set_seed
 
 

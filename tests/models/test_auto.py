@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 import transformers
-from packed_model_tester import VOCAB_SIZE, packed_batch, relative_error
-from packed_vision_tester import TINY as TINY_TEXT
-from packed_vision_tester import vision_config
+from mixins.model import VOCAB_SIZE, packed_batch, relative_error
+from mixins.vision import TINY as TINY_TEXT
+from mixins.vision import vision_config
 from parameterized import parameterized
 from transformers import (
     AutoModel,
@@ -145,7 +145,7 @@ class RegisterTest(unittest.TestCase):
 
         AutoModelForCausalLM.register(Qwen3_5TextConfig, Qwen3_5ForCausalLM, exist_ok=True)
         try:
-            with self.assertRaisesRegex(ValueError, "register: expected no other class .* Qwen3_5TextConfig, got .*"):
+            with self.assertRaisesRegex(ValueError, "expected no other class .* Qwen3_5TextConfig, got .*"):
                 transformers_packed.register()
             # Nothing was registered half-way, and unregister leaves the stranger alone.
             self.assertTrue(type(AutoModel.from_config(CONFIGS["qwen3_5"])).__module__.startswith("transformers."))

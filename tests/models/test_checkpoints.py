@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from packed_model_tester import alone, packed_batch, padded_batch, relative_error
-from packed_patch_tester import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
-from packed_vision_tester import alone_batch, document
+from mixins.model import alone, packed_batch, padded_batch, relative_error
+from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
+from mixins.vision import alone_batch, document
 from parameterized import parameterized
 
 import transformers_packed

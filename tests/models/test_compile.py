@@ -4,8 +4,8 @@ import unittest
 from unittest import mock
 
 import torch
-from packed_model_tester import gradients, packed_batch, padded_batch, relative_error, total_relative_error
-from packed_vision_tester import TINY
+from mixins.model import gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.vision import TINY
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 

@@ -10,11 +10,11 @@ from unittest import mock
 import peft
 import torch
 import torch.distributed as dist
-from packed_model_tester import packed_batch, total_relative_error
+from common.processes import run_processes
+from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
-from process_tester import run_processes
+from scripts.trainer_arms import TINY
 from torch.nn.parallel import DistributedDataParallel
-from training.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs

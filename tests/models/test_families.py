@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 import transformers
-from families_tester import documents, tiny_config, tiny_model
-from packed_model_tester import alone, packed_batch, padded_batch, relative_error, total_relative_error
-from packed_patch_tester import ours, snapshot
+from common.families import documents, tiny_config, tiny_model
+from mixins.model import alone, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.patch import ours, snapshot
 from parameterized import parameterized
 from transformers import (
     CONFIG_MAPPING,
@@ -330,7 +330,7 @@ class RefusalTest(unittest.TestCase):
         bert = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bert"](**tiny, num_attention_heads=2))
         t5 = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING["t5"](vocab_size=50, d_model=16, num_layers=1, d_ff=8))
         for model, pattern in ((bert, "BertLMHeadModel: .*padded batches"), (t5, "audit_model")):
-            with self.assertRaisesRegex(ValueError, f"patch_model: expected .*{pattern}"):
+            with self.assertRaisesRegex(ValueError, f"expected .*{pattern}"):
                 patch_model(model)
         config = LlamaConfig(**tiny, num_attention_heads=4)
         model = AutoModelForCausalLM.from_config(config)

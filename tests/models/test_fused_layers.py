@@ -5,10 +5,10 @@ import unittest
 from unittest import mock
 
 import torch
-from packed_model_tester import gradients, total_relative_error
+from mixins.model import gradients, total_relative_error
+from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
-from triton_tester import InterpretedKernelsTest
 
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM

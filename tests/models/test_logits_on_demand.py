@@ -11,8 +11,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import convert_to_fp32
-from packed_model_tester import packed_batch, relative_error
-from packed_patch_tester import builtin_model, documents
+from mixins.model import packed_batch, relative_error
+from mixins.patch import builtin_model, documents
 from parameterized import parameterized
 from torch import distributed
 from torch.nn.parallel.distributed import _find_tensors

@@ -7,9 +7,9 @@ import sys
 import tempfile
 
 import torch
-from packed_model_tester import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
-from packed_padding_tester import computed_tokens
-from packed_patch_tester import (
+from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.padding import computed_tokens
+from mixins.patch import (
     BUILTINS,
     COMPOSITE,
     CONFIGS,
@@ -19,7 +19,7 @@ from packed_patch_tester import (
     ours,
     snapshot,
 )
-from packed_vision_tester import TEXT, alone_batch, document
+from mixins.vision import TEXT, alone_batch, document
 from parameterized import parameterized
 from transformers import set_seed
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY

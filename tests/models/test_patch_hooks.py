@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator, cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.state import AcceleratorState
-from packed_model_tester import alone, packed_batch, relative_error
-from packed_patch_tester import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours, snapshot
+from mixins.model import alone, packed_batch, relative_error
+from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours, snapshot
 from parameterized import parameterized
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -209,7 +209,9 @@ class ProcessGroupTest(PatchTestCase):
         seen = []
         if hooked:
             model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-        with mock.patch("transformers_packed.models.heads.linear_cross_entropy", wraps=linear_cross_entropy) as fused:
+        with mock.patch(
+            "transformers_packed.models.outputs.linear_cross_entropy", wraps=linear_cross_entropy
+        ) as fused:
             output = model.train()(**batch)
         # A hook of the user's is to see logits.
         self.assertEqual((fused.call_count, len(seen)), (0, 1) if hooked else (1, 0))

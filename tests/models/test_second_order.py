@@ -4,8 +4,8 @@ import copy
 import unittest
 
 import torch
-from packed_model_tester import alone, packed_batch, relative_error, total_relative_error
-from packed_patch_tester import builtin_model, documents
+from mixins.model import alone, packed_batch, relative_error, total_relative_error
+from mixins.patch import builtin_model, documents
 from parameterized import parameterized
 
 from transformers_packed import patch_model

@@ -4,11 +4,11 @@ import tempfile
 import unittest
 
 import torch
-from packed_model_tester import packed_batch, total_relative_error
-from packed_patch_tester import BUILTINS, COMPOSITE, builtin_model
-from packed_vision_tester import alone_batch, document
+from common.processes import run_processes
+from mixins.model import packed_batch, total_relative_error
+from mixins.patch import BUILTINS, COMPOSITE, builtin_model
+from mixins.vision import alone_batch, document
 from parameterized import parameterized
-from process_tester import run_processes
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from transformers_packed import patch_model

@@ -10,9 +10,9 @@ from types import MethodType
 from unittest import mock
 
 import torch
-from packed_model_tester import total_relative_error
-from packed_patch_tester import COMPOSITE, builtin_model
-from packed_vision_tester import alone_batch, document
+from mixins.model import total_relative_error
+from mixins.patch import COMPOSITE, builtin_model
+from mixins.vision import alone_batch, document
 from parameterized import parameterized
 from peft import LNTuningConfig, LoKrConfig, LoraConfig, get_peft_model
 from torch import distributed

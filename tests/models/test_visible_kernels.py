@@ -22,7 +22,7 @@ class VisibleKernelsTest(unittest.TestCase):
         "import sys, torch\n"
         "sys.path.insert(0, 'models/qwen3_5'); sys.path.insert(0, 'models/qwen3_next')\n"
         "import test_modeling_qwen3_5 as dense, test_modeling_qwen3_next as moe\n"
-        "from packed_model_tester import packed_batch, padded_batch, alone, gradients\n"
+        "from mixins.model import packed_batch, padded_batch, alone, gradients\n"
         "torch.manual_seed(0)\n"
         "documents = [torch.randint(1, 97, (n,)) for n in (1, 3, 65, 130)]\n"
     )

@@ -1,7 +1,7 @@
 import unittest
 
 import torch
-from packed_op_tester import PackedOpTesterMixin, relative_error
+from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,7 +195,7 @@ class AttentionTest(unittest.TestCase):
 
         self.addCleanup(ALL_ATTENTION_FUNCTIONS.__delitem__, "somebody_elses")
         ALL_ATTENTION_FUNCTIONS["somebody_elses"] = anything
-        pattern = r'^attention: expected .*packed documents apart.*, got "somebody_elses"\. .*="sdpa"'
+        pattern = r'^expected .*packed documents apart.*, got "somebody_elses"\. .*="sdpa"'
         with self.assertRaisesRegex(ValueError, pattern):
             run(make_module("somebody_elses"), *make_row(20), boundaries=SequenceBoundaries.from_lengths([8, 12]))
 
@@ -233,5 +233,5 @@ class AttentionTest(unittest.TestCase):
         self.assertLess(relative_error(output.transpose(1, 2), expected), 1e-5)
 
     def test_refuses_another_row(self):
-        with self.assertRaisesRegex(ValueError, r"^per_document: expected .*\[1, 20, \.\.\.\]"):
+        with self.assertRaisesRegex(ValueError, r"^expected .*\[1, 20, \.\.\.\]"):
             run(make_module("sdpa"), *make_row(21), boundaries=SequenceBoundaries.from_lengths([8, 12]))

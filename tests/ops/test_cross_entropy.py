@@ -2,8 +2,8 @@ import unittest
 from unittest import mock
 
 import torch
+from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from triton_tester import InterpretedKernelsTest
 
 from transformers_packed.ops import linear_cross_entropy
 

@@ -7,11 +7,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from fused_cases import CASES, LOSS, boundaries_of, cast, errors, guarded_buffers, named, relative
+from common.fused import CASES, LOSS, boundaries_of, cast, errors, guarded_buffers, named, relative
+from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
-from triton_tester import InterpretedKernelsTest
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import (
@@ -57,7 +57,7 @@ class InterpretedTest(InterpretedKernelsTest):
     def setUp(self):
         super().setUp()
         # What a kernel's program does for its runs of many tokens, it does for runs of a few too.
-        self.enterContext(mock.patch("transformers_packed.ops.triton_kernels.conv._TOKENS", 6))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.conv._TOKENS", 6))
 
     def assert_same_bits(self, actual, expected, message=None):
         for a, b in zip(actual, expected, strict=True):
@@ -212,7 +212,7 @@ class HaloTest(InterpretedTest):
     """A part of a row, with the tokens before it, which count as far as the positions reach."""
 
     def compute(self, x, weight, position, upstream, halo=None):
-        from transformers_packed.ops.triton_kernels.conv import ConvolvedQueryKeyValue
+        from transformers_packed.ops.backends.triton.conv import ConvolvedQueryKeyValue
 
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
         outputs = ConvolvedQueryKeyValue.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *inputs[2:])
@@ -448,42 +448,42 @@ def rotate(query_gate=(1, 5, 2, 16), key=(1, 5, 1, 8), weights=(8,), cos=(1, 5, 
 
 
 SHAPES = [
-    ("norm_weight", lambda: rms_norm(ones(2, 4), ones(3)), r"rms_norm: expected .*\(3,\)"),
+    ("norm_weight", lambda: rms_norm(ones(2, 4), ones(3)), r"expected .*\(3,\)"),
     ("norm_residual", lambda: rms_norm(ones(2, 4), ones(4), residual=ones(1, 4)), "residual"),
-    ("gated_norm_weight", lambda: gated_rms_norm(ones(2, 4), ones(2, 4), ones(1)), "gated_rms_norm: expected"),
+    ("gated_norm_weight", lambda: gated_rms_norm(ones(2, 4), ones(2, 4), ones(1)), "expected"),
     ("gated_norm_gate", lambda: gated_rms_norm(ones(2, 4), ones(4), ones(4)), "gate"),
-    ("swiglu", lambda: swiglu(ones(2, 4), ones(4)), "swiglu: expected gate and up of one shape"),
-    ("sigmoid_gate", lambda: sigmoid_gate(ones(2, 4), ones(2, 1)), "sigmoid_gate: expected gate and hidden_states"),
-    ("swiglu_linear", lambda: swiglu_linear(ones(2, 4), ones(4), ones(3, 4)), "swiglu_linear: expected gate and up"),
+    ("swiglu", lambda: swiglu(ones(2, 4), ones(4)), "expected gate and up of one shape"),
+    ("sigmoid_gate", lambda: sigmoid_gate(ones(2, 4), ones(2, 1)), "expected gate and hidden_states"),
+    ("swiglu_linear", lambda: swiglu_linear(ones(2, 4), ones(4), ones(3, 4)), "expected gate and up"),
     ("swiglu_linear_weight", lambda: swiglu_linear(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
     ("gate_linear_ndim", lambda: sigmoid_gate_linear(*(ones(2, 4),) * 2, ones(4)), r"a weight \[out, 4\]"),
     (
         "norm_linear_weight",
         lambda: gated_rms_norm_linear(*(ones(2, 3, 4),) * 2, ones(4), ones(5, 4)),
-        r"gated_rms_norm_linear: expected a weight \[out, 12\]",
+        r"expected a weight \[out, 12\]",
     ),
     (
         "norm_linear_gate",
         lambda: gated_rms_norm_linear(ones(2, 3, 4), ones(2, 12), ones(4), ones(5, 12)),
-        "gated_rms_norm_linear: expected hidden_states and gate",
+        "expected hidden_states and gate",
     ),
-    ("decay_b", lambda: decay_and_rate(ones(2, 4), ones(2, 3), ones(4), ones(4)), "decay_and_rate: expected"),
+    ("decay_b", lambda: decay_and_rate(ones(2, 4), ones(2, 3), ones(4), ones(4)), "expected"),
     ("decay_a_log", lambda: decay_and_rate(ones(2, 4), ones(2, 4), ones(1), ones(4)), "value heads"),
     ("decay_dt_bias", lambda: decay_and_rate(ones(2, 4), ones(2, 4), ones(4), ones(2, 4)), "value heads"),
-    ("conv_channels", lambda: convolve(ones(1, 5, 48), ones(40, 4)), "convolved_query_key_value: expected"),
+    ("conv_channels", lambda: convolve(ones(1, 5, 48), ones(40, 4)), "expected"),
     ("conv_no_values", lambda: convolve(ones(1, 5, 32), ones(32, 4)), "number of heads"),
     ("conv_part_of_a_head", lambda: convolve(ones(1, 5, 56), ones(56, 4)), "number of heads"),
     ("conv_ndim", lambda: convolve(ones(5, 48), ones(48, 4)), r"\[B, T, D\]"),
     ("conv_weight_ndim", lambda: convolve(ones(1, 5, 48), ones(48, 1, 4)), r"weight \[D, W\]"),
-    ("rotary_gate", lambda: rotate(query_gate=(1, 5, 2, 8)), "normed_rotary: expected"),
-    ("rotary_tokens", lambda: rotate(key=(1, 4, 1, 8)), "normed_rotary: expected"),
-    ("rotary_ndim", lambda: rotate(query_gate=(5, 2, 16), key=(5, 1, 8)), "normed_rotary: expected"),
+    ("rotary_gate", lambda: rotate(query_gate=(1, 5, 2, 8)), "expected"),
+    ("rotary_tokens", lambda: rotate(key=(1, 4, 1, 8)), "expected"),
+    ("rotary_ndim", lambda: rotate(query_gate=(5, 2, 16), key=(5, 1, 8)), "expected"),
     ("rotary_weights", lambda: rotate(weights=(4,)), r"weights \[dim\]"),
-    ("rotary_cos", lambda: rotate(cos=(1, 4, 4)), "normed_rotary: expected"),
-    ("rotary_cos_ndim", lambda: rotate(cos=(5, 4)), "normed_rotary: expected"),
-    ("rotary_sin", lambda: rotate(sin=(1, 5, 2)), "normed_rotary: expected"),
-    ("rotary_odd", lambda: rotate(cos=(1, 5, 3)), "normed_rotary: expected"),
-    ("rotary_too_wide", lambda: rotate(cos=(1, 5, 10)), "normed_rotary: expected"),
+    ("rotary_cos", lambda: rotate(cos=(1, 4, 4)), "expected"),
+    ("rotary_cos_ndim", lambda: rotate(cos=(5, 4)), "expected"),
+    ("rotary_sin", lambda: rotate(sin=(1, 5, 2)), "expected"),
+    ("rotary_odd", lambda: rotate(cos=(1, 5, 3)), "expected"),
+    ("rotary_too_wide", lambda: rotate(cos=(1, 5, 10)), "expected"),
 ]
 HALF = ones(1, 5, 48, dtype=torch.float64)
 UNSERVED = [

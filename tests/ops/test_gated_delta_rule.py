@@ -3,7 +3,7 @@ import unittest
 
 import torch
 import torch.nn.functional as F
-from packed_op_tester import PackedOpTesterMixin, relative_error
+from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as builtin_chunk_gated_delta_rule
 
@@ -212,15 +212,15 @@ class GatedDeltaRuleTest(unittest.TestCase):
     )
     def test_a_packed_row_has_no_state(self, _, options, got):
         boundaries = SequenceBoundaries.from_lengths([4, 6])
-        pattern = rf"^gated_delta_rule: expected a packed row without a state, got {got}\. .*without a cache"
+        pattern = rf"^expected a packed row without a state, got {got}\. .*without a cache"
         with self.assertRaisesRegex(ValueError, pattern):
             gated_delta_rule(*make_inputs(10), boundaries=boundaries, **options)
 
     def test_refuses_heads_that_do_not_group(self):
         inputs = make_inputs(5, key_heads=2, value_heads=3)
-        with self.assertRaisesRegex(ValueError, r"^gated_delta_rule: expected .*multiple.*, got 3 and 2\. Check"):
+        with self.assertRaisesRegex(ValueError, r"^expected .*multiple.*, got 3 and 2\. Check"):
             gated_delta_rule(*inputs)
 
     def test_unknown_impl(self):
-        with self.assertRaisesRegex(ValueError, r'^gated_delta_rule: expected .*"auto".*reference.*, got "fast"'):
+        with self.assertRaisesRegex(ValueError, r'^expected .*"auto".*reference.*, got "fast"'):
             gated_delta_rule(*make_inputs(5), impl="fast")

@@ -2,7 +2,7 @@ import itertools
 import unittest
 
 import torch
-from packed_op_tester import LENGTHS, PackedOpTesterMixin
+from mixins.op import LENGTHS, PackedOpTesterMixin
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
@@ -80,7 +80,7 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
     )
     def test_refuses_what_is_not_the_row(self, _, shape, got):
         boundaries = SequenceBoundaries.from_lengths([3, 5])
-        with self.assertRaisesRegex(ValueError, rf"^per_document: expected .*\[1, 8, \.\.\.\].*, got {got}\. Pass"):
+        with self.assertRaisesRegex(ValueError, rf"^expected .*\[1, 8, \.\.\.\].*, got {got}\. Pass"):
             per_document(lambda x, y: x, torch.zeros(1, 8), torch.zeros(shape), boundaries=boundaries)
 
 

@@ -1,8 +1,8 @@
 import unittest
 
 import torch
+from common.processes import run_processes
 from parameterized import parameterized
-from process_tester import run_processes
 
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie

@@ -4,10 +4,10 @@ import unittest
 from unittest import mock
 
 import pytest
-from isolation_tester import find_leaks
-from packed_vision_tester import TEXT
+from common.isolation import find_leaks
+from common.processes import ROWS, run_processes
+from mixins.vision import TEXT
 from parameterized import parameterized
-from process_tester import ROWS, run_processes
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5

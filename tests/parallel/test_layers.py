@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from common.processes import ROWS, run_once, run_processes
 from parameterized import parameterized
-from process_tester import ROWS, run_once, run_processes
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
@@ -60,7 +60,7 @@ def _triton(tensors, weights, boundaries):
     dispatch._used.clear()
     with (
         mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True),
-        mock.patch("transformers_packed.ops.triton_kernels.conv._TOKENS", 5),
+        mock.patch("transformers_packed.ops.backends.triton.conv._TOKENS", 5),
     ):
         heads = {"key_heads": 1, "key_dim": 16, "value_dim": 16}
         outputs = convolved_query_key_value(*tensors, *weights, **heads, boundaries=boundaries)

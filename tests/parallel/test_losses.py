@@ -1,7 +1,7 @@
 import unittest
 
 import torch
-from process_tester import run_processes
+from common.processes import run_processes
 
 from transformers_packed import DataCollatorWithFlattening, per_document_loss
 from transformers_packed.parallel import SequenceParallel, gather_loss_tensors, shard_batch

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from packed_model_tester import VOCAB_SIZE, gradients, total_relative_error
-from packed_vision_tester import TEXT
+from common.processes import EXPERTS, ROWS, run_once, run_processes
+from mixins.model import VOCAB_SIZE, gradients, total_relative_error
+from mixins.vision import TEXT
 from parameterized import parameterized
-from process_tester import EXPERTS, ROWS, run_once, run_processes
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from packed_model_tester import total_relative_error
-from packed_vision_tester import TEXT, document, vision_config
+from common.processes import ROWS, run_once, run_processes
+from mixins.model import total_relative_error
+from mixins.vision import TEXT, document, vision_config
 from parameterized import parameterized
-from process_tester import ROWS, run_once, run_processes
+from scripts.trainer_arms import CONFIGS, OPTIONS
 from torch.utils.data import IterableDataset
-from training.trainer_arms import CONFIGS, OPTIONS
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

@@ -4,10 +4,10 @@ import unittest
 
 import pytest
 import torch
-from packed_model_tester import total_relative_error
-from packed_vision_tester import TEXT, document, vision_config
+from common.processes import EXPERTS, run_once, run_processes
+from mixins.model import total_relative_error
+from mixins.vision import TEXT, document, vision_config
 from parameterized import parameterized
-from process_tester import EXPERTS, run_once, run_processes
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries

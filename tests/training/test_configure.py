@@ -6,14 +6,14 @@ import pytest
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderShard
+from common.processes import FSDP_ON_CPU
 from datasets import Dataset
-from packed_model_tester import total_relative_error
-from packed_patch_tester import ours
+from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said
+from mixins.model import total_relative_error
+from mixins.patch import ours
 from parameterized import parameterized
-from process_tester import FSDP_ON_CPU
-from training.configure_tester import UPDATE_BAR, ConfigureTestCase, llama, said
-from training.configured_arms import MAX_LENGTH, STEPS, configure, tokenizer
-from training.trainer_arms import Samples, collate_padded, run_in_two_processes, updates_and_log
+from scripts.configured_arms import MAX_LENGTH, STEPS, configure, tokenizer
+from scripts.trainer_arms import Samples, collate_padded, run_in_two_processes, updates_and_log
 from transformers import AutoModelForCausalLM, trainer_callback
 
 from transformers_packed import (
@@ -26,7 +26,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import configure as module
-from transformers_packed.training.metrics import PackingMetricsCallback
+from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
 
 
 FIGURES = {"tokens_per_second", "documents_per_row", "padding_avoided"}

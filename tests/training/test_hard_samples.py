@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from packed_model_tester import total_relative_error
+from mixins.model import total_relative_error
 from parameterized import parameterized
-from training.configured_arms import build, collate_rows
-from training.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
+from scripts.configured_arms import build, collate_rows
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing

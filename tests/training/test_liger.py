@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from packed_model_tester import total_relative_error
-from packed_vision_tester import TEXT, vision_config
+from mixins.model import total_relative_error
+from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
-from training.configured_arms import build
-from training.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
+from scripts.configured_arms import build
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

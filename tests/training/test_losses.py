@@ -3,12 +3,12 @@ import unittest
 
 import torch
 import torch.nn.functional as F
-from packed_model_tester import relative_error, total_relative_error
+from common.records import assistant, make_tokenizer, records, user
+from mixins.model import relative_error, total_relative_error
 from parameterized import parameterized
+from scripts.loss_arms import build_sample_trainer, updates_and_losses
+from scripts.trainer_arms import CONFIGS, build_trainer, run_in_two_processes
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.loss_arms import build_sample_trainer, updates_and_losses
-from training.train_records import assistant, make_tokenizer, records, user
-from training.trainer_arms import CONFIGS, build_trainer, run_in_two_processes
 from transformers import AutoModelForCausalLM, Trainer
 
 from transformers_packed import (
@@ -20,7 +20,7 @@ from transformers_packed import (
     registered,
     set_loss_normalization,
 )
-from transformers_packed.training.examples import make_samples
+from transformers_packed.data.records.samples import make_samples
 
 
 VOCAB_SIZE, HIDDEN_SIZE = 61, 16
@@ -158,9 +158,9 @@ class PerDocumentTest(unittest.TestCase):
         hidden_states, weight, labels = packed_row()
         logits = hidden_states @ weight.T
         for message, arguments in (
-            ("per_document_loss: expected logits", (logits[0], labels, self.boundaries)),
-            ("per_document_loss: expected logits", (logits, labels[:, 1:], self.boundaries)),
-            ("per_document_loss: expected logits", (logits, labels.float(), self.boundaries)),
+            ("expected logits", (logits[0], labels, self.boundaries)),
+            ("expected logits", (logits, labels[:, 1:], self.boundaries)),
+            ("expected logits", (logits, labels.float(), self.boundaries)),
             ("boundaries of the row's 51 tokens", (logits, labels, SequenceBoundaries.from_lengths([51, 1]))),
             ("ends at the row's 51 tokens", (logits, labels, torch.tensor([0, 50]))),
         ):

@@ -1,138 +1,328 @@
+"""`PackedTrainer` and its arguments, and the figures that packing adds to the log."""
+
+import contextlib
+import io
 import tempfile
+import time
 import unittest
+from unittest import mock
 
 import torch
-from packed_model_tester import relative_error, total_relative_error
-from packed_padding_tester import computed_tokens
 from parameterized import parameterized
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from training.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes, train
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+from scripts.trainer_arms import CONFIGS, Samples, collate_padded
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingCost,
+    configure_packing,
+    patch_model,
+)
+from transformers_packed.models.base import has_our_classes
+from transformers_packed.ops import dispatch
+from transformers_packed.training.callbacks import metrics
 
 
-class TrainerTest(unittest.TestCase):
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+class TrainerTestCase(unittest.TestCase):
     def setUp(self):
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.directory = directory.name
 
-    def check_same_training(self, padded, packed, bar=1e-6):
-        updates, losses = padded
-        got_updates, got_losses = packed
-        self.assertEqual(len(losses), 20)
-        for got, want in zip(got_losses, losses, strict=True):
-            self.assertLess(abs(got - want) / want, 1e-5)
-        self.assertLess(total_relative_error(got_updates, updates), bar)
+    def args(self, cls=PackedTrainingArguments, **options):
+        defaults = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "max_steps": 4}
+        defaults |= {"logging_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+        return cls(self.directory, **defaults | {"disable_tqdm": True} | options)
 
-    @parameterized.expand(CONFIGS)
-    def test_packed_updates_equal_padded_updates(self, family):
-        """20 steps of SGD with accumulation over unequal rows, loss a mean over the tokens of a step."""
-        *padded, _ = train("padded", family, self.directory)
-        *packed, trainer = train("packed", family, self.directory)
-        self.check_same_training(padded, packed, bar=1e-4 if family.endswith("moe") else 1e-6)
-        self.assertTrue(trainer.model_accepts_loss_kwargs)
-        for name, update in packed[0].items():
-            self.assertGreater(update.abs().max(), 0, name)
+    def build(self, cls=PackedTrainer, args=None, **options):
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        samples = {"train_dataset": Samples(24), "eval_dataset": Samples(8)}
+        with quiet():
+            return cls(model, args or self.args(), **samples | options)
 
-    @parameterized.expand([(True,), (False,)])
-    def test_gradient_checkpointing(self, use_reentrant):
-        options = {
-            "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
-        }
-        *padded, _ = train("padded", "qwen3_5", self.directory)
-        *packed, _ = train("packed", "qwen3_5", self.directory, **options)
-        self.check_same_training(padded, packed)
 
-    @parameterized.expand(["qwen3_5", "qwen3_next_moe"])
-    def test_padded_batches_through_our_model(self, family):
-        """Trained and evaluated with a padding collator, and no token of padding computed."""
-        *padded, builtin = train("padded", family, self.directory)
-        trainer = build_trainer("padded_ours", family, self.directory)
-        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        real, collate = [], trainer.data_collator
+class PackedTrainerTest(TrainerTestCase):
+    def test_a_model_that_is_made_when_training_starts(self):
+        """`model_init` makes another one than that which was there when the Trainer was built."""
 
-        def count(features):
-            real.append(sum(len(feature["input_ids"]) for feature in features))
-            return collate(features)
+        def make():
+            return AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
 
-        trainer.data_collator = count
-        with computed_tokens(trainer.model) as seen:
-            trainer.train()
-        self.assertLessEqual(seen, set(real))
-        updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        self.check_same_training(padded, (updates, losses), bar=1e-4 if family.endswith("moe") else 1e-6)
+        def trained(**model):
+            args = self.args(packing=True, max_length=128, seed=1)
+            with quiet():
+                trainer = PackedTrainer(args=args, train_dataset=Samples(24), **model)
+                trainer.train()
+            return trainer.model
 
-        # Transformers' own collator, which pads with the tokenizer.
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1}, "<unk>")), pad_token="<pad>"
-        )
-        for side in ("left", "right"):
-            tokenizer.padding_side = side
-            results = []
-            for each in (builtin, trainer):
-                each.data_collator = DataCollatorForSeq2Seq(tokenizer)
-                with computed_tokens(each.model) as seen:
-                    results.append(each.evaluate()["eval_loss"])
-            self.assertEqual(seen, {sum(len(row["input_ids"]) for row in Samples(7).rows)})
-            self.assertLess(abs(results[1] - results[0]) / results[0], 1e-5)
+        set_seed(1)
+        expected, found = trained(model=make()), trained(model_init=make)
+        self.assertTrue(has_our_classes(found))
+        for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
 
-    def test_the_comparison_can_fail(self):
-        """The same training without boundaries moves the parameters elsewhere, by a hundred times the bar and more."""
-        updates, *_ = train("padded", "qwen3_5", self.directory)
-        trainer = build_trainer("packed", "qwen3_5", self.directory)
-        collate = trainer.data_collator
-        trainer.data_collator = lambda features: {
-            name: value for name, value in collate(features).items() if name in ("input_ids", "labels")
-        }
-        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        trainer.train()
-        leaking = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-        self.assertGreater(total_relative_error(leaking, updates), 1e-4)
+    @parameterized.expand(
+        [
+            ("auto", {}, (False, True)),
+            ("padding_free", {"padding_free": True}, (False, True)),
+            ("packing", {"packing": True, "max_length": 128}, (True, True)),
+            ("off", {"padding_free": False}, (False, False)),
+        ]
+    )
+    def test_what_the_arguments_ask_for(self, mode, options, active):
+        args = self.args(**options)
+        self.assertEqual(args.packing_mode, mode)
+        trainer = self.build(args=args)
+        self.assertEqual((args.packing, args.padding_free), active)
+        self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "packing")
+        if mode != "off":
+            with quiet():
+                trainer.train()
+            self.assertIn("tokens_per_second", trainer.state.log_history[0])
 
-    def test_evaluate_and_predict(self):
-        padded, packed = (build_trainer(arm, "qwen3_5", self.directory) for arm in ("padded", "packed"))
-        options = {"per_device_eval_batch_size": 7}
-        for trainer in (padded, packed):
-            for name, value in options.items():
-                setattr(trainer.args, name, value)
-        want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
-        self.assertLess(abs(got - want) / want, 1e-5)
+    def test_plain_arguments_mean_auto(self):
+        args = self.args(TrainingArguments)
+        self.build(args=args)
+        self.assertTrue(args.padding_free)
 
-        # Rows of one sample each, so that padded and packed rows hold the same tokens in the same places.
-        packed.args.per_device_eval_batch_size = 1
-        predicted = packed.predict(Samples(3))
-        self.assertEqual(predicted.predictions.shape[0], 3)
-        for row, logits in zip(Samples(3).rows, predicted.predictions, strict=True):
+    @parameterized.expand([({"packing": True},), ({"packing": True, "max_length": 8, "padding_free": False},)])
+    def test_contradictions(self, options):
+        with self.assertRaisesRegex(ValueError, "expected max_length"):
+            self.args(**options)
+
+    def test_on_the_command_line(self):
+        line = ["--output_dir", self.directory, "--packing", "true", "--max_length", "64"]
+        (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
+        self.assertEqual((args.packing, args.max_length, args.padding_free), (True, 64, None))
+
+    def test_evaluation_is_the_mean_over_all_targets(self):
+        trainer = self.build()
+        losses, targets = 0.0, 0
+        with torch.no_grad():
+            for row in Samples(8).rows:
+                labels = torch.tensor([row["labels"]])
+                count = int((labels[:, 1:] != -100).sum())
+                if count:
+                    loss = trainer.model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss
+                    losses, targets = losses + count * float(loss), targets + count
+        self.assertAlmostEqual(trainer.evaluate()["eval_loss"], losses / targets, places=5)
+        # The mean of the batches' means, which the stock Trainer reports, is another number.
+        stock = self.build(Trainer, self.args(TrainingArguments), data_collator=collate_padded).evaluate()["eval_loss"]
+        self.assertGreater(abs(stock - losses / targets), 1e-4)
+
+    def test_metrics_get_a_document_per_row(self):
+        seen = []
+        trainer = self.build(compute_metrics=lambda prediction: seen.append(prediction) or {})
+        trainer.evaluate()
+        (prediction,) = seen
+        rows = Samples(8).rows
+        longest = max(len(row["input_ids"]) for row in rows)
+        self.assertEqual(prediction.predictions.shape, (8, longest, 61))
+        self.assertEqual(prediction.label_ids.shape, (8, longest))
+        for row, logits, labels in zip(rows, prediction.predictions, prediction.label_ids, strict=True):
+            length = len(row["input_ids"])
             with torch.no_grad():
-                alone = padded.model(torch.tensor([row["input_ids"]])).logits[0]
-            self.assertLess(relative_error(torch.tensor(logits[: len(alone)]), alone), 1e-5)
+                alone = trainer.model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+            self.assertLess((torch.tensor(logits[:length]) - alone).abs().max(), 1e-5)
+            self.assertTrue((logits[length:] == -100).all() and (labels[length:] == -100).all())
+            self.assertEqual(labels[1:length].tolist(), row["labels"][1:])
 
-        # Several samples in a row.
-        packed.args.per_device_eval_batch_size = 3
-        predicted = packed.predict(Samples(3))
-        lengths = [len(row["input_ids"]) for row in Samples(3).rows]
-        self.assertEqual(predicted.predictions.shape[:2], (1, sum(lengths)))
-        last = torch.tensor(predicted.predictions[0, -lengths[-1] :])
-        self.assertLess(relative_error(last, alone), 1e-5)
+    @parameterized.expand([(False,), (True,)])
+    def test_metrics_get_the_inputs_of_the_documents(self, batch_eval_metrics):
+        """`include_for_metrics=["inputs"]`: the tokens stand where the labels and predictions of their documents do."""
+        seen = []
 
-    def test_a_datasets_dataset_with_further_columns(self):
-        """`remove_unused_columns` at its default drops what the model does not take, and nothing else."""
-        from datasets import Dataset
+        def compute_metrics(prediction, compute_result=True):
+            seen.append(prediction)
+            return {}
 
-        rows = [{**row, "text": "x", "score": 1.0} for row in Samples(6).rows]
-        trainer = build_trainer("packed", "qwen3_5", self.directory, max_steps=1)
-        trainer.train_dataset = Dataset.from_list(rows)
-        trainer.train()
-        self.assertEqual(trainer.state.global_step, 1)
+        args = self.args(include_for_metrics=["inputs"], batch_eval_metrics=batch_eval_metrics)
+        trainer = self.build(args=args, compute_metrics=compute_metrics)
+        trainer.evaluate()
+        self.assertEqual(len(seen), 3 if batch_eval_metrics else 1)
+        rows = iter(Samples(8).rows)
+        for prediction in seen:
+            inputs = prediction.inputs["input_ids"] if batch_eval_metrics else prediction.inputs
+            self.assertEqual(inputs.shape, prediction.label_ids.shape)
+            for tokens in inputs.tolist():
+                length = len(expected := next(rows)["input_ids"])
+                self.assertEqual(tokens[:length], expected)
+                self.assertEqual(set(tokens[length:]) - {-100}, set())
+        self.assertIsNone(next(rows, None))
 
-    @parameterized.expand(["qwen3_5", "qwen3_next"])
-    def test_two_processes(self, family):
-        results = {}
-        for arm in ("padded", "packed"):
-            output = f"{self.directory}/{arm}.pt"
-            _, results[arm] = run_in_two_processes(self, "trainer_arms.py", arm, family, output)
-        padded, packed = ((results[arm]["updates"], results[arm]["losses"]) for arm in ("padded", "packed"))
-        self.check_same_training(padded, packed)
+
+class FiguresTest(TrainerTestCase):
+    def log(self, trainer) -> list[dict]:
+        # What other tests ran in this process is not what this run ran.
+        dispatch._used.clear()
+        with quiet() as stdout:
+            trainer.train()
+        self.summary = stdout.getvalue().splitlines()[-1]
+        return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+    def batches(self, trainer) -> list[list[int]]:
+        """The lengths of the documents that the model is given, batch by batch."""
+        seen = []
+        collate = trainer.data_collator
+
+        def collect(features):
+            batch = collate(features)
+            seen.append(batch["cu_seq_lens_q"].diff().tolist())
+            return batch
+
+        trainer.data_collator = collect
+        return seen
+
+    def test_counts_are_those_of_the_batches(self):
+        trainer = self.build(args=self.args(gradient_accumulation_steps=2))
+        seen = self.batches(trainer)
+        log = self.log(trainer)
+        self.assertEqual(len(log), 2)
+        for entry, batches in zip(log, (seen[:4], seen[4:8]), strict=True):
+            tokens, padded = sum(map(sum, batches)), sum(len(b) * max(b) for b in batches)
+            self.assertAlmostEqual(entry["padding_avoided"], 1 - tokens / padded, places=4)
+            self.assertEqual(entry["documents_per_row"], 3.0)
+            self.assertNotIn("packing_fill", entry)
+            self.assertNotIn("rank_imbalance", entry)
+            self.assertNotIn("share_of_peak", entry)
+        documents, tokens = sum(map(len, seen[:8])), sum(map(sum, seen[:8]))
+        self.assertIn(f"Padding-free: {documents} documents with {tokens:,} tokens in ", self.summary)
+        self.assertIn("causal_conv1d: reference; gated_delta_rule: reference; attention:", self.summary)
+
+    def test_fill_of_rows(self):
+        trainer = self.build(args=self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1))
+        plan = trainer.train_dataset.plan
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
+        self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
+        self.assertIn(f"Packing: 24 documents with {plan.tokens:,} tokens", self.summary)
+        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+
+    def test_padding_avoided_by_rows(self):
+        """As the plan says it: by batches of 8 documents in random order, however many rows a step has."""
+        args = self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=1)
+        trainer = self.build(args=args)
+        plan = trainer.train_dataset.plan
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertAlmostEqual(entry["padding_avoided"], plan.padding_avoided, delta=2e-4)
+        self.assertIn(f"padding avoided {plan.padding_avoided:.1%} ", self.summary)
+
+    def test_rows_of_the_batch_size_that_was_found(self):
+        """`auto_find_batch_size` goes from 4 rows to 3: fill and documents are of those."""
+        args = self.args(
+            packing=True,
+            max_length=128,
+            max_steps=-1,
+            num_train_epochs=1,
+            per_device_train_batch_size=4,
+            auto_find_batch_size=True,
+        )
+        trainer = self.build(args=args)
+        plan = trainer.train_dataset.plan
+        step, tried = trainer.training_step, []
+
+        def training_step(model, inputs, *args, **kwargs):
+            tried.append(trainer._train_batch_size)
+            if tried[-1] == 4:
+                raise RuntimeError("CUDA out of memory.")
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.training_step = training_step
+        trainer.args.logging_steps = trainer.state.logging_steps = len(plan) // 3
+        (entry,) = self.log(trainer)
+        self.assertEqual((set(tried), len(plan) % 3), ({4, 3}, 0))
+        self.assertAlmostEqual(entry["packing_fill"], plan.fill, places=4)
+        self.assertAlmostEqual(entry["documents_per_row"], plan.documents_per_row.mean(), places=2)
+        self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
+
+    def test_padding_at_the_end_is_no_document(self):
+        """What `pad_to_multiple_of` adds counts neither as tokens nor as a document."""
+        collator = DataCollatorWithFlattening(
+            pad_to_multiple_of=64, pad_token_id=0, return_flash_attn_kwargs=True, on_leak="ignore"
+        )
+        trainer = self.build(data_collator=collator)
+        log = self.log(trainer)
+        tokens = sum(len(row["input_ids"]) for row in Samples(24).rows)
+        self.assertEqual([entry["documents_per_row"] for entry in log], [3.0, 3.0])
+        documents = int(self.summary.split(": ")[1].split(" documents with ")[0])
+        self.assertEqual(documents, 12)
+        self.assertLess(int(self.summary.split(" with ")[1].split(" tokens")[0].replace(",", "")), tokens)
+
+    def test_position_ids_alone(self):
+        """Families that take no lengths are counted by their position ids."""
+        trainer = self.build(Trainer, self.args(TrainingArguments))
+        patch_model(trainer.model)
+        with quiet():
+            configure_packing(trainer)
+        trainer.data_collator.return_flash_attn_kwargs = False
+        log = self.log(trainer)
+        self.assertEqual(log[0]["documents_per_row"], 3.0)
+        self.assertGreater(log[0]["padding_avoided"], 0.05)
+
+    def test_time_of_evaluation_is_not_counted(self):
+        speeds = {}
+        for seconds in (0.0, 1.5):
+            trainer = self.build(args=self.args(eval_strategy="steps", eval_steps=1))
+            trainer.evaluate = lambda *args, seconds=seconds, trainer=trainer, **kwargs: (
+                time.sleep(seconds),
+                trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {}),
+                {"eval_loss": 1.0},
+            )[-1]
+            speeds[seconds] = self.log(trainer)[-1]["tokens_per_second"]
+        # Two evaluations of 1.5 s would make steps of some hundredths of a second slower by far more.
+        self.assertGreater(speeds[1.5], speeds[0.0] / 4)
+
+    def test_imbalance_and_share_of_peak(self):
+        """Two ranks, of which the second has the other's lengths once more: costs and figures by hand."""
+        trainer = self.build()
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
+        callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
+        args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
+        cost = PackingCost.from_config(trainer.model.config)
+
+        def other_rank(values):
+            return torch.cat([values, values * 2])
+
+        with (
+            mock.patch.object(metrics, "gather", other_rank),
+            mock.patch.object(metrics, "_peak", return_value=1e9),
+            mock.patch.object(metrics.time, "perf_counter", side_effect=[10.0, 10.0, 12.0, 12.0, 12.0]),
+        ):
+            callback.on_train_begin(args, None, None)
+            lengths = [64, 128]
+            batch = {
+                "input_ids": torch.zeros(1, 192, dtype=torch.long),
+                "cu_seq_lens_q": torch.tensor([0, 64, 192]),
+                "max_length_q": 128,
+            }
+            trainer.model.train()
+            callback._count(trainer.model, (), batch)
+            callback.on_step_end(args, None, None)
+            figures = callback._figures(args)
+        callback._handle.remove()
+        self.assertEqual(figures["tokens_per_second"], round(3 * 192 / 2.0, 1))
+        self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
+        self.assertEqual(figures["rank_imbalance"], round(2 / 1.5 - 1, 4))
+        # Lengths that fill whole chunks, so that the callback's estimate of the chunks is exact. All weights are trained.
+        want = 3 * 3 * cost.documents(lengths).sum() / 2.0 / 2 / 1e9
+        self.assertAlmostEqual(figures["share_of_peak"], want, places=4)
+
+    @parameterized.expand(
+        [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Odd", None)]
+    )
+    def test_peaks(self, name, peak):
+        args = mock.Mock(device=torch.device("cuda"), bf16=True)
+        with mock.patch.object(torch.cuda, "get_device_name", return_value=name):
+            self.assertEqual(metrics._peak(args, None), peak)
+        model = mock.Mock(dtype=torch.float32)
+        self.assertIsNone(metrics._peak(mock.Mock(device=torch.device("cpu"), bf16=True), model))
+        self.assertIsNone(metrics._peak(mock.Mock(device=torch.device("cuda"), bf16=False, fp16=False), model))

@@ -6,10 +6,10 @@ import unittest
 from importlib.metadata import version
 
 import torch
-from packed_model_tester import total_relative_error
+from common.records import MARKED, assistant, make_tokenizer, user
+from mixins.model import total_relative_error
 from parameterized import parameterized
-from training.train_records import MARKED, assistant, make_tokenizer, user
-from training.trainer_arms import CONFIGS, Samples, collate_padded
+from scripts.trainer_arms import CONFIGS, Samples, collate_padded
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.utils import is_datasets_available, is_peft_available
 from transformers.utils.import_utils import _is_package_available

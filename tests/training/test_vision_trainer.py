@@ -5,12 +5,12 @@ import unittest
 
 import numpy as np
 import torch
-from packed_model_tester import total_relative_error
-from packed_vision_tester import TEXT, vision_config
+from common.records import SPECIAL
+from mixins.model import total_relative_error
+from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from training.train_records import SPECIAL
 from transformers import (
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,

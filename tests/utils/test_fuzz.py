@@ -95,13 +95,13 @@ class FuzzTest(unittest.TestCase):
     def test_refusals(self):
         def refuse(*args, **kwargs):
             # What is raised here comes from the package, as far as the fuzz looks.
-            raise input_error("forward", expected="this", got="that", fix="Change it.")
+            raise input_error("this", "that", "Change it.")
 
         with (
             mock.patch.object(fuzz.transformers_packed, "__file__", __file__),
             mock.patch.object(packed, "swiglu", refuse),
         ):
-            self.assertEqual(check(PLAIN), Outcome("refused", "forward: expected this, got that. Change it."))
+            self.assertEqual(check(PLAIN), Outcome("refused", "expected this, got that. Change it."))
             # Automatic packing knows beforehand, or is not on.
             outcome = check(replace(PLAIN, way="configure", mode="auto", collator={}))
         self.assertEqual(outcome.kind, "failed")

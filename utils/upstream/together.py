@@ -10,7 +10,7 @@ from .source import Edited, Source
 
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests" / "utils" / "patched_builtins.py"
+TESTS = ROOT / "tests" / "scripts" / "patched_builtins.py"
 
 
 def apply_all(source: Source, names: list[str]) -> Edited:

@@ -52,10 +52,9 @@ def audit_all(types: Sequence[str] | None = None, *, jobs: int | None = None) ->
     unknown = [name for name in types if name not in known]
     if unknown:
         raise input_error(
-            "audit --all",
-            expected="types in Transformers' mapping of causal language models",
-            got=", ".join(unknown),
-            fix="Leave --types out to audit all of them.",
+            "types in Transformers' mapping of causal language models",
+            ", ".join(unknown),
+            "Leave --types out to audit all of them.",
         )
     found = {}
     with tqdm(total=len(types), unit="type", file=sys.stderr) as bar:

@@ -85,10 +85,9 @@ class SupportMatrix:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise input_error(
-                "SupportMatrix.from_json",
-                expected="the text that SupportMatrix.to_json returned",
-                got=f"something else ({error})",
-                fix="Write it with transformers-packed audit --all --json.",
+                "the text that SupportMatrix.to_json returned",
+                f"something else ({error})",
+                "Write it with transformers-packed audit --all --json.",
             ) from None
 
     def to_markdown(self, output: str = "docs/support_matrix.md") -> str:

@@ -22,12 +22,7 @@ def draw(path: str | Path, reports: list[AuditReport], titles: Sequence[str] | N
 
     names = [report.model.rpartition(".")[2] for report in reports] if titles is None else list(titles)
     if len(names) != len(reports):
-        raise input_error(
-            "AuditReport.plot",
-            expected=f"{len(reports)} titles, one per report",
-            got=f"{len(names)}",
-            fix="Pass as many titles as reports.",
-        )
+        raise input_error(f"{len(reports)} titles, one per report", f"{len(names)}", "Pass as many titles as reports.")
     columns = [
         (name, report, source, result)
         for name, report in zip(names, reports, strict=True)

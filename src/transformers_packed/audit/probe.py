@@ -28,8 +28,8 @@ from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.base import transformers_model
 from .locate import NOT_FINITE, locate_alone, locate_backward, locate_forward, relative_change
+from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult
-from .state import audit_state
 
 
 # How many times its measured noise a figure may be.
@@ -102,10 +102,7 @@ def audit_model(
     inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
     if inner is None:
         raise input_error(
-            "audit_model",
-            expected="a model of Transformers, or a module with one inside",
-            got=type(model).__name__,
-            fix="Pass the model itself.",
+            "a model of Transformers, or a module with one inside", type(model).__name__, "Pass the model itself."
         )
     # What accelerate offloads waits on the meta device, too, and comes back when its module is called.
     missing = [
@@ -116,27 +113,22 @@ def audit_model(
     ]
     if missing:
         raise input_error(
-            "audit_model",
-            expected="a model with weights",
-            got=f"{missing[0]} on the meta device",
-            fix="Load or initialize its weights first; keep embeddings out of what is offloaded.",
+            "a model with weights",
+            f"{missing[0]} on the meta device",
+            "Load or initialize its weights first; keep embeddings out of what is offloaded.",
         )
     unknown = [name for name in inputs if not set(name.split("+")) <= set(SOURCES)]
     if unknown or not inputs or isinstance(inputs, str):
         raise input_error(
-            "audit_model",
-            expected=f"inputs among {', '.join(SOURCES)}",
-            got=repr(inputs),
-            fix='For example inputs=("position_ids", "all").',
+            f"inputs among {', '.join(SOURCES)}", repr(inputs), 'For example inputs=("position_ids", "all").'
         )
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
     if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
         raise input_error(
-            "audit_model",
-            expected="lengths of two documents or more, each of at least 1 token",
-            got=repr(lengths),
-            fix="Leave lengths out for a choice that meets every kernel's edges.",
+            "lengths of two documents or more, each of at least 1 token",
+            repr(lengths),
+            "Leave lengths out for a choice that meets every kernel's edges.",
         )
     notes: list[str] = []
     sources: dict[str, SourceResult] = {}
@@ -236,10 +228,9 @@ class Probe:
         tokens = [token for token in range(size) if token not in special]
         if len(tokens) < 2:
             raise input_error(
-                "audit_model",
-                expected="a vocabulary of two ordinary tokens or more",
-                got=f"{len(tokens)} of {size}",
-                fix="Build the model with a larger vocab_size.",
+                "a vocabulary of two ordinary tokens or more",
+                f"{len(tokens)} of {size}",
+                "Build the model with a larger vocab_size.",
             )
         return torch.tensor(tokens)
 

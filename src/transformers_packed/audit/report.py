@@ -180,10 +180,9 @@ class AuditReport:
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise input_error(
-                "AuditReport.from_json",
-                expected="the text that AuditReport.to_json returned",
-                got=f"something else ({error})",
-                fix="Write it with report.to_json(), or with transformers-packed audit --json.",
+                "the text that AuditReport.to_json returned",
+                f"something else ({error})",
+                "Write it with report.to_json(), or with transformers-packed audit --json.",
             ) from None
 
     def plot(self, path: str | Path, *others: "AuditReport", titles: Sequence[str] | None = None) -> None:

@@ -22,8 +22,8 @@ _MEMORY_LIMIT = 8 * 2**30
 def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
     """The entry of the support matrix for a model type: verdicts by source, of the built-in model and of ours."""
     from ..models.patch import patch_model
+    from .model_state import text_config
     from .probe import audit_model, conv_width
-    from .state import text_config
     from .tiny import load_model
 
     try:
@@ -100,7 +100,7 @@ def _message(error: Exception) -> str:
 
 def main() -> None:
     """Answer every line of standard input, a model type, with a line of JSON."""
-    from .command import hide_gpu_packages
+    from ..cli.audit import hide_gpu_packages
 
     hide_gpu_packages()
     # What a model prints must not get between the answers.

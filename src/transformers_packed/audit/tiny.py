@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..checkpoint import own_code_refused
+from ..cli.checkpoint import own_code_refused
 from ..errors import input_error
 
 
@@ -277,9 +277,7 @@ def load_model(
             model = auto.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options)
     else:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise input_error(
-                "audit", expected="a causal language model", got=f"the type {name}", fix="Name a text decoder's type."
-            )
+            raise input_error("a causal language model", f"the type {name}", "Name a text decoder's type.")
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
             tiny_config(name), dtype=getattr(torch, dtype or "float32"), **options

@@ -102,25 +102,18 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     ):
         super().__init__(*args, **kwargs)
         if on_leak not in ("error", "warn", "ignore"):
-            raise input_error(
-                _CALL, expected='on_leak "error", "warn" or "ignore"', got=repr(on_leak), fix="Change it."
-            )
+            raise input_error('on_leak "error", "warn" or "ignore"', repr(on_leak), "Change it.")
         if pad_to_multiple_of is not None:
             if pad_to_multiple_of < 1:
-                raise input_error(
-                    _CALL, expected="pad_to_multiple_of of at least 1", got=f"{pad_to_multiple_of}", fix="Change it."
-                )
+                raise input_error("pad_to_multiple_of of at least 1", f"{pad_to_multiple_of}", "Change it.")
             if pad_token_id is None:
                 raise input_error(
-                    _CALL,
-                    expected="pad_token_id beside pad_to_multiple_of",
-                    got="none",
-                    fix="Pass pad_token_id=tokenizer.pad_token_id.",
+                    "pad_token_id beside pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
                 )
         self.on_leak = on_leak
         if on_leak != "ignore":
             # Only now, as it brings Trainer along.
-            from ..training.guard import install_guard
+            from ..training.callbacks.guard import install_guard
 
             install_guard()
         self.config = getattr(model, "config", model)
@@ -150,12 +143,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
     ) -> dict[str, Any]:
         if not features:
-            raise input_error(_CALL, expected="at least one sample", got="an empty batch", fix="Check the sampler.")
+            raise input_error("at least one sample", "an empty batch", "Check the sampler.")
         labelled = {"labels" in feature for feature in features}
         if len(labelled) > 1:
-            raise input_error(
-                _CALL, expected="labels in all samples or in none", got="labels in some", fix="Add or drop the column."
-            )
+            raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
         token_columns = self.token_columns
         if any(_TOKEN_TYPES in feature for feature in features) and _TOKEN_TYPES not in token_columns:
             # A sample of text alone may come without the column: all its tokens are text.
@@ -166,10 +157,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
         if any(scalar) and not all(scalar):
             raise input_error(
-                _CALL,
-                expected="one label per token in all samples, or one number per sample in all of them",
-                got="both",
-                fix="Make the labels column uniform.",
+                "one label per token in all samples, or one number per sample in all of them",
+                "both",
+                "Make the labels column uniform.",
             )
         document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
 
@@ -209,7 +199,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
         # Only rows with images need the models' side of the package.
-        from ..models.multimodal import packed_mrope_position_ids
+        from ..models.vision import packed_mrope_position_ids
 
         names = ("input_ids", _TOKEN_TYPES, "image_grid_thw", "video_grid_thw")
         position_ids = packed_mrope_position_ids(
@@ -228,10 +218,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 columns[name] = feature[name]
             elif name in token_columns:
                 raise input_error(
-                    _CALL,
-                    expected=f"the token column {name!r} in every sample",
-                    got=f"none in sample {index}",
-                    fix="Add it, or take it out of token_columns.",
+                    f"the token column {name!r} in every sample",
+                    f"none in sample {index}",
+                    "Add it, or take it out of token_columns.",
                 )
         columns = {name: _as_list(column) for name, column in columns.items()}
         if None in columns.values():
@@ -242,10 +231,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 continue
             if len(column) != length:
                 raise input_error(
-                    _CALL,
-                    expected=f"{name} of the length of input_ids, {length}, in sample {index}",
-                    got=f"{len(column)}",
-                    fix="Tokenize both together.",
+                    f"{name} of the length of input_ids, {length}, in sample {index}",
+                    f"{len(column)}",
+                    "Tokenize both together.",
                 )
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
@@ -255,17 +243,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
         if not columns["input_ids"]:
             raise input_error(
-                _CALL,
-                expected=f"at least one token in sample {index}",
-                got="only masked-out tokens" if length else "an empty input_ids",
-                fix="Filter such samples out of the dataset.",
+                f"at least one token in sample {index}",
+                "only masked-out tokens" if length else "an empty input_ids",
+                "Filter such samples out of the dataset.",
             )
         if np.ndim(columns["input_ids"][0]):
             raise input_error(
-                _CALL,
-                expected=f"input_ids [tokens] in sample {index}",
-                got="nested ones",
-                fix="Take the row out of the batch: input_ids[0].",
+                f"input_ids [tokens] in sample {index}", "nested ones", "Take the row out of the batch: input_ids[0]."
             )
         return columns
 
@@ -273,10 +257,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if document_labels is not None:
             if any(isinstance(label, float) for label in document_labels):
                 raise input_error(
-                    _CALL,
-                    expected="integer labels beside pad_to_multiple_of, as only they can mark padding with -100",
-                    got="floating-point labels",
-                    fix="Leave pad_to_multiple_of out for regression.",
+                    "integer labels beside pad_to_multiple_of, as only they can mark padding with -100",
+                    "floating-point labels",
+                    "Leave pad_to_multiple_of out for regression.",
                 )
             document_labels.append(_IGNORED_LABEL)
         return {"input_ids": [self.pad_token_id] * length, "labels": [_IGNORED_LABEL] * length}
@@ -308,10 +291,9 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])
         if sum(lengths) != total:
             raise input_error(
-                _CALL,
-                expected=f"seq_lengths that sum to the row's {total} tokens",
-                got=f"{sum(lengths)}",
-                fix="Pass the rows as pack_dataset made them.",
+                f"seq_lengths that sum to the row's {total} tokens",
+                f"{sum(lengths)}",
+                "Pass the rows as pack_dataset made them.",
             )
         start = 0
         for length in lengths:
@@ -326,10 +308,9 @@ def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:
         column = _as_list(column)
         if column is None or isinstance(column, list) and None in column:
             raise input_error(
-                _CALL,
-                expected=f"{name} without missing values in sample {index}",
-                got="None" if column is None else f"None at token {column.index(None)}",
-                fix="Fill them in, or filter such samples out of the dataset.",
+                f"{name} without missing values in sample {index}",
+                "None" if column is None else f"None at token {column.index(None)}",
+                "Fill them in, or filter such samples out of the dataset.",
             )
 
 

@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..errors import input_error
-from .packing_plan import PackingPlan
-from .plan import plan_packing
-from .rows import offsets_of, ranges
+from .planning.plan import PackingPlan
+from .planning.planner import plan_packing
+from .planning.rows import offsets_of, ranges
 from .samples import check_settings, cut_sample
 
 
@@ -113,10 +113,9 @@ class PackingDataset(torch.utils.data.Dataset):
         check_settings(_CALL, max_length, overlong, truncation_side)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise input_error(
-                _CALL,
-                expected="a dataset with indices and a length",
-                got=type(dataset).__name__,
-                fix="Pack a stream with IterablePackingDataset.",
+                "a dataset with indices and a length",
+                type(dataset).__name__,
+                "Pack a stream with IterablePackingDataset.",
             )
         self.dataset = dataset
         options = {
@@ -185,9 +184,7 @@ class PackingDataset(torch.utils.data.Dataset):
             ("rank", None, plan.rank),
         ):
             if want != got:
-                raise input_error(
-                    _CALL, expected=f"a plan with {name} {want}", got=f"{got}", fix="Plan with the same arguments."
-                )
+                raise input_error(f"a plan with {name} {want}", f"{got}", "Plan with the same arguments.")
 
 
 def _check_documents(call: str, plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
@@ -197,10 +194,9 @@ def _check_documents(call: str, plan: PackingPlan, documents: slice, sample_toke
         at = documents.start + wrong[0]
         start = 0 if plan.starts is None else plan.starts[at]
         raise input_error(
-            call,
-            expected=f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned",
-            got=f"a sample of {sample_tokens[wrong[0]]} tokens",
-            fix="Plan for this dataset: its lengths, or those in length_column, are others.",
+            f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned",
+            f"a sample of {sample_tokens[wrong[0]]} tokens",
+            "Plan for this dataset: its lengths, or those in length_column, are others.",
         )
 
 
@@ -211,9 +207,7 @@ def _tokens_of(sample: Mapping[str, Any], number: int) -> int:
 
 
 def _no_tokens(number: int) -> ValueError:
-    return input_error(
-        _CALL, expected=f"input_ids in sample {number}", got="None", fix="Filter such samples out of the dataset."
-    )
+    return input_error(f"input_ids in sample {number}", "None", "Filter such samples out of the dataset.")
 
 
 def pack_dataset(dataset: Any, max_length: int, **kwargs):
@@ -312,10 +306,7 @@ def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
 
 def _bad_column(name: str, sample: int, got: str) -> ValueError:
     return input_error(
-        "pack_dataset",
-        expected=f"{name} with one value per token in sample {sample}",
-        got=got,
-        fix="Correct the sample, or remove the column.",
+        f"{name} with one value per token in sample {sample}", got, "Correct the sample, or remove the column."
     )
 
 
@@ -333,19 +324,15 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
         if hasattr(dataset, "column_names"):
             if column not in dataset.column_names:
                 raise input_error(
-                    _CALL,
-                    expected="a length_column of the dataset",
-                    got=f"{column!r}",
-                    fix=f"Choose one of {dataset.column_names}.",
+                    "a length_column of the dataset", f"{column!r}", f"Choose one of {dataset.column_names}."
                 )
             given, lengths = np.asarray(dataset.with_format("numpy")[column]), arrow_lengths(dataset, "input_ids")
             if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
                 sample = np.flatnonzero(given != lengths)[0]
                 raise input_error(
-                    _CALL,
-                    expected=f"the tokens of each sample in length_column {column!r}",
-                    got=f"{given[sample]} for sample {sample}, which has {lengths[sample]}",
-                    fix="Compute the column anew, or leave length_column out.",
+                    f"the tokens of each sample in length_column {column!r}",
+                    f"{given[sample]} for sample {sample}, which has {lengths[sample]}",
+                    "Compute the column anew, or leave length_column out.",
                 )
             return given
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
@@ -416,10 +403,9 @@ def _cached_plan(
         files = getattr(dataset, "cache_files", None)
         if not files:
             raise input_error(
-                _CALL,
-                expected="a datasets.Dataset that lies in files beside cache=True",
-                got=type(dataset).__name__,
-                fix="Pass a directory as cache.",
+                "a datasets.Dataset that lies in files beside cache=True",
+                type(dataset).__name__,
+                "Pass a directory as cache.",
             )
         cache = Path(files[0]["filename"]).parent
     # The fingerprint changes with every transformation and spares the pass over the samples.

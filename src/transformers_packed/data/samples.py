@@ -19,12 +19,10 @@ _VISION_COLUMNS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "vid
 def check_settings(call: str, max_length: int, overlong: str, truncation_side: str) -> None:
     """Check the arguments that both datasets share."""
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise input_error(
-            call, expected="max_length of at least 1 token", got=f"{max_length!r}", fix="Pass the tokens of a row."
-        )
+        raise input_error("max_length of at least 1 token", f"{max_length!r}", "Pass the tokens of a row.")
     for name, value, choices in (("overlong", overlong, OVERLONG), ("truncation_side", truncation_side, SIDES)):
         if value not in choices:
-            raise input_error(call, expected=f"{name} to be one of {choices}", got=f"{value!r}", fix="Choose one.")
+            raise input_error(f"{name} to be one of {choices}", f"{value!r}", "Choose one.")
 
 
 def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:

@@ -100,20 +100,18 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
     ):
         check_settings(_CALL, max_length, overlong, truncation_side)
         if buffer_size < 1:
-            raise input_error(_CALL, expected="buffer_size of at least 1 row", got=f"{buffer_size}", fix="Change it.")
+            raise input_error("buffer_size of at least 1 row", f"{buffer_size}", "Change it.")
         if isinstance(dataset, Iterator) or not (hasattr(dataset, "__iter__") or _has_items(dataset)):
             raise input_error(
-                _CALL,
-                expected="a dataset that can be read more than once, as every epoch, worker and resumed run does",
-                got=f"{type(dataset).__name__}",
-                fix="Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__.",
+                "a dataset that can be read more than once, as every epoch, worker and resumed run does",
+                f"{type(dataset).__name__}",
+                "Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__.",
             )
         if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < world_size:
             raise input_error(
-                _CALL,
-                expected="rank and world_size with 0 <= rank < world_size, or neither",
-                got=f"rank={rank}, world_size={world_size}",
-                fix="Pass both in a loop without accelerate, neither in Trainer.",
+                "rank and world_size with 0 <= rank < world_size, or neither",
+                f"rank={rank}, world_size={world_size}",
+                "Pass both in a loop without accelerate, neither in Trainer.",
             )
         own_shards = _is_hf_iterable(dataset)
         if own_shards and rank is not None:
@@ -178,17 +176,13 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         """
         if state.get("version") != _STATE_VERSION:
             raise input_error(
-                f"{_CALL}.load_state_dict",
-                expected=f"a state of version {_STATE_VERSION}",
-                got=f"{state.get('version')!r}",
-                fix="Load what state_dict() returned.",
+                f"a state of version {_STATE_VERSION}", f"{state.get('version')!r}", "Load what state_dict() returned."
             )
         if state["settings"] != self._settings():
             raise input_error(
-                f"{_CALL}.load_state_dict",
-                expected=f"a state taken with the arguments {self._settings()}",
-                got=f"{state['settings']}",
-                fix="Build the dataset with the same arguments as before.",
+                f"a state taken with the arguments {self._settings()}",
+                f"{state['settings']}",
+                "Build the dataset with the same arguments as before.",
             )
         self._stream = None
         self._loaded = copy.deepcopy(state)
@@ -225,10 +219,9 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
             state = self._resumed[1].get(str(shard[0]))
         if state is not None and state["shard"] != shard:
             raise input_error(
-                f"{_CALL}.load_state_dict",
-                expected=f"a state of reader {shard[0]} of {shard[1]} (processes x workers)",
-                got="one of reader {} of {}".format(*state["shard"]),
-                fix="Resume with as many workers and processes; with workers, through a StatefulDataLoader or "
+                f"a state of reader {shard[0]} of {shard[1]} (processes x workers)",
+                "one of reader {} of {}".format(*state["shard"]),
+                "Resume with as many workers and processes; with workers, through a StatefulDataLoader or "
                 "PackingStateCallback, which keep the state of each.",
             )
         return state
@@ -330,10 +323,9 @@ class _Stream:
         config, counts = self.config, self.counts
         if length == 0 or config.overlong == "error":
             raise input_error(
-                _CALL,
-                expected=f"samples of 1 to {config.max_length} tokens",
-                got=f"{length}",
-                fix="Filter out empty samples." if length == 0 else 'Pass overlong="truncate", "split" or "drop".',
+                f"samples of 1 to {config.max_length} tokens",
+                f"{length}",
+                "Filter out empty samples." if length == 0 else 'Pass overlong="truncate", "split" or "drop".',
             )
         if not counts["truncated"] + counts["split"] + counts["dropped"]:
             logger.warning_once(
@@ -396,9 +388,7 @@ class _Stream:
         error.add_note(note)
 
     def _changed(self, got: str) -> ValueError:
-        return input_error(
-            f"{_CALL}.load_state_dict", expected="the dataset as it was", got=got, fix="Resume with the same data."
-        )
+        return input_error("the dataset as it was", got, "Resume with the same data.")
 
     def _take_snapshot(self) -> None:
         oldest = self._oldest()

@@ -120,10 +120,9 @@ def register() -> None:
         current = mapping._extra_content.get(config, ours)
         if current is not ours:
             raise input_error(
-                "register",
-                expected=f"no other class registered for {config.__name__}",
-                got=f"{current.__module__}.{current.__name__}",
-                fix="Call register() without it, or build our class directly from transformers_packed.models.",
+                f"no other class registered for {config.__name__}",
+                f"{current.__module__}.{current.__name__}",
+                "Call register() without it, or build our class directly from transformers_packed.models.",
             )
     for mapping, config, ours in entries:
         mapping.register(config, ours, exist_ok=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..autograd import first_order
 from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..errors import input_error
+from ..ops.autograd import first_order
 from .base import hooks_of
 
 
@@ -68,24 +68,20 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
     ```
     """
     if not isinstance(row_length, int) or row_length < 0 or row_length % 64:
-        raise input_error(
-            _CALL, expected="row_length as a multiple of 64", got=repr(row_length), fix="Round up the longest row."
-        )
+        raise input_error("row_length as a multiple of 64", repr(row_length), "Round up the longest row.")
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
     if not texts:
         raise input_error(
-            _CALL,
-            expected="a Qwen3.5 or Qwen3-Next model of this package",
-            got=type(model).__name__,
-            fix="Load it after transformers_packed.register(), or pass it to patch_model first.",
+            "a Qwen3.5 or Qwen3-Next model of this package",
+            type(model).__name__,
+            "Load it after transformers_packed.register(), or pass it to patch_model first.",
         )
     for text in texts:
         if row_length and any(hasattr(layer.mlp, "experts") for layer in text.layers):
             raise input_error(
-                _CALL,
-                expected="dense layers",
-                got=f"{type(text).__name__} with experts, whose kernels depend on what the router chooses",
-                fix="Train it without graphs.",
+                "dense layers",
+                f"{type(text).__name__} with experts, whose kernels depend on what the router chooses",
+                "Train it without graphs.",
             )
         vars(text)["_layer_graphs"] = LayerGraphs(row_length) if row_length else None
     return model

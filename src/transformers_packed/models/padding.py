@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_tracing
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
 from .base import PackedModelMixin
-from .packed_inputs import is_causal
+from .inputs import is_causal
 
 
 @dataclass(frozen=True)

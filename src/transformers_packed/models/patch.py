@@ -128,9 +128,7 @@ def _check_isolated(model: torch.nn.Module) -> None:
         reasons = [REFUSED[family] for family in families if family in REFUSED]
         if reasons:
             got, fix = f"{got}: {reasons[0]}", "Use padded batches."
-    raise input_error(
-        "patch_model", expected="a causal language model of a family that can be packed", got=got, fix=fix
-    )
+    raise input_error("a causal language model of a family that can be packed", got, fix)
 
 
 def unpatch_model(model: Model) -> Model:
@@ -173,28 +171,25 @@ def _switch(call: str, model: torch.nn.Module, classes: dict[type, type], *, rel
     `related` tells the classes of modules that would have to be switched too; those not in `classes` are an error.
     """
     if not isinstance(model, torch.nn.Module):
-        raise input_error(call, expected="a torch.nn.Module", got=type(model).__name__, fix="Pass the model itself.")
+        raise input_error("a torch.nn.Module", type(model).__name__, "Pass the model itself.")
     modules = [(name or "(the model itself)", module) for name, module in model.named_modules()]
     affected = [(name, module) for name, module in modules if type(module) in classes or related(type(module))]
     if affected:
         for name, module in modules:
             if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
                 raise input_error(
-                    call,
-                    expected="a model that is not sharded yet",
-                    got=f"module {name} under FSDP ({type(module).__name__})",
-                    fix=f"Call {call} before sharding.",
+                    "a model that is not sharded yet",
+                    f"module {name} under FSDP ({type(module).__name__})",
+                    f"Call {call} before sharding.",
                 )
     changes = []
     for name, module in affected:
         old = type(module)
         if old not in classes:
             raise input_error(
-                call,
-                expected="modules of the classes of Transformers themselves",
-                got=f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}",
-                fix="Load the model without what put that class there, or derive the class from ours, in "
-                f"{__package__}.",
+                "modules of the classes of Transformers themselves",
+                f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}",
+                f"Load the model without what put that class there, or derive the class from ours, in {__package__}.",
             )
         try:
             attributes = _attributes(call, name, module, classes[old])
@@ -254,9 +249,8 @@ def _rebound(wrapper: Any, module: torch.nn.Module, cls: type) -> MethodType | N
 
 def _not_ours(call: str, name: str, cls: type, key: str) -> ValueError:
     return input_error(
-        call,
-        expected=f"modules that run the {key} of their class",
-        got=f"module {name} ({cls.__name__}) with a {key} of its own",
-        fix=f"Call {call} before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels), or "
+        f"modules that run the {key} of their class",
+        f"module {name} ({cls.__name__}) with a {key} of its own",
+        f"Call {call} before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels), or "
         "delete the attribute from the module.",
     )

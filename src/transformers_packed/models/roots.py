@@ -20,7 +20,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .base import PackedModelMixin
 from .current import current_boundaries, packed_row, running
-from .packed_inputs import METADATA, check_causal, mask_targets_across_documents, resolve_boundaries
+from .inputs import METADATA, check_causal, mask_targets_across_documents, resolve_boundaries
 
 
 # How a forward may call its cache.
@@ -156,10 +156,9 @@ def _run_packed(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> A
     inputs = _for_builtin(inputs, root.known)
     if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
         raise input_error(
-            call,
-            expected=f"the packed row of {boundaries.total_length} tokens",
-            got="no tokens" if tokens is None else f"shape {tuple(tokens.shape)}",
-            fix="Give the model input_ids or inputs_embeds of the row that the boundaries describe.",
+            f"the packed row of {boundaries.total_length} tokens",
+            "no tokens" if tokens is None else f"shape {tuple(tokens.shape)}",
+            "Give the model input_ids or inputs_embeds of the row that the boundaries describe.",
         )
     _check_possible(call, model, root, boundaries, inputs)
     if root.kind == "language model" and root.shifts_labels:
@@ -187,31 +186,26 @@ def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries
     """Raise where the results of a packed row could not be those of the documents alone."""
     if root.kind == "other" or getattr(model.config, "is_encoder_decoder", False):
         raise input_error(
-            call,
-            expected="documents in rows of their own for this model",
-            got=f"a packed row of {boundaries.num_documents} documents",
-            fix="Use a padded batch.",
+            "documents in rows of their own for this model",
+            f"a packed row of {boundaries.num_documents} documents",
+            "Use a padded batch.",
         )
     check_causal(call, model.config, inputs)
     if boundaries.is_shard:
         raise input_error(
-            call,
-            expected="whole rows, as the layers of this model do not exchange what crosses a cut",
-            got="a part of a row",
-            fix="Train this model without sequence parallelism.",
+            "whole rows, as the layers of this model do not exchange what crosses a cut",
+            "a part of a row",
+            "Train this model without sequence parallelism.",
         )
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
-            raise input_error(
-                call, expected="a packed row of text alone", got=name, fix="Use a padded batch for what is not text."
-            )
+            raise input_error("a packed row of text alone", name, "Use a padded batch for what is not text.")
     wants_weights = inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)
     if wants_weights and not root.has_attention_weights:
         raise input_error(
-            call,
-            expected="a packed row without output_attentions, as attention runs on documents alone",
-            got="output_attentions=True",
-            fix="Leave output_attentions out.",
+            "a packed row without output_attentions, as attention runs on documents alone",
+            "output_attentions=True",
+            "Leave output_attentions out.",
         )
 
 

@@ -75,10 +75,9 @@ def _flatten(call: str, outputs: ModelOutput, batch: torch.Size) -> tuple[tuple,
         many = [x.unflatten(0, batch) if squeezed and x is not None else x for x in many]
         if any(x is not None and x.shape[:2] != batch for x in many):
             raise input_error(
-                f"{call}.forward",
-                expected=f"a packed row without {name}, which has no entry per token",
-                got=f"shapes {[tuple(x.shape) for x in many if x is not None]}",
-                fix="Do not ask for it, or use a padded batch.",
+                f"a packed row without {name}, which has no entry per token",
+                f"shapes {[tuple(x.shape) for x in many if x is not None]}",
+                "Do not ask for it, or use a padded batch.",
             )
         flat += many
         fields[name] = (len(many) if isinstance(value, tuple) else None, squeezed)

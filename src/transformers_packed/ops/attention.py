@@ -82,18 +82,14 @@ def attention(
     table = {name: Implementation(_flash_attention, always)} if flash else IMPLEMENTATIONS.get(name)
     if table is None:
         raise input_error(
-            "attention",
-            expected=f"an attention implementation that keeps packed documents apart: {', '.join(IMPLEMENTATIONS)} or "
+            f"an attention implementation that keeps packed documents apart: {', '.join(IMPLEMENTATIONS)} or "
             "flash_attention_*",
-            got=f'"{name}"',
-            fix='Load the model with attn_implementation="sdpa".',
+            f'"{name}"',
+            'Load the model with attn_implementation="sdpa".',
         )
     if not getattr(module, "is_causal", True):
         raise input_error(
-            "attention",
-            expected="a causal attention layer for a packed row",
-            got="one with is_causal=False",
-            fix="Use a padded batch.",
+            "a causal attention layer for a packed row", "one with is_causal=False", "Use a padded batch."
         )
     options |= {"boundaries": boundaries, "eager": eager, **kwargs}
     return run("attention", impl, table, module, query, key, value, **options)

@@ -15,8 +15,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from ..autograd import first_order
 from ..errors import input_error
+from .autograd import first_order
 from .dispatch import Implementation, always, run
 from .kernels import verify_triton
 from .norm import widened
@@ -84,17 +84,15 @@ def linear_cross_entropy(
     """
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1] or hidden_states.shape[:-1] != labels.shape:
         raise input_error(
-            "linear_cross_entropy",
-            expected="hidden_states [..., hidden], weight [vocab, hidden] and labels [...]",
-            got=f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}",
-            fix="Give one label per token, and the weight of a torch.nn.Linear.",
+            "hidden_states [..., hidden], weight [vocab, hidden] and labels [...]",
+            f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}",
+            "Give one label per token, and the weight of a torch.nn.Linear.",
         )
     if chunk_size < 1 or not 0 <= label_smoothing <= 1:
         raise input_error(
-            "linear_cross_entropy",
-            expected="chunk_size of 1 or more and label_smoothing from 0 to 1",
-            got=f"{chunk_size} and {label_smoothing}",
-            fix="Leave them out for the defaults.",
+            "chunk_size of 1 or more and label_smoothing from 0 to 1",
+            f"{chunk_size} and {label_smoothing}",
+            "Leave them out for the defaults.",
         )
     return run(
         "linear_cross_entropy",
@@ -242,13 +240,13 @@ def _torch_scaled(x, factor, dtype):
 
 
 def _triton_softmax_step(*args):
-    from .triton_kernels.softmax import softmax_minus_target
+    from .backends.triton.softmax import softmax_minus_target
 
     return softmax_minus_target(*args)
 
 
 def _triton_scaled(*args):
-    from .triton_kernels.softmax import scaled
+    from .backends.triton.softmax import scaled
 
     return scaled(*args)
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..autograd import is_transformed
 from ..errors import input_error
+from .autograd import is_transformed
 
 
 logger = logging.get_logger(__name__)
@@ -46,9 +46,7 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
         `ValueError`: `impl` is unknown or cannot serve the call, or nothing can.
     """
     if impl != "auto" and impl not in table:
-        raise input_error(
-            op, expected=f'impl="auto" or one of {sorted(table)}', got=f'"{impl}"', fix='Use "auto" or a listed name.'
-        )
+        raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
     reasons = []
     for name in table if impl == "auto" else (impl,):
         ok, reason = table[name].verify(*args, **kwargs)
@@ -61,10 +59,9 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
             return table[name].run
         reasons.append(f"{name}: {reason}")
     raise input_error(
-        op,
-        expected=f'an input that impl="{impl}" can serve',
-        got="; ".join(reasons),
-        fix='Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input.",
+        f'an input that impl="{impl}" can serve',
+        "; ".join(reasons),
+        'Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input.",
     )
 
 

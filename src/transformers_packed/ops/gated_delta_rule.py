@@ -94,17 +94,15 @@ def gated_delta_rule(
     """
     if boundaries is not None and (initial_state is not None or output_final_state):
         raise input_error(
-            "gated_delta_rule",
-            expected="a packed row without a state",
-            got="initial_state" if initial_state is not None else "output_final_state=True",
-            fix="A packed row has one state per document: run it without a cache, or run the documents one by one.",
+            "a packed row without a state",
+            "initial_state" if initial_state is not None else "output_final_state=True",
+            "A packed row has one state per document: run it without a cache, or run the documents one by one.",
         )
     if value.shape[2] % key.shape[2]:
         raise input_error(
-            "gated_delta_rule",
-            expected="a number of value heads that is a multiple of the number of key heads",
-            got=f"{value.shape[2]} and {key.shape[2]}",
-            fix="Check the shapes [B, T, heads, dim].",
+            "a number of value heads that is a multiple of the number of key heads",
+            f"{value.shape[2]} and {key.shape[2]}",
+            "Check the shapes [B, T, heads, dim].",
         )
     return run(
         "gated_delta_rule",

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from ..autograd import is_transformed
 from ..errors import input_error
 from . import kernels
+from .autograd import is_transformed
 
 
 def runs_uncast(hidden_states: torch.Tensor, *weights: torch.Tensor) -> bool:
@@ -28,10 +28,9 @@ def check_layer(call: str, width: int, weight: torch.Tensor) -> None:
     """Raise unless `weight` is that of a linear layer of `width` inputs."""
     if weight.ndim != 2 or weight.shape[1] != width:
         raise input_error(
-            call,
-            expected=f"a weight [out, {width}] of the linear layer",
-            got=f"{tuple(weight.shape)}",
-            fix="Give the weight of the torch.nn.Linear that takes the result.",
+            f"a weight [out, {width}] of the linear layer",
+            f"{tuple(weight.shape)}",
+            "Give the weight of the torch.nn.Linear that takes the result.",
         )
 
 

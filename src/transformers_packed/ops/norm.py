@@ -140,10 +140,9 @@ def _check(
 ) -> None:
     if weight.shape != hidden_states.shape[-1:] or (other is not None and other.shape != hidden_states.shape):
         raise input_error(
-            call,
-            expected=f"hidden_states and {name} [..., width] and weight [width]",
-            got=f"{tuple(hidden_states.shape)}, {None if other is None else tuple(other.shape)}, {tuple(weight.shape)}",
-            fix="Normalise over the last dimension.",
+            f"hidden_states and {name} [..., width] and weight [width]",
+            f"{tuple(hidden_states.shape)}, {None if other is None else tuple(other.shape)}, {tuple(weight.shape)}",
+            "Normalise over the last dimension.",
         )
 
 
@@ -169,7 +168,7 @@ def _gated_rms_norm_reference(hidden_states, gate, weight, eps):
 
 
 def _rms_norm_triton(hidden_states, weight, eps, *, residual, offset):
-    from .triton_kernels.norm import RMSNorm
+    from .backends.triton.norm import RMSNorm
 
     shape = hidden_states.shape
     rows = (x if x is None else x.reshape(-1, shape[-1]) for x in (hidden_states, residual))
@@ -187,7 +186,7 @@ def _verify_gated(hidden_states, gate, weight, eps):
 
 
 def _gated_rms_norm_triton(hidden_states, gate, weight, eps):
-    from .triton_kernels.norm import RMSNorm
+    from .backends.triton.norm import RMSNorm
 
     width = hidden_states.shape[-1]
     x, gate = hidden_states.reshape(-1, width), gate.reshape(-1, width)
@@ -207,7 +206,7 @@ def _gated_rms_norm_linear_reference(hidden_states, gate, norm_weight, weight, e
 
 
 def _gated_rms_norm_linear_triton(hidden_states, gate, norm_weight, weight, eps):
-    from .triton_kernels.norm import GatedRMSNormLinear
+    from .backends.triton.norm import GatedRMSNormLinear
 
     return GatedRMSNormLinear.apply(hidden_states, gate, norm_weight, weight, eps)
 

@@ -89,18 +89,16 @@ def per_document(
     """
     if boundaries.is_shard:
         raise input_error(
-            "per_document",
-            expected="a whole row",
-            got="a part of one, whose first and last documents may be cut",
-            fix="Train this model without sequence parallelism.",
+            "a whole row",
+            "a part of one, whose first and last documents may be cut",
+            "Train this model without sequence parallelism.",
         )
     for tensor in tensors:
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
             raise input_error(
-                "per_document",
-                expected=f"tensors of shape [1, {boundaries.total_length}, ...], the packed row",
-                got=f"{tuple(tensor.shape)}",
-                fix="Pass the tensors of the row that the boundaries describe.",
+                f"tensors of shape [1, {boundaries.total_length}, ...], the packed row",
+                f"{tuple(tensor.shape)}",
+                "Pass the tensors of the row that the boundaries describe.",
             )
     layout = boundaries.derived("per_document", lambda: _layout(boundaries))
     sizes = [bucket.tokens for bucket in layout.buckets]

@@ -61,10 +61,9 @@ def normed_rotary(
     fits = fits and cos.shape == sin.shape and cos.shape[:-1] in (key.shape[:2], (1, key.shape[1]))
     if not fits or rotary > dim or rotary % 2:
         raise input_error(
-            "normed_rotary",
-            expected="query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]",
-            got=", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin)),
-            fix="Keep heads before channels.",
+            "query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]",
+            ", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin)),
+            "Keep heads before channels.",
         )
     return run("normed_rotary", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
 
@@ -85,7 +84,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
-    from .triton_kernels.rotary import NormedRotary
+    from .backends.triton.rotary import NormedRotary
 
     rows, length, heads, double = query_gate.shape
     query_gate = query_gate.reshape(rows * length, heads, 2, double // 2)

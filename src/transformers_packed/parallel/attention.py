@@ -41,10 +41,9 @@ def attention(
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
     if options.get("output_attentions"):
         raise input_error(
-            "attention",
-            expected="a whole row for attention weights",
-            got="a part of a row",
-            fix="Leave output_attentions out, or run without sequence parallelism.",
+            "a whole row for attention weights",
+            "a part of a row",
+            "Leave output_attentions out, or run without sequence parallelism.",
         )
     heads, kv_heads = query.shape[1], key.shape[1]
     # By "gather" a rank behind the cut of a long document has most of the work, and needs a kernel for that.
@@ -53,10 +52,9 @@ def attention(
         return _by_gather(shard, module, query, key, value, **options), None
     if not fits_heads(shard.size, heads, kv_heads):
         raise input_error(
-            "attention",
-            expected=f"{heads} heads over {kv_heads} that {shard.size} processes can share",
-            got=f"{shard.size} processes",
-            fix='Use attention="gather".',
+            f"{heads} heads over {kv_heads} that {shard.size} processes can share",
+            f"{shard.size} processes",
+            'Use attention="gather".',
         )
     return _by_heads(shard, module, query, key, value, **options), None
 

@@ -28,7 +28,7 @@ import torch
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.causal_conv1d import triton_query_key_value, verify_triton_query_key_value
+from ..ops.convolution import triton_query_key_value, verify_triton_query_key_value
 from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all, tie
 
@@ -62,10 +62,9 @@ def _halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor,
     wanted = width - 1
     if x.shape[1] < wanted:
         raise input_error(
-            "causal_conv1d",
-            expected=f"at least {wanted} tokens on each rank, as many as a window looks back",
-            got=f"{x.shape[1]}",
-            fix="Use longer rows, or fewer processes per row.",
+            f"at least {wanted} tokens on each rank, as many as a window looks back",
+            f"{x.shape[1]}",
+            "Use longer rows, or fewer processes per row.",
         )
     x, _, tail = _WithEnds.apply(x, 0, wanted)
     tails = all_gather(tail, 0, shard.parallel.group)
@@ -125,10 +124,9 @@ def _by_heads(shard: "RowShard", *tensors: torch.Tensor, **options: Any) -> torc
     for x in tensors:
         if x.shape[2] % size:
             raise input_error(
-                "gated_delta_rule",
-                expected=f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"',
-                got=f"{x.shape[2]}",
-                fix='Use gated_delta_rule="state".',
+                f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"',
+                f"{x.shape[2]}",
+                'Use gated_delta_rule="state".',
             )
     whole = (all_to_all(x, 2, 1, group) for x in tensors)
     output = ops.gated_delta_rule(*whole, boundaries=shard.row, **options)[0]

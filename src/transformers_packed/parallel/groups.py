@@ -42,22 +42,19 @@ class SequenceParallel:
         attention: str | None = None,
         device_type: str | None = None,
     ):
-        call = "SequenceParallel"
         _check_names(gated_delta_rule, attention)
         if not dist.is_initialized():
             raise input_error(
-                call,
-                expected="a default process group",
-                got="none",
-                fix="Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first.",
+                "a default process group",
+                "none",
+                "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first.",
             )
         world = dist.get_world_size()
         if not isinstance(size, int) or size < 1 or world % size:
             raise input_error(
-                call,
-                expected=f"a size that divides the {world} processes",
-                got=f"{size}",
-                fix="Start a multiple of it, or choose another size.",
+                f"a size that divides the {world} processes",
+                f"{size}",
+                "Start a multiple of it, or choose another size.",
             )
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
@@ -96,33 +93,29 @@ def fits_heads(size: int, heads: int, kv_heads: int) -> bool:
 
 def check_methods(config, size: int, gated_delta_rule: str, attention: str | None) -> None:
     """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration in this way."""
-    call = "SequenceParallel"
     _check_names(gated_delta_rule, attention)
     unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
     if unknown or not hasattr(config, "linear_num_key_heads"):
         raise input_error(
-            call,
-            expected="a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
-            got=f"{config.model_type}",
-            fix="Train this model without sequence parallelism.",
+            "a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
+            f"{config.model_type}",
+            "Train this model without sequence parallelism.",
         )
     if gated_delta_rule == "heads":
         for heads in (config.linear_num_key_heads, config.linear_num_value_heads):
             if heads % size:
                 raise input_error(
-                    call,
-                    expected=f'numbers of linear key and value heads that are multiples of {size} for "heads"',
-                    got=f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
-                    fix='Use gated_delta_rule="state".',
+                    f'numbers of linear key and value heads that are multiples of {size} for "heads"',
+                    f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
+                    'Use gated_delta_rule="state".',
                 )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if attention == "heads" and not fits_heads(size, heads, kv_heads):
         raise input_error(
-            call,
-            expected=f"{size} processes to divide the attention heads, and to divide or be a multiple of the "
+            f"{size} processes to divide the attention heads, and to divide or be a multiple of the "
             'key and value heads, for "heads"',
-            got=f"{heads} and {kv_heads}",
-            fix='Use attention="gather".',
+            f"{heads} and {kv_heads}",
+            'Use attention="gather".',
         )
 
 
@@ -132,6 +125,4 @@ def _check_names(gated_delta_rule: str, attention: str | None) -> None:
         ("attention", attention, (None, *ATTENTIONS)),
     ):
         if value not in known:
-            raise input_error(
-                "SequenceParallel", expected=f"{name} to be one of {known}", got=repr(value), fix="Choose one."
-            )
+            raise input_error(f"{name} to be one of {known}", repr(value), "Choose one.")

@@ -29,10 +29,9 @@ def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[t
     for x in tensors:
         if boundaries.parallel is None or x.shape[:2] != (1, boundaries.total_length):
             raise input_error(
-                "gather_loss_tensors",
-                expected=f"tensors [1, {boundaries.total_length}, ...] of a shard that knows the other ranks",
-                got=f"shape {tuple(x.shape)}",
-                fix="Pass the boundaries of these tensors' batch, as the model got them.",
+                f"tensors [1, {boundaries.total_length}, ...] of a shard that knows the other ranks",
+                f"shape {tuple(x.shape)}",
+                "Pass the boundaries of these tensors' batch, as the model got them.",
             )
     group, row = boundaries.parallel.group, boundaries.row
     length = row.total_length - row.padding_tokens

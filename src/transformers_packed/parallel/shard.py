@@ -10,7 +10,7 @@ import torch
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.packed_inputs import METADATA, boundaries_from_metadata
+from ..models.inputs import METADATA, boundaries_from_metadata
 from .attention import attention
 from .collectives import all_gather
 from .gated_delta import causal_conv1d, convolved_query_key_value, gated_delta_rule
@@ -55,10 +55,9 @@ class RowShard(SequenceBoundaries):
         """The part `rank` of `size` parts of `row`. A length that is not a multiple of `size` is a `ValueError`."""
         if row.total_length % size:
             raise input_error(
-                "RowShard.cut",
-                expected=f"a row whose length is a multiple of {size}",
-                got=f"{row.total_length} tokens",
-                fix=f"Pad it: DataCollatorWithFlattening(pad_to_multiple_of={size}, pad_token_id=...).",
+                f"a row whose length is a multiple of {size}",
+                f"{row.total_length} tokens",
+                f"Pad it: DataCollatorWithFlattening(pad_to_multiple_of={size}, pad_token_id=...).",
             )
         length = row.total_length // size
         pieces = (row.cu_seqlens_cpu - rank * length).clamp(0, length).unique()
@@ -120,10 +119,9 @@ class RowShard(SequenceBoundaries):
         """From the features of the frames that this rank computed to those of its tokens."""
         if kind not in self.vision:
             raise input_error(
-                "RowShard.vision_features",
-                expected=f"a row that was cut together with its {kind}s",
-                got=f"a part without {kind}s",
-                fix="Cut the batch with shard_batch.",
+                f"a row that was cut together with its {kind}s",
+                f"a part without {kind}s",
+                "Cut the batch with shard_batch.",
             )
         return self.vision[kind].exchange(features, self._known(f"{kind}s"))
 
@@ -134,12 +132,7 @@ class RowShard(SequenceBoundaries):
 
     def _known(self, op: str) -> SequenceParallel:
         if self.parallel is None:
-            raise input_error(
-                op,
-                expected="a shard that knows the other ranks",
-                got="one without",
-                fix="Pass parallel= to shard_batch.",
-            )
+            raise input_error("a shard that knows the other ranks", "one without", "Pass parallel= to shard_batch.")
         return self.parallel
 
 
@@ -211,19 +204,16 @@ def shard_batch(
     tokens = batch.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or len(tokens) != 1:
         raise input_error(
-            call,
-            expected="input_ids [1, T] of one packed row",
-            got="none" if tokens is None else f"shape {tuple(tokens.shape)}",
-            fix="Use DataCollatorWithFlattening.",
+            "input_ids [1, T] of one packed row",
+            "none" if tokens is None else f"shape {tuple(tokens.shape)}",
+            "Use DataCollatorWithFlattening.",
         )
     length = tokens.shape[1]
     padding_tokens = batch.get("padding_tokens") or 0
     row = boundaries_from_metadata(call, length, {name: batch.pop(name, None) for name in METADATA})
     if row is None:
         if "position_ids" not in batch:
-            raise input_error(
-                call, expected="document boundaries", got="none", fix="Return position_ids or cu_seqlens."
-            )
+            raise input_error("document boundaries", "none", "Return position_ids or cu_seqlens.")
         row = SequenceBoundaries.from_position_ids(batch["position_ids"])
     position_ids = batch.get("position_ids")
     batch["position_ids"] = row.position_ids if position_ids is None else position_ids
@@ -231,10 +221,9 @@ def shard_batch(
     for name in names:
         if batch[name].shape[-1] != length:
             raise input_error(
-                call,
-                expected=f"{name} with one entry for each of the row's {length} tokens",
-                got=f"shape {tuple(batch[name].shape)}",
-                fix="Labels of whole documents cannot be cut.",
+                f"{name} with one entry for each of the row's {length} tokens",
+                f"shape {tuple(batch[name].shape)}",
+                "Labels of whole documents cannot be cut.",
             )
     if "shift_labels" not in batch and "labels" in batch:
         batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][..., 1:], (0, 1), value=-100)
@@ -257,10 +246,9 @@ def shard_batch(
     vision = cut_vision(call, batch, rank, size)
     if vision and batch["position_ids"].ndim != 3:
         raise input_error(
-            call,
-            expected="position_ids [4, 1, T] beside images or videos, which only a whole row gives",
-            got=f"shape {tuple(batch['position_ids'].shape)}",
-            fix="Pass model= to DataCollatorWithFlattening.",
+            "position_ids [4, 1, T] beside images or videos, which only a whole row gives",
+            f"shape {tuple(batch['position_ids'].shape)}",
+            "Pass model= to DataCollatorWithFlattening.",
         )
     checksum = crc32(batch["input_ids"].cpu().contiguous().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
     shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision, checksum=checksum)

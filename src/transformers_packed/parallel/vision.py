@@ -63,10 +63,9 @@ def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[s
             continue
         if pixels is None or grid is None or TOKEN_TYPES not in batch:
             raise input_error(
-                call,
-                expected=f"{pixels_name}, {grid_name} and {TOKEN_TYPES} together",
-                got=", ".join(name for name in (pixels_name, grid_name, TOKEN_TYPES) if batch.get(name) is not None),
-                fix="Pass what the processor returned.",
+                f"{pixels_name}, {grid_name} and {TOKEN_TYPES} together",
+                ", ".join(name for name in (pixels_name, grid_name, TOKEN_TYPES) if batch.get(name) is not None),
+                "Pass what the processor returned.",
             )
         tokens = (batch[TOKEN_TYPES][0] == token_type).view(size, -1).sum(1).tolist()
         frames = grid.repeat_interleave(grid[:, 0], dim=0)
@@ -77,10 +76,9 @@ def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[s
         side = isqrt(square)
         if sum(patches) != len(pixels) or side * side * sum(tokens) != len(pixels):
             raise input_error(
-                call,
-                expected=f"{kind} tokens for the {sum(patches)} patches of {grid_name}",
-                got=f"{sum(tokens)} tokens and {len(pixels)} patches",
-                fix="Keep the tokens and pixels of each image and video together.",
+                f"{kind} tokens for the {sum(patches)} patches of {grid_name}",
+                f"{sum(tokens)} tokens and {len(pixels)} patches",
+                "Keep the tokens and pixels of each image and video together.",
             )
         ends = [0, *accumulate(patches)]
         # A frame goes where its middle falls.

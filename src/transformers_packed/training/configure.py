@@ -16,16 +16,16 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.cost import PackingCost
 from ..data.dataset import PackingDataset, arrow_lengths
+from ..data.planning.cost import PackingCost
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
-from .guard import LANGUAGE_MODELS, SEPARATE, judge
-from .metrics import PackingMetricsCallback, mean_of_longest
-from .neftune import DocumentNoise
-from .reasons import (
+from .callbacks.guard import LANGUAGE_MODELS, SEPARATE, judge
+from .callbacks.metrics import PackingMetricsCallback, mean_of_longest
+from .callbacks.neftune import DocumentNoise
+from .checks import (
     CALL,
     Reason,
     check_cache,
@@ -103,16 +103,15 @@ reference (causal convolution), per_document(sdpa) (attention)
     ```
     """
     if not isinstance(trainer, Trainer):
-        raise input_error(CALL, expected="a transformers.Trainer", got=type(trainer).__name__, fix="Build one first.")
+        raise input_error("a transformers.Trainer", type(trainer).__name__, "Build one first.")
     if packing not in _MODES:
-        raise input_error(CALL, expected=f"packing to be one of {_MODES}", got=repr(packing), fix="Choose one.")
+        raise input_error(f"packing to be one of {_MODES}", repr(packing), "Choose one.")
     if packing != "packing" and (max_length is not None or plan_options):
         given = ["max_length"] * (max_length is not None) + sorted(plan_options)
         raise input_error(
-            CALL,
-            expected=f'packing="packing" beside {", ".join(given)}',
-            got=f'packing="{packing}"',
-            fix='Leave them out, or pass packing="packing".',
+            f'packing="packing" beside {", ".join(given)}',
+            f'packing="{packing}"',
+            'Leave them out, or pass packing="packing".',
         )
     if packing == "off":
         return _leave(trainer, 'Packing off, training stays as it was: packing="off".')
@@ -197,17 +196,14 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
     if rows:
         if max_length is not None or options:
             raise input_error(
-                CALL,
-                expected="a dataset that is still to be packed beside max_length and other options",
-                got=f"one of packed rows ({type(dataset).__name__})",
-                fix="Leave the options out, or pass the samples.",
+                "a dataset that is still to be packed beside max_length and other options",
+                f"one of packed rows ({type(dataset).__name__})",
+                "Leave the options out, or pass the samples.",
             )
         return dataset
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     if max_length is None:
-        raise input_error(
-            CALL, expected="max_length, the tokens of a row", got="none", fix="Pass max_length=8192, for example."
-        )
+        raise input_error("max_length, the tokens of a row", "none", "Pass max_length=8192, for example.")
     if not has_items(dataset):
         return IterablePackingDataset(dataset, max_length, **options)
     defaults = {

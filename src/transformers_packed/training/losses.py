@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.packed_inputs import METADATA, mask_targets_across_documents, resolve_boundaries
+from ..models.inputs import METADATA, mask_targets_across_documents, resolve_boundaries
 
 
 _IGNORED_LABEL = -100
@@ -144,7 +144,7 @@ def per_document_loss(
     """
     call = "per_document_loss"
     if normalization not in ("mean", "sum"):
-        raise input_error(call, expected='normalization "mean" or "sum"', got=repr(normalization), fix="Change it.")
+        raise input_error('normalization "mean" or "sum"', repr(normalization), "Change it.")
     sums, counts, _ = _logps(call, logits, labels, boundaries, head, chunk_size)
     # Not `-sums`: a document without targets has a loss of 0, not of -0.
     return DocumentLosses((0 - sums) / counts.clamp(min=1) if normalization == "mean" else 0 - sums, counts)
@@ -153,22 +153,20 @@ def per_document_loss(
 def _logps(call, logits, labels, boundaries, head, chunk_size) -> DocumentLogps:
     if logits.ndim != 3 or logits.shape[0] != 1 or labels.shape != logits.shape[:2] or labels.is_floating_point():
         raise input_error(
-            call,
-            expected="logits [1, T, vocab], or hidden states [1, T, hidden] beside head, and integer labels [1, T]",
-            got=f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}",
-            fix="Pass what the model returned for one packed row, and that row's labels, not shifted.",
+            "logits [1, T, vocab], or hidden states [1, T, hidden] beside head, and integer labels [1, T]",
+            f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}",
+            "Pass what the model returned for one packed row, and that row's labels, not shifted.",
         )
     if chunk_size < 1:
-        raise input_error(call, expected="chunk_size of at least 1", got=str(chunk_size), fix="Leave it out.")
+        raise input_error("chunk_size of at least 1", str(chunk_size), "Leave it out.")
     length, device = labels.shape[1], logits.device
     if not isinstance(boundaries, SequenceBoundaries):
         boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, total_length=length)
     elif boundaries.total_length != length:
         raise input_error(
-            call,
-            expected=f"boundaries of the row's {length} tokens",
-            got=f"boundaries of {boundaries.total_length}",
-            fix="Pass the boundaries of this row.",
+            f"boundaries of the row's {length} tokens",
+            f"boundaries of {boundaries.total_length}",
+            "Pass the boundaries of this row.",
         )
     boundaries = boundaries.to(device)
     labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
@@ -229,21 +227,17 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
 
     ```
     """
-    call = "set_loss_normalization"
     if normalization not in ("token", "sample"):
-        raise input_error(
-            call, expected='normalization "token" or "sample"', got=repr(normalization), fix="Change it."
-        )
+        raise input_error('normalization "token" or "sample"', repr(normalization), "Change it.")
     if isinstance(trainer, _SampleMeanTrainer):
         trainer.__class__ = type(trainer).__bases__[1]
         trainer.compute_loss_func = None
     if normalization == "token":
         if not trainer.model_accepts_loss_kwargs:
             raise input_error(
-                call,
-                expected="a model whose loss can be a mean over the tokens of a step",
-                got=f"{type(trainer.model).__name__}, which takes no num_items_in_batch",
-                fix='Use "sample", or a compute_loss_func of your own.',
+                "a model whose loss can be a mean over the tokens of a step",
+                f"{type(trainer.model).__name__}, which takes no num_items_in_batch",
+                'Use "sample", or a compute_loss_func of your own.',
             )
         return
     loss_type = getattr(trainer.args, "loss_type", "nll")
@@ -253,7 +247,7 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
         (f"loss_type={loss_type!r}", loss_type != "nll"),
     ):
         if given:
-            raise input_error(call, expected="a trainer without another loss", got=name, fix=f"Leave {name} out.")
+            raise input_error("a trainer without another loss", name, f"Leave {name} out.")
     config = trainer.model.config.get_text_config()
     # Most models that add an auxiliary loss of their experts keep its weight from when they were built.
     weight = getattr(trainer.model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
@@ -305,10 +299,9 @@ class _SampleMeanTrainer:
         result = super().compute_loss(model, inputs, *args, **kwargs)
         if self.compute_loss_func.boundaries is not None:
             raise input_error(
-                "set_loss_normalization",
-                expected="a trainer that uses compute_loss_func",
-                got=f"{type(self).__name__}, which computes its own loss",
-                fix='Leave its loss as it is, by set_loss_normalization(trainer, "token").',
+                "a trainer that uses compute_loss_func",
+                f"{type(self).__name__}, which computes its own loss",
+                'Leave its loss as it is, by set_loss_normalization(trainer, "token").',
             )
         return result
 
@@ -319,10 +312,9 @@ def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
     labels = batch.get("labels")
     if labels is None or "shift_labels" in batch or labels.ndim != 2:
         raise input_error(
-            call,
-            expected="batches with labels [rows, tokens] and without shift_labels",
-            got="none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}",
-            fix="Use DataCollatorWithFlattening or a collator that pads.",
+            "batches with labels [rows, tokens] and without shift_labels",
+            "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}",
+            "Use DataCollatorWithFlattening or a collator that pads.",
         )
     boundaries = resolve_boundaries(
         call,

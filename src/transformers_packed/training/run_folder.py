@@ -92,7 +92,7 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         `ValueError`: `output` must not be written to, or the run cannot be continued.
     """
     if output.exists() and not output.is_dir():
-        raise input_error("--output", expected="a directory", got=f"the file {output}", fix="Choose another one.")
+        raise input_error("a directory", f"the file {output}", "Choose another one.", option="--output")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"--output: {existing} is no directory that can be written to")
@@ -100,32 +100,32 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         return None, []
     if not (output / SETTINGS_FILE).is_file():
         raise input_error(
-            "--output",
-            expected="a new or empty directory, or one of an earlier run of this command",
-            got=f"{output}, which holds something else",
-            fix="Choose another one.",
+            "a new or empty directory, or one of an earlier run of this command",
+            f"{output}, which holds something else",
+            "Choose another one.",
+            option="--output",
         )
     if not resume:
         raise input_error(
-            "--output",
-            expected="a new or empty directory",
-            got=f"{output}, which holds an earlier run",
-            fix="Add --resume to continue that run, or choose another directory.",
+            "a new or empty directory",
+            f"{output}, which holds an earlier run",
+            "Add --resume to continue that run, or choose another directory.",
+            option="--output",
         )
     checkpoint, damaged = last_checkpoint(output)
     if checkpoint is None and damaged:
         raise input_error(
-            "--resume",
-            expected="a complete checkpoint",
-            got="; ".join(damaged),
-            fix="Restore it, or remove it to start from the beginning.",
+            "a complete checkpoint",
+            "; ".join(damaged),
+            "Restore it, or remove it to start from the beginning.",
+            option="--resume",
         )
     if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
         raise input_error(
-            "--resume",
-            expected="a run that has not finished, or one with checkpoints",
-            got=f"a finished one without any in {output}",
-            fix="Choose another --output; to train further, pass it as --model.",
+            "a run that has not finished, or one with checkpoints",
+            f"a finished one without any in {output}",
+            "Choose another --output; to train further, pass it as --model.",
+            option="--resume",
         )
     return checkpoint, damaged
 
@@ -190,15 +190,15 @@ def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
         differing = [name for name in kept if before.get(name) != kept[name]]
     except (ValueError, AttributeError) as error:
         raise input_error(
-            "--resume", expected=f"the settings of the run in {path}", got=str(error), fix="Choose another --output."
+            f"the settings of the run in {path}", str(error), "Choose another --output.", option="--resume"
         ) from error
     if differing:
         raise input_error(
-            "--resume",
-            expected="the settings of the run in " + str(output),
-            got="; ".join(
+            "the settings of the run in " + str(output),
+            "; ".join(
                 "other samples" if name == "samples" else f"{name} {kept[name]} instead of {before.get(name)}"
                 for name in differing
             ),
-            fix="Repeat that run's command, or choose another --output.",
+            "Repeat that run's command, or choose another --output.",
+            option="--resume",
         )

@@ -17,8 +17,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from ..errors import input_error
 from ..models.base import transformers_model
 from ..parallel import RowShard, SequenceParallel, shard_batch
-from .metrics import PackingMetricsCallback
-from .reasons import check_devices
+from .callbacks.metrics import PackingMetricsCallback
+from .checks import check_devices
 
 
 _CALL = "PackedTrainer(sequence_parallel_size=...)"
@@ -173,4 +173,4 @@ def check_sequence_parallel(trainer: Trainer) -> None:
 
 
 def _refusal(expected: str, got: str, fix: str) -> ValueError:
-    return input_error(_CALL, expected=expected, got=got, fix=fix)
+    return input_error(expected, got, fix)

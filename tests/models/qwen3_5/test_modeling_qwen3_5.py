@@ -1,10 +1,10 @@
 import unittest
 
 import torch
-from packed_heads_tester import PackedHeadsTesterMixin
-from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
-from packed_padding_tester import PackedPaddingTesterMixin
-from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
+from mixins.heads import PackedHeadsTesterMixin
+from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from mixins.padding import PackedPaddingTesterMixin
+from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 

@@ -1,9 +1,9 @@
 import unittest
 
 import torch
-from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
-from packed_padding_tester import PackedPaddingRouterTesterMixin
-from packed_vision_tester import TEXT, PackedVisionTesterMixin, vision_config
+from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from mixins.padding import PackedPaddingRouterTesterMixin
+from mixins.vision import TEXT, PackedVisionTesterMixin, vision_config
 from parameterized import parameterized
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin

@@ -1,9 +1,9 @@
 import unittest
 
 import torch
-from packed_heads_tester import PackedHeadsTesterMixin
-from packed_model_tester import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
-from packed_padding_tester import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
+from mixins.heads import PackedHeadsTesterMixin
+from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, relative_error
+from mixins.padding import PackedPaddingRouterTesterMixin, PackedPaddingTesterMixin
 from parameterized import parameterized
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin

@@ -28,9 +28,7 @@ from ...ops import (
 )
 from ..base import PackedModelMixin, computed_before, is_untouched, only_faster, project, replaces_builtin
 from ..cuda_graphs import layers_as_graphs
-from ..heads import classify_documents, loss_without_logits, skips_logits
-from ..multimodal import features_of_tokens, packed_mrope_position_ids
-from ..packed_inputs import (
+from ..inputs import (
     PackingKwargs,
     boundaries_from_metadata,
     check_causal,
@@ -38,7 +36,9 @@ from ..packed_inputs import (
     resolve_boundaries,
     without_packing,
 )
+from ..outputs import classify_documents, loss_without_logits, skips_logits
 from ..padding import PackedGenerationMixin, padded_batch
+from ..vision import features_of_tokens, packed_mrope_position_ids
 
 
 @replaces_builtin
@@ -78,10 +78,9 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         call, length = f"{type(self).__name__}.forward", hidden_states.shape[1]
         if not isinstance(self.conv1d, torch.nn.Conv1d):
             raise input_error(
-                call,
-                expected="conv1d as a torch.nn.Conv1d, whose weight is used without calling it",
-                got=f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}",
-                fix="Leave conv1d out of what is adapted or replaced.",
+                "conv1d as a torch.nn.Conv1d, whose weight is used without calling it",
+                f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}",
+                "Leave conv1d out of what is adapted or replaced.",
             )
         boundaries = boundaries_from_metadata(call, length, {**kwargs, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
@@ -289,10 +288,9 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
             if wants_weights and self.config._attn_implementation != "eager":
                 raise input_error(
-                    call,
-                    expected='attn_implementation="eager" for the attention weights of a packed row',
-                    got=f'"{self.config._attn_implementation}"',
-                    fix='Load the model with attn_implementation="eager", or leave output_attentions out.',
+                    'attn_implementation="eager" for the attention weights of a packed row',
+                    f'"{self.config._attn_implementation}"',
+                    'Load the model with attn_implementation="eager", or leave output_attentions out.',
                 )
             # The boundaries take the masks' place, and a packed row has no cache.
             attention_mask = {"full_attention": None, "linear_attention": None}

@@ -8,9 +8,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
 from ..base import PackedModelMixin, project, replaces_builtin
-from ..heads import classify_documents, loss_without_logits, skips_logits
-from ..multimodal import features_of_tokens, packed_mrope_position_ids
-from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
+from ..inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
+from ..outputs import classify_documents, loss_without_logits, skips_logits
 from ..padding import PackedGenerationMixin
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
@@ -23,6 +22,7 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNorm,
     Qwen3NextRMSNormGated,
 )
+from ..vision import features_of_tokens, packed_mrope_position_ids
 
 
 class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):

@@ -8,8 +8,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
 from ..base import replaces_builtin
-from ..heads import loss_without_logits, skips_logits
-from ..packed_inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries
+from ..inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries
+from ..outputs import loss_without_logits, skips_logits
 from ..padding import PackedGenerationMixin
 from ..qwen3_5.modular_qwen3_5 import (
     Qwen3_5Attention,

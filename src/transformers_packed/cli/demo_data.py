@@ -1,0 +1,121 @@
+"""The demo's data: docstring -> function, read from Python's own standard library.
+
+The pairs are real text of very different lengths, they are on every machine, and nothing is downloaded.
+"""
+
+import ast
+import random
+import sysconfig
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..errors import input_error
+
+
+_LEFT_OUT_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+def read_pairs(root: Path | None = None) -> tuple[list[tuple[str, str]], int]:
+    """Pairs of a docstring and the source of its function, from all Python files below `root`.
+
+    The docstring is taken out of the source. Tests and installed packages are left out, and so are functions that
+    consist of a docstring only.
+
+    Args:
+        root (`Path`, *optional*):
+            A directory, by default that of the standard library.
+
+    Returns:
+        `tuple`: the distinct pairs, in the order of path and line, and the number of files that could not be parsed.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else Path(root)
+    files = [path for path in sorted(root.rglob("*.py")) if _LEFT_OUT_FOLDERS.isdisjoint(path.relative_to(root).parts)]
+    pairs, broken = {}, 0
+    for path in tqdm(files, desc="reading sources", unit="file"):
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError):
+            broken += 1
+            continue
+        # Not str.splitlines: it also breaks at form feeds, which Python does not count as ends of lines.
+        lines = [line + "\n" for line in text.split("\n")]
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        for function in sorted(functions, key=lambda node: node.lineno):
+            docstring = ast.get_docstring(function)
+            if docstring and len(function.body) > 1:
+                source = _without_docstring(function, lines)
+                if source is not None:
+                    pairs[docstring, source] = None
+    return list(pairs), broken
+
+
+def _without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
+    """The function's source without its docstring, or `None` when the docstring shares a line with other code."""
+    docstring, first_statement = function.body[:2]
+    before = lines[function.lineno - 1 : docstring.lineno - 1]
+    after = lines[docstring.end_lineno : function.end_lineno]
+    if not before or first_statement.lineno == docstring.end_lineno:
+        return None
+    return textwrap.dedent("".join([*before, *after]))
+
+
+def choose_pairs(pairs: Sequence[tuple[str, str]], number: int, seed: int) -> list[tuple[str, str]]:
+    """`number` of the pairs in random order, or all of them when there are fewer."""
+    return random.Random(seed).sample(pairs, min(number, len(pairs)))
+
+
+def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE on `pairs`, save it in `directory`, and load it from there."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|pad|>", "<|eos|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = tqdm((text for pair in pairs for text in pair), "training the tokenizer", 2 * len(pairs), unit="text")
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|eos|>", padding_side="right"
+    )
+    fast.save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def tokenize(
+    pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[dict[str, list[int]]], int]:
+    """Samples of at most `max_length` tokens: the docstring as the prompt, the source and an end token as targets.
+
+    Returns:
+        `tuple`: samples with `input_ids` and `labels`, where the prompt's labels are -100, and the number of samples
+        that were truncated. A pair whose prompt alone fills `max_length` has no target and is left out.
+    """
+    samples, truncated = [], 0
+    for docstring, source in tqdm(pairs, "tokenizing", unit="pair"):
+        prompt = tokenizer(f'"""{docstring}"""\n')["input_ids"]
+        if len(prompt) >= max_length:
+            continue
+        completion = [*tokenizer(source)["input_ids"], tokenizer.eos_token_id]
+        truncated += len(prompt) + len(completion) > max_length
+        samples.append(
+            {
+                "input_ids": [*prompt, *completion][:max_length],
+                "labels": [*[-100] * len(prompt), *completion][:max_length],
+            }
+        )
+    if not samples:
+        raise input_error(
+            "functions with docstrings in the standard library's sources",
+            f"{len(pairs)} pairs",
+            "Run it with a Python whose standard library is installed as .py files.",
+        )
+    return samples, truncated

@@ -1,0 +1,1 @@
+"""Which samples share a row: the plan, how it is made, and what rows cost."""

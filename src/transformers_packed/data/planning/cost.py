@@ -1,0 +1,142 @@
+"""What a document costs a hybrid model: a linear part, and a quadratic one in the full-attention layers."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...errors import input_error
+
+
+_CHUNK_SIZE = 64
+_NEEDED = (
+    "layer_types",
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+@dataclass(frozen=True)
+class PackingCost:
+    """The cost of a document of `n` tokens: `linear * n + chunked * ceil(n / 64) * 64 + quadratic * n ** 2`.
+
+    The documents of a packed row do not see each other, so a row costs the sum of its documents. Only ratios matter;
+    [`PackingCost.from_config`] counts the floating-point operations of a forward pass, to which the rest of a training
+    step is about proportional.
+
+    Args:
+        linear (`float`, *optional*, defaults to 1.0):
+            Per token: projections, convolution, MLP, head.
+        quadratic (`float`, *optional*, defaults to 0.0):
+            Per squared token of a document: the full-attention layers.
+        chunked (`float`, *optional*, defaults to 0.0):
+            Per token, with a document rounded up to whole chunks of 64: the gated delta rule.
+
+    Raises:
+        `ValueError`: a coefficient is negative or not finite, or `linear` is not above 0.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed import PackingCost
+    >>> PackingCost(linear=1.0, quadratic=0.01).documents([100, 200]).tolist()
+    [200.0, 600.0]
+
+    ```
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+    chunked: float = 0.0
+
+    def __post_init__(self):
+        values = (self.linear, self.quadratic, self.chunked)
+        if not (np.isfinite(values).all() and self.linear > 0 and min(values) >= 0):
+            raise input_error(
+                "finite coefficients, linear above 0 and the others at least 0",
+                f"linear={self.linear}, quadratic={self.quadratic}, chunked={self.chunked}",
+                "Correct them.",
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> "PackingCost":
+        """The operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
+
+        Counted are two operations per multiply-add of every projection, the convolution, the chunked form of the gated
+        delta rule, causal attention, the MLP or the routed experts, and the head. Norms and activations are left out.
+
+        Args:
+            config (`PreTrainedConfig`):
+                The model's configuration; of a composite one the text part counts.
+
+        Raises:
+            `ValueError`: the configuration is not of a hybrid with gated delta rule and full attention.
+        """
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        missing = [name for name in _NEEDED if getattr(config, name, None) is None]
+        if missing:
+            raise input_error(
+                "the configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model",
+                f"{type(config).__name__} without {', '.join(missing)}",
+                "Give the coefficients instead: PackingCost(linear=..., quadratic=...).",
+            )
+        hidden, head_dim = config.hidden_size, config.head_dim
+        query = config.num_attention_heads * head_dim
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.linear_num_key_heads * key_dim, config.linear_num_value_heads * value_dim
+
+        # q, k, v, z, the two gates, and the output; the convolution runs over q, k and v.
+        mixer = 2 * hidden * (2 * keys + 2 * values + 2 * config.linear_num_value_heads) + 2 * values * hidden
+        mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
+        # Within a chunk: key and query products, the triangular inverse and its two products, the output; then the
+        # state is read twice and written once.
+        within = _CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + _CHUNK_SIZE**2 / 3
+        core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
+        # The query projection also makes the output gate.
+        attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
+
+        linear = chunked = quadratic = 0.0
+        for index, kind in enumerate(config.layer_types):
+            linear += _feed_forward(config, index) + (mixer if kind == "linear_attention" else attention)
+            chunked += core if kind == "linear_attention" else 0
+            # Scores and their product with the values, over half of the square.
+            quadratic += 2 * query if kind == "full_attention" else 0
+        return cls(linear=linear + 2.0 * hidden * config.vocab_size, quadratic=quadratic, chunked=chunked)
+
+    def documents(self, lengths: ArrayLike) -> np.ndarray:
+        """The cost of each document, float64, for lengths in tokens of any shape."""
+        lengths = np.asarray(lengths, np.float64)
+        whole_chunks = np.ceil(lengths / _CHUNK_SIZE) * _CHUNK_SIZE
+        return self.linear * lengths + self.chunked * whole_chunks + self.quadratic * lengths**2
+
+
+@cache
+def default_cost() -> PackingCost:
+    """The cost of the configuration that Transformers has as Qwen3.5's default, which is about the 9B model."""
+    from transformers import Qwen3_5TextConfig
+
+    return PackingCost.from_config(Qwen3_5TextConfig())
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer of a text model has a mixture of experts in the place of an MLP."""
+    sparse = getattr(config, "num_experts", None) and layer not in (getattr(config, "mlp_only_layers", None) or ())
+    return bool(sparse) and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+
+def _feed_forward(config: Any, layer: int) -> float:
+    """Operations per token of the layer's MLP, or of its router, shared expert and chosen experts."""
+    if has_experts(config, layer):
+        width = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_expert_intermediate_size
+        return 6.0 * config.hidden_size * width + 2.0 * config.hidden_size * (config.num_experts + 1)
+    return 6.0 * config.hidden_size * config.intermediate_size

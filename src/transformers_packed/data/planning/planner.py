@@ -1,0 +1,290 @@
+"""Plan which samples share a packed row, from their lengths alone.
+
+`plan_packing` looks at the whole dataset at once and returns indices; no token is read or copied. Rows are found over
+the histogram of lengths (`best_fit.py`), samples of one length are dealt to them in random order, rows come in random
+order, and what they hold is mixed (`mixing.py`). The search takes as long as there are distinct lengths; for each
+sample there remain a sort by length and array operations.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...errors import input_error
+from .best_fit import Patterns, as_arrays, best_fit, even_out, open_rows
+from .cost import PackingCost, default_cost
+from .mixing import mix_rows
+from .plan import PackingPlan
+from .rows import histogram, offsets_of, ranges
+
+
+_CALL = "plan_packing"
+# The most rows, as a share, that may be opened to make rows alike in cost.
+_EXTRA_ROWS = 0.005
+# How much more than the average a row may cost to have its documents mixed with those of others.
+_MIXED_COST = 1.0075
+_BLOCK = 1 << 18
+_LONGEST = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """What is to be packed: each document's length, and its sample and first token where these are not all alike."""
+
+    lengths: np.ndarray
+    samples: np.ndarray | None = None
+    starts: np.ndarray | None = None
+
+
+def plan_packing(
+    lengths: ArrayLike,
+    max_length: int,
+    *,
+    strategy: Literal["best_fit"] = "best_fit",
+    overlong: Literal["error", "truncate", "split", "drop"] = "error",
+    truncation_side: Literal["right", "left"] = "right",
+    world_size: int = 1,
+    gradient_accumulation_steps: int = 1,
+    balance: bool | PackingCost | Any = True,
+    seed: int = 0,
+) -> PackingPlan:
+    """Plan packed rows of at most `max_length` tokens over all samples.
+
+    Every sample stands in exactly one row, whole unless it is too long. With several ranks each gets the same number of
+    rows, and the rows of a step cost about the same: extra rows are opened until their number is a multiple of
+    `world_size * gradient_accumulation_steps`, and up to 0.5 % more to keep rows with long documents from costing more
+    than others. Rows are in random order and hold documents of mixed lengths: with thousands of rows the mean length of
+    a step's documents varies about as it does for samples in random order. Where a long document makes a row costlier
+    than others, its row is not mixed when ranks are balanced.
+
+    Args:
+        lengths (`ArrayLike`):
+            The samples' lengths in tokens, integers of at least 1, `[samples]`.
+        max_length (`int`):
+            The most tokens of a row.
+        strategy (`str`, *optional*, defaults to `"best_fit"`):
+            `"best_fit"`: best-fit decreasing over the whole dataset.
+        overlong (`str`, *optional*, defaults to `"error"`):
+            What becomes of samples of more than `max_length` tokens: `"error"`; `"truncate"` cuts them; `"split"` makes
+            several documents of them, each of which starts afresh; `"drop"` leaves them out. The plan counts them.
+        truncation_side (`str`, *optional*, defaults to `"right"`):
+            The side at which `"truncate"` cuts: `"right"` keeps a sample's beginning, `"left"` its end.
+        world_size (`int`, *optional*, defaults to 1):
+            How many ranks share the rows.
+        gradient_accumulation_steps (`int`, *optional*, defaults to 1):
+            Rows of each rank in an optimizer step.
+        balance (`bool`, `PackingCost` or `PreTrainedConfig`, *optional*, defaults to `True`):
+            The cost by which ranks are balanced: `True` is that of Transformers' default `Qwen3_5TextConfig`, a
+            configuration that of its model. `False` balances nothing; every rank gets as many rows all the same.
+        seed (`int`, *optional*, defaults to 0):
+            Of all random choices: the same arguments and seed give the same plan.
+
+    Raises:
+        `ValueError`: malformed lengths or arguments, a sample that is too long with `overlong="error"`, or fewer
+        documents than the rows that the ranks need.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed import plan_packing
+    >>> plan = plan_packing([5, 3, 8, 2, 6], max_length=8)
+    >>> len(plan), plan.tokens, plan.fill
+    (3, 24, 1.0)
+    >>> sorted(sorted(plan.row(i)[0].tolist()) for i in range(len(plan)))
+    [[0, 1], [2], [3, 4]]
+
+    ```
+    """
+    for name, value in (
+        ("max_length", max_length),
+        ("world_size", world_size),
+        ("gradient_accumulation_steps", gradient_accumulation_steps),
+    ):
+        _check_count(name, value, 1)
+    _check_count("seed", seed, 0)
+    _check_choice("strategy", strategy, ("best_fit",))
+    _check_choice("overlong", overlong, ("error", "truncate", "split", "drop"))
+    _check_choice("truncation_side", truncation_side, ("right", "left"))
+    if isinstance(balance, PackingCost):
+        cost = balance
+    else:
+        cost = default_cost() if isinstance(balance, bool) else PackingCost.from_config(balance)
+    balanced = balance is not False and world_size > 1
+    max_length = min(int(max_length), _LONGEST)
+
+    lengths = _check_lengths(lengths)
+    documents, counters = _cut_overlong(lengths, max_length, overlong, truncation_side)
+    patterns = _find_rows(
+        documents.lengths, max_length, cost, int(world_size) * int(gradient_accumulation_steps), balanced
+    )
+    rng = np.random.default_rng(seed)
+    taken, offsets = _deal(documents.lengths, patterns, rng)
+    longest = _longest_to_mix(documents.lengths, cost) if balanced else max_length
+    offsets = mix_rows(taken, documents.lengths, offsets, max_length, longest, rng)
+    plan = PackingPlan(
+        row_offsets=offsets,
+        samples=taken if documents.samples is None else documents.samples[taken],
+        lengths=documents.lengths[taken],
+        starts=None if documents.starts is None else documents.starts[taken],
+        max_length=max_length,
+        cost=cost,
+        balanced=balanced,
+        seed=int(seed),
+        world_size=int(world_size),
+        gradient_accumulation_steps=int(gradient_accumulation_steps),
+        overlong=overlong,
+        input_samples=len(lengths),
+        input_tokens=int(lengths.sum(dtype=np.int64)),
+        **counters,
+    )
+    return plan._take(plan._share(np.arange(len(plan)))) if balanced and gradient_accumulation_steps > 1 else plan
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise input_error(f"{name} as a whole number of at least {least}", repr(value), "Correct it.")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise input_error(f"{name} {expected}", repr(value), "Choose one of these.")
+
+
+def _check_lengths(lengths: ArrayLike) -> np.ndarray:
+    """The lengths as int32 `[samples]`."""
+    expected = "lengths as whole numbers of at least 1, one per sample"
+    try:
+        lengths = np.asarray(lengths)
+    except (TypeError, ValueError) as error:
+        raise input_error(expected, str(error), "Give one number per sample.") from error
+    if lengths.size == 0:
+        raise input_error(expected, "no sample", "Check the dataset.")
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        got = f"an array of {lengths.dtype} with shape {lengths.shape}"
+        raise input_error(expected, got, "Give one number per sample.")
+    if lengths.min() < 1:
+        short = np.flatnonzero(lengths < 1)
+        raise input_error(
+            expected,
+            f"{lengths[short[0]]} at sample {short[0]} ({len(short)} of {len(lengths)} samples are empty or wrong)",
+            "Leave empty samples out.",
+        )
+    if lengths.max() > _LONGEST:
+        raise input_error(f"lengths up to {_LONGEST}", lengths.max(), "Check the lengths.")
+    return lengths.astype(np.int32, copy=False)
+
+
+def _cut_overlong(
+    lengths: np.ndarray, max_length: int, overlong: str, truncation_side: str
+) -> tuple[_Documents, dict[str, int]]:
+    """The documents to pack, and the plan's counters of what was done to samples that are too long."""
+    too_long = np.flatnonzero(lengths > max_length)
+    if not len(too_long):
+        return _Documents(lengths), {}
+    tokens = int(lengths[too_long].sum(dtype=np.int64))
+    if overlong == "error":
+        longest = lengths.argmax()
+        raise input_error(
+            f"samples of at most {max_length} tokens",
+            f"{len(too_long)} longer ones among {len(lengths)}, the longest (sample {longest}) of {lengths[longest]}",
+            'Choose overlong="truncate", "split" or "drop", or raise max_length.',
+        )
+    if overlong == "truncate":
+        kept = np.minimum(lengths, np.int32(max_length))
+        starts = lengths - kept if truncation_side == "left" else None
+        lost = tokens - max_length * len(too_long)
+        return _Documents(kept, starts=starts), {"truncated_samples": len(too_long), "truncated_tokens": lost}
+    if overlong == "split":
+        parts = -(-lengths // np.int32(max_length))
+        samples = np.repeat(np.arange(len(lengths), dtype=_index_type(len(lengths))), parts)
+        starts = ranges(np.zeros(len(lengths), np.int64), parts) * max_length
+        kept = np.minimum(lengths[samples] - starts, max_length).astype(np.int32)
+        return _Documents(kept, samples, starts.astype(np.int32)), {"split_samples": len(too_long)}
+    samples = np.flatnonzero(lengths <= max_length)
+    if not len(samples):
+        raise input_error(
+            f"a sample of at most {max_length} tokens",
+            f"{len(lengths)} samples, all longer",
+            "Raise max_length, or truncate or split them.",
+        )
+    counters = {"dropped_samples": len(too_long), "dropped_tokens": tokens}
+    return _Documents(lengths[samples], samples.astype(_index_type(len(lengths)))), counters
+
+
+def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple: int, balanced: bool) -> Patterns:
+    """The rows as patterns of lengths, a multiple of `multiple` in number."""
+    counts = histogram(lengths)
+    distinct = np.flatnonzero(counts)
+    given = distinct.tolist(), counts[distinct].tolist(), max_length
+    patterns = best_fit(*given)
+    least = _round_up(len(patterns), multiple)
+    if least > len(lengths):
+        spare = len(lengths) % multiple
+        raise input_error(
+            f"at least {least} documents, so that {multiple} rows of each step have one each",
+            len(lengths),
+            f"Leave out {spare} samples, or lower world_size or gradient_accumulation_steps."
+            if spare < len(lengths)
+            else "Lower world_size or gradient_accumulation_steps.",
+        )
+    if balanced or len(patterns) < least:
+        each = cost.documents(np.arange(len(counts))).tolist()
+        if balanced:
+            most = min(
+                _round_up(int(len(patterns) * (1 + _EXTRA_ROWS)), multiple), len(lengths) // multiple * multiple
+            )
+            patterns = even_out(*given, each, patterns, least, most)
+        patterns = open_rows(patterns, each, _round_up(len(patterns), multiple))
+    return patterns
+
+
+def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
+    """The longest document of which a row costs at most `_MIXED_COST` times what its tokens cost on average."""
+    counts = histogram(lengths)
+    each, tokens = cost.documents(np.arange(len(counts))), np.arange(len(counts))
+    average = (counts @ each) / (counts @ tokens)
+    return int(np.flatnonzero(each <= _MIXED_COST * average * tokens)[-1])
+
+
+def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in random order, and documents of one length dealt to them in random order: documents and row offsets."""
+    by_length = _shuffle_and_sort(lengths, rng)
+    rows, sizes, lengths = as_arrays(patterns)
+    first_row, first_document = offsets_of(rows), offsets_of(sizes)
+    # Each document of a pattern takes as many documents of its length as the pattern has rows.
+    position = np.argsort(lengths, kind="stable")
+    first_choice = np.empty(len(lengths), np.int64)
+    first_choice[position] = offsets_of(np.repeat(rows, sizes)[position])[:-1]
+
+    order = rng.permutation(first_row[-1])
+    pattern = np.repeat(np.arange(len(rows), dtype=np.int32), rows)[order]
+    copy = order - first_row[pattern]
+    offsets = offsets_of(sizes[pattern])
+    taken = np.empty(offsets[-1], by_length.dtype)
+    for first in range(0, len(pattern), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        count = sizes[pattern[block]]
+        index = ranges(first_document[pattern[block]], count)
+        choice = first_choice[index] + np.repeat(copy[block], count)
+        taken[offsets[first] : offsets[first] + len(index)] = by_length[choice]
+    return taken, offsets
+
+
+def _shuffle_and_sort(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The documents by ascending length, those of one length in random order."""
+    order = np.arange(len(lengths), dtype=_index_type(len(lengths)))
+    rng.shuffle(order)
+    # The stable sort of numpy is a radix sort for 16 bits.
+    keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths
+    return order[np.argsort(keys[order], kind="stable")]
+
+
+def _index_type(number: int) -> type:
+    return np.int32 if number <= _LONGEST else np.int64
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,1 @@
+"""Samples and label masks from conversations, prompts with completions, and texts."""

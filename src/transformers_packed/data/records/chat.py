@@ -1,0 +1,165 @@
+"""Conversations: checked, rendered by the tokenizer's chat template, and searched for what the assistant writes.
+
+A template with `{% generation %}` says itself which tokens those are. For any other one `AssistantTurns` finds out:
+
+* The conversation is rendered a second time with the whole turn replaced by one character that occurs nowhere else.
+  Where the two texts agree, before it and after it, the template wrote; in between the turn stands. As no other
+  message changes, this also holds for templates that show a turn differently once others follow it (Qwen3.5 leaves
+  out earlier reasoning).
+* A probe of one question and one answer tells what the template puts between its own generation prompt and an answer
+  (an empty reasoning block, say) and behind the answer (an end-of-turn token). The model has to write both.
+"""
+
+import os.path
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...errors import input_error
+
+
+ROLES = ("system", "user", "assistant", "tool")
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+def check_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]:
+    """`messages` with each content as one string, or a `ValueError` that says what is wrong with them.
+
+    Args:
+        place (`str`):
+            Where the messages come from, for the error.
+        name (`str`):
+            The column's name, for the error.
+        messages (`Any`):
+            What the record holds: a list of objects with `role` and `content`, the latter a string or a list of text
+            parts. A message with `tool_calls` or `reasoning_content` needs no content.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise input_error(f"{name} as a list of messages", describe(messages), "Correct it.")
+    checked = []
+    for number, message in enumerate(messages, 1):
+        which = f"{name}, message {number}"
+        if not isinstance(message, dict):
+            raise input_error(f"an object in {which}", describe(message), "Give it role and content.")
+        if message.get("role") not in ROLES:
+            raise input_error(
+                f"a role out of {', '.join(ROLES)} in {which}",
+                repr(message["role"]) if "role" in message else "none",
+                "Rename the role.",
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text_part(place, which, part) for part in content)
+        elif content is not None and not isinstance(content, str):
+            raise input_error(f"content as a string or a list of parts in {which}", describe(content), "Correct it.")
+        has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
+        if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
+            raise input_error(f"content in {which}", "none", "Fill it in or leave it out.")
+        # Templates differ in what they do without content, and some ignore a list of parts.
+        checked.append({**message, "content": content or ""})
+    return checked
+
+
+def _text_part(place: str, which: str, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    got = f"type {part['type']!r}" if isinstance(part, dict) and "type" in part else describe(part)
+    raise input_error(f"text parts alone in {which}", got, "Images and videos cannot be trained on here.")
+
+
+def describe(value: Any) -> str:
+    """What a JSON value is, for an error message."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    if value in ({}, [], ""):
+        return f"an empty {names[type(value)].split()[1]}"
+    return names.get(type(value), "a number")
+
+
+class AssistantTurns:
+    """Renders conversations and says where in the text the assistant's turns stand.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            A tokenizer with a chat template.
+
+    Raises:
+        `ValueError`: the tokenizer has no chat template.
+
+    Example:
+
+    ```python
+    >>> from tokenizers import Tokenizer, models
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> from transformers_packed.data.records.chat import AssistantTurns
+    >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    >>> tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    >>> tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    >>> turns = AssistantTurns(tokenizer)
+    >>> messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    >>> text = turns.render(messages)
+    >>> [text[start:end] for start, end in turns.find(messages, text, turns=[1])]
+    ['2\\n']
+
+    ```
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        if not tokenizer.chat_template:
+            raise input_error(
+                "a tokenizer with a chat template, for messages",
+                "one without",
+                "Train the instruct model, set tokenizer.chat_template and save it, or use prompt and completion "
+                "strings.",
+            )
+        self.tokenizer = tokenizer
+        template = tokenizer.get_chat_template()
+        self.template_marks_them = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        self._probed: tuple[str, str] | None = None
+
+    def render(self, messages: list[dict[str, Any]], tools: list | None = None, **kwargs) -> str:
+        """The text of a conversation."""
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+
+    def find(
+        self, messages: list[dict[str, Any]], text: str, turns: list[int], tools: list | None = None
+    ) -> list[tuple[int, int]]:
+        """Where in `text`, the rendered `messages`, the model writes the messages numbered `turns`.
+
+        Returns:
+            `list[tuple[int, int]]`: first character and the one behind the last, for each turn.
+
+        Raises:
+            `LookupError`: the template does not show a turn, or changes other messages with it.
+        """
+        filler, closing = self._probe()
+        mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+        spans = []
+        for turn in turns:
+            marked = [*messages[:turn], {"role": "assistant", "content": mark}, *messages[turn + 1 :]]
+            before, found, after = self.render(marked, tools).partition(mark)
+            body_start = len(os.path.commonprefix([text, before]))
+            body_end = len(text) - len(after)
+            if not found or mark in after or not text.endswith(after) or body_end < body_start:
+                raise _not_found(f"message {turn + 1}")
+            start = min(body_start, len(before) - len(filler)) if before.endswith(filler) else body_start
+            spans.append((start, body_end + len(os.path.commonprefix([closing, text[body_end:]]))))
+        return spans
+
+    def _probe(self) -> tuple[str, str]:
+        """What the template puts between the generation prompt and an answer, and behind an answer."""
+        if self._probed is None:
+            question, mark = {"role": "user", "content": "a"}, chr(_PRIVATE_USE[0])
+            prompt = self.render([question], add_generation_prompt=True)
+            before, found, closing = self.render([question, {"role": "assistant", "content": mark}]).partition(mark)
+            if not found or mark in closing:
+                raise _not_found("a single answer")
+            self._probed = (before[len(prompt) :] if before.startswith(prompt) else "", closing)
+        return self._probed
+
+
+def _not_found(what: str) -> LookupError:
+    return LookupError(
+        f"the template does not show {what} where it stands in the conversation, so what the assistant writes cannot be "
+        "found; mark it in the template with {% generation %} and {% endgeneration %}"
+    )

@@ -1,0 +1,263 @@
+"""From the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` when the input is not packed.
+
+Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`) always means a packed row; any one of them
+is enough. Without it a row is packed when `position_ids` restart and there is neither a mask nor a cache. The checks
+read shapes, dtypes and host copies; contents of tensors on a device are compared only where they are on the CPU
+anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import TransformersKwargs
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+from ..boundaries import DeferredBoundaries, SequenceBoundaries, text_position_ids
+from ..errors import input_error
+
+
+class PackingKwargs(TransformersKwargs, total=False):
+    """Keyword arguments of a packed forward: Transformers' own (`seq_idx`, `cu_seq_lens_q`, ...) and ours.
+
+    Attributes:
+        cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
+            Cumulative document lengths, flash-linear-attention's name for `cu_seq_lens_q`.
+        padding_tokens (`int`, *optional*):
+            The length of the row's last document, if that is padding: it is left out of router statistics.
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The same with a host copy, as models hand it to their layers.
+        packs_padding (`bool`, *optional*):
+            Whether this call computes the real tokens of a padded batch only; by default as the model's attribute says.
+    """
+
+    cu_seqlens: torch.IntTensor | None
+    padding_tokens: int | None
+    boundaries: SequenceBoundaries | None
+    packs_padding: bool | None
+
+
+_LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
+_NOT_FOR_VISION = {*METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
+
+
+def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:
+    """The boundaries that the explicit packing keywords among `metadata` describe, or `None` without any.
+
+    Args:
+        call (`str`):
+            Whose arguments these are, for messages.
+        total_length (`int`):
+            The number of tokens `T` of the row.
+        metadata (`dict`):
+            Keyword arguments; those that are not about packing are left alone.
+
+    Raises:
+        `ValueError`: a keyword is malformed, does not fit the row, or disagrees with another one.
+    """
+    boundaries = metadata.get("boundaries")
+    if boundaries is not None:
+        return boundaries
+    lengths = {name: metadata[name] for name in _LENGTHS if metadata.get(name) is not None}
+    seq_idx = metadata.get("seq_idx")
+    maxima = {name: metadata[name] for name in ("max_length_q", "max_length_k") if metadata.get(name) is not None}
+    padding = metadata.get("padding_tokens")
+    if not lengths and seq_idx is None:
+        given = [*maxima, "padding_tokens"] if padding else [*maxima]
+        if given:
+            raise input_error(
+                f"cu_seq_lens_q, cu_seqlens or seq_idx beside {' and '.join(given)}",
+                "no document boundaries",
+                "Pass the batch as DataCollatorWithFlattening made it.",
+            )
+        return None
+    if lengths:
+        (name, tensor), *others = lengths.items()
+        if is_torchdynamo_compiling():
+            boundaries = DeferredBoundaries(tensor, total_length, padding or 0)
+        else:
+            boundaries = SequenceBoundaries.from_cu_seqlens(tensor, total_length=total_length)
+        for other_name, other in others:
+            if other is not tensor:
+                _agree(call, name, tensor, other_name, other)
+    if seq_idx is not None:
+        if boundaries is None:
+            boundaries = SequenceBoundaries.from_seq_idx(seq_idx)
+        if seq_idx.shape != (1, total_length):
+            raise input_error(
+                f"seq_idx of shape [1, {total_length}], one document number per token",
+                f"{tuple(seq_idx.shape)}",
+                "Pass the seq_idx of this row.",
+            )
+        if lengths and _may_read(seq_idx):
+            _agree_documents(call, boundaries, "seq_idx", SequenceBoundaries.from_seq_idx(seq_idx))
+    for name, maximum in maxima.items():
+        if _may_read(maximum) and int(maximum) < boundaries.max_length:
+            raise input_error(
+                f"{name} of at least {boundaries.max_length}, the longest document",
+                f"{int(maximum)}",
+                "Pass the collator's value.",
+            )
+    return _with_padding(call, boundaries, padding)
+
+
+def _with_padding(call: str, boundaries: SequenceBoundaries, padding: int | None) -> SequenceBoundaries:
+    """The same boundaries, whose last document is padding if there are `padding` tokens of it."""
+    if not padding or is_torchdynamo_compiling():
+        return boundaries
+    if padding != boundaries.lengths[-1]:
+        raise input_error(
+            f"padding_tokens of 0 or {boundaries.lengths[-1]}, the length of the last document",
+            f"{padding}",
+            "Pass the collator's value.",
+        )
+    return replace(boundaries, padding_tokens=padding)
+
+
+def resolve_boundaries(
+    call: str,
+    kwargs: dict[str, Any],
+    *,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    attention_mask: Any,
+    position_ids: torch.Tensor | None,
+    past_key_values: Any,
+    use_cache: bool | None,
+) -> SequenceBoundaries | None:
+    """Decide once, at the top of a model, whether its input is a packed row and where its documents are.
+
+    The packing keywords are taken out of `kwargs`, so that a row that is not packed leaves no trace of them. Boundaries
+    that come on the host, which saves a wait for the device, go to where the tokens are.
+
+    Raises:
+        `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
+        malformed or contradictory.
+    """
+    given = kwargs.pop("boundaries", None)
+    metadata = {name: kwargs.pop(name, None) for name in METADATA}
+    metadata["padding_tokens"] = metadata["padding_tokens"] or None
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if given is not None:
+        return given if tokens is None else given.to(tokens.device, non_blocking=True)
+    if tokens is None:
+        return None
+    rows, total_length = tokens.shape[:2]
+    explicit = [name for name, value in metadata.items() if value is not None]
+    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    inferred = position_ids is not None and attention_mask is None and past_key_values is None
+    inferred = inferred and not is_torchdynamo_compiling()
+    # The collator's default has positions alone, and a number beside them when some of the row is padding.
+    if explicit and not (inferred and explicit == ["padding_tokens"]):
+        source = " and ".join(explicit)
+        _check_one_row(call, source, rows)
+        boundaries = boundaries_from_metadata(call, total_length, metadata)
+        if position_ids is not None and _may_read(position_ids):
+            text_row = text_position_ids(position_ids)
+            if text_row is not None and text_row.shape[-1] == total_length:
+                _agree_documents(call, boundaries, "position_ids", SequenceBoundaries.from_position_ids(text_row[:1]))
+    else:
+        text_row = text_position_ids(position_ids) if inferred else None
+        if text_row is None or text_row.shape[-1] != total_length:
+            return None
+        if bool((text_row.diff() == 1).all()):
+            return None
+        source = "position_ids that restart"
+        _check_one_row(call, source, rows)
+        boundaries = _with_padding(call, SequenceBoundaries.from_position_ids(text_row), metadata["padding_tokens"])
+    for name, value, fix in (
+        ("attention_mask", attention_mask, "Leave attention_mask out: the boundaries say all that a mask could."),
+        ("past_key_values", past_key_values, "Run packed rows without a cache, or decode the documents one by one."),
+        ("use_cache=True", use_cache or None, "Leave use_cache out or set it to False."),
+    ):
+        if value is not None:
+            raise input_error(f"a packed row ({source}) without {name}", name, fix)
+    return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
+
+
+def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether attention looks back only: as the argument of forward says, else the configuration."""
+    said = kwargs.get("is_causal"), getattr(config, "is_causal", None)
+    return bool(next((value for value in said if value is not None), True))
+
+
+def check_causal(call: str, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise unless attention is causal, as that of packed rows is."""
+    if not is_causal(config, kwargs):
+        raise input_error(
+            "causal attention for a packed row",
+            "is_causal=False",
+            "Leave is_causal out, also of the configuration, or use a padded batch.",
+        )
+
+
+def mask_targets_across_documents(
+    boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """`labels` `[1, T]` without targets that would make one document's last token predict the next one's first.
+
+    The same is done to `shift_labels` in `kwargs`, whose targets stand one token earlier. A document alone has no
+    target for its first token either, so its own loss is untouched. A part of a row has to come with `shift_labels`, as the
+    target of its last token stands elsewhere; who cut them saw to what is done here.
+    """
+    if boundaries.is_shard:
+        if labels is not None and kwargs.get("shift_labels") is None:
+            raise input_error(
+                "shift_labels beside labels for a part of a row",
+                "labels alone",
+                "Cut the batch with transformers_packed.parallel.shard_batch.",
+            )
+        return labels
+    if labels is not None:
+        starts = boundaries.cu_seqlens[:-1].long()
+        labels = labels.index_fill(1, starts.to(labels.device), -100)
+    shift_labels = kwargs.get("shift_labels")
+    if shift_labels is not None:
+        ends = boundaries.cu_seqlens[1:].long() - 1
+        kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+    return labels
+
+
+def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` for a vision tower: document boundaries would be taken for image boundaries there."""
+    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_VISION}
+
+
+def _may_read(value: Any) -> bool:
+    """Whether looking at the contents is possible, and costs no synchronisation or one that was asked for."""
+    if is_torchdynamo_compiling():
+        return False
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
+
+
+def _check_one_row(call: str, source: str, rows: int) -> None:
+    if rows != 1:
+        raise input_error(
+            f"one packed row (batch size 1) beside {source}",
+            f"batch size {rows}",
+            "Flatten the batch to one row, or pass an attention_mask if the rows are padded.",
+        )
+
+
+def _agree(call: str, name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    readable = _may_read(tensor) and _may_read(other)
+    if tensor.shape != other.shape or (readable and not torch.equal(tensor.cpu().long(), other.cpu().long())):
+        raise input_error(
+            f"{name} and {other_name} that describe the same documents",
+            "different ones",
+            "Pass one of them, or the same tensor for both.",
+        )
+
+
+def _agree_documents(call: str, boundaries: SequenceBoundaries, name: str, other: SequenceBoundaries) -> None:
+    if not boundaries.same_as(other):
+        raise input_error(
+            f"{name} with the {boundaries.num_documents} documents that the other arguments describe",
+            f"{other.num_documents} documents"
+            + (", cut elsewhere" if other.num_documents == boundaries.num_documents else ""),
+            "Pass the batch as DataCollatorWithFlattening made it, or leave one of them out.",
+        )

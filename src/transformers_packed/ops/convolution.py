@@ -1,0 +1,234 @@
+"""The short depthwise causal convolution before the gated delta rule: each channel sees its last `W` tokens.
+
+    y_t = activation(bias + sum_w weight_w * x_{t - W + 1 + w})          tokens before the first one are zero
+
+In a packed row the window of a document's first `W - 1` tokens must not reach back into the document before it.
+[`torch_causal_conv1d`] knows nothing of documents and ignores the packing keywords; [`causal_conv1d`] keeps them apart.
+Tensors are token-major, `[B, T, D]`, as in flash-linear-attention.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from .dispatch import Implementation, always, run
+from .kernels import (
+    compiled_causal_conv1d,
+    fla_causal_conv1d,
+    verify_compiled_causal_conv1d,
+    verify_fla_causal_conv1d,
+    verify_triton,
+)
+from .norm import widened
+
+
+def causal_conv1d(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    boundaries: SequenceBoundaries | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Depthwise causal convolution of a batch of sequences, or of each document of a packed row.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[B, T, D]`):
+            The input, any floating dtype.
+        weight (`torch.Tensor` of shape `[D, W]`):
+            One filter of width `W` per channel.
+        bias (`torch.Tensor` of shape `[D]`, *optional*):
+            Added before the activation.
+        activation (`str`, *optional*):
+            A key of Transformers' `ACT2FN`, such as `"silu"`.
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The documents of a packed row (`B` = 1).
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"fla"`, `"causal_conv1d"` or `"reference"`.
+
+    Returns:
+        `torch.Tensor` of shape `[B, T, D]` in the dtype of `hidden_states`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed import SequenceBoundaries
+    >>> from transformers_packed.ops import causal_conv1d
+    >>> x, weight = torch.ones(1, 4, 1), torch.ones(1, 2)
+    >>> causal_conv1d(x, weight, boundaries=SequenceBoundaries.from_lengths([2, 2])).flatten().tolist()
+    [1.0, 2.0, 1.0, 2.0]
+
+    ```
+    """
+    if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
+        raise input_error(
+            "hidden_states [B, T, D] and weight [D, W]",
+            f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}",
+            "Squeeze the middle dimension of a Conv1d weight, and put channels last.",
+        )
+    call = (hidden_states, weight, bias, activation)
+    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
+
+
+def convolved_query_key_value(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    key_heads: int,
+    key_dim: int,
+    value_dim: int,
+    boundaries: SequenceBoundaries | None = None,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`causal_conv1d`], then the split into queries, keys and values by heads, and queries and keys of unit length.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[B, T, D]`):
+            The projections of queries, keys and values side by side, any floating dtype.
+        weight, bias, activation:
+            As in [`causal_conv1d`].
+        key_heads (`int`):
+            The number of heads of the queries, and of the keys.
+        key_dim, value_dim (`int`):
+            Channels of a head. What queries and keys leave of the `D` channels are the values.
+        boundaries ([`SequenceBoundaries`], *optional*):
+            The documents of a packed row (`B` = 1).
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"`, or `"reference"`: [`causal_conv1d`], with the kernel that it chooses, and torch.
+
+    Returns:
+        `tuple`: queries and keys `[B, T, key_heads, key_dim]` and values `[B, T, value_heads, value_dim]`, in the
+        dtype of `hidden_states`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import convolved_query_key_value
+    >>> x, weight = torch.randn(1, 5, 12), torch.randn(12, 4)
+    >>> q, k, v = convolved_query_key_value(x, weight, key_heads=1, key_dim=2, value_dim=4)
+    >>> q.shape, k.shape, v.shape, round(float(k[0, 3].norm()), 3)
+    (torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 2, 4]), 1.0)
+
+    ```
+    """
+    channels = hidden_states.shape[-1]
+    values = channels - 2 * key_heads * key_dim
+    if weight.ndim != 2 or len(weight) != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
+        raise input_error(
+            "hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values",
+            f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {key_heads} heads of {key_dim} channels "
+            f"and values of {value_dim}",
+            "Put channels last, and check the number of heads.",
+        )
+    options = {"key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "boundaries": boundaries}
+    call = (hidden_states, weight, bias, activation)
+    return run("convolved_query_key_value", impl, QUERY_KEY_VALUE, *call, **options)
+
+
+def torch_causal_conv1d(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    """The convolution in plain torch, the reference; each row is one sequence and the packing keywords are ignored."""
+    width = weight.shape[-1]
+    left_padded = F.pad(hidden_states.to(weight.dtype).transpose(1, 2), (width - 1, 0))
+    output = F.conv1d(left_padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
+    if activation is not None:
+        output = ACT2FN[activation](output)
+    return output.to(hidden_states.dtype)
+
+
+def _reference(hidden_states, weight, bias, activation, *, boundaries):
+    function = partial(torch_causal_conv1d, weight=weight, bias=bias, activation=activation)
+    if boundaries is None:
+        return function(hidden_states)
+    _check_row("causal_conv1d", hidden_states, boundaries)
+    # With a window's width of zeros between the documents no window reaches from one into another. That is what
+    # `per_document` would compute, in one pass over the row.
+    gap = weight.shape[-1] - 1
+    length = boundaries.total_length
+    slots = torch.arange(length, device=hidden_states.device) + gap * boundaries.seq_idx[0]
+    spaced = hidden_states.new_zeros(1, length + gap * (boundaries.num_documents - 1), hidden_states.shape[-1])
+    return function(spaced.index_copy(1, slots, hidden_states)).index_select(1, slots)
+
+
+def _check_row(call: str, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> None:
+    if hidden_states.shape[:2] != (1, boundaries.total_length):
+        raise input_error(
+            f"hidden_states [1, {boundaries.total_length}, D], the row that the boundaries describe",
+            f"{tuple(hidden_states.shape)}",
+            "Make the boundaries from this row's lengths.",
+        )
+
+
+IMPLEMENTATIONS = {
+    "fla": Implementation(fla_causal_conv1d, verify_fla_causal_conv1d),
+    "causal_conv1d": Implementation(compiled_causal_conv1d, verify_compiled_causal_conv1d),
+    "reference": Implementation(_reference, always),
+}
+
+
+def _reference_query_key_value(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
+    convolved = causal_conv1d(hidden_states, weight, bias, activation, boundaries=boundaries)
+    size = key_heads * key_dim
+    query, key, value = convolved.split([size, size, convolved.shape[-1] - 2 * size], dim=-1)
+    query, key = (_unit_length(x.unflatten(-1, (key_heads, key_dim))) for x in (query, key))
+    return query, key, value.unflatten(-1, (-1, value_dim))
+
+
+def _unit_length(x: torch.Tensor) -> torch.Tensor:
+    y = widened(x)
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def triton_query_key_value(
+    hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None
+):
+    """`halo` `[W - 1, D]` are the tokens before the first one, which the positions of `boundaries` may reach."""
+    from .backends.triton.conv import ConvolvedQueryKeyValue
+
+    rows, length, channels = hidden_states.shape
+    if boundaries is None:
+        position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
+    else:
+        _check_row("convolved_query_key_value", hidden_states, boundaries)
+        position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
+    value_heads = channels // value_dim - 2 * key_heads
+    results = ConvolvedQueryKeyValue.apply(
+        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, halo
+    )
+    return tuple(x.unflatten(0, (rows, length)) for x in results)
+
+
+def verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
+    if bias is not None or activation not in ("silu", "swish"):
+        return False, "serves SiLU without a bias only"
+    if weight.shape[1] > 4:
+        return False, f"serves windows of up to 4 tokens, not {weight.shape[1]}"
+    if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
+        return False, f"wants heads of one power of two of channels, from 16 to 256, not {key_dim} and {value_dim}"
+    return verify_triton(hidden_states)
+
+
+QUERY_KEY_VALUE = {
+    "triton": Implementation(triton_query_key_value, verify_triton_query_key_value),
+    "reference": Implementation(_reference_query_key_value, always),
+}

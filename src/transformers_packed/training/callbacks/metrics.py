@@ -1,0 +1,213 @@
+"""What packing does for a run, in the Trainer's own log: speed, fill, documents, padding avoided, balance of the ranks.
+
+Everything is counted from the shapes of what the model is given and from integers that are on the host anyway, so no step
+waits for the GPU. The lengths of documents stay on the device until the log, which reads them.
+"""
+
+import time
+
+import numpy as np
+import torch
+from accelerate.utils import gather
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback
+
+from ...data.planning.cost import PackingCost
+from ...data.planning.plan import PADDED_BATCH
+from ...models.base import transformers_model
+from ...ops.dispatch import implementations_used
+
+
+# Dense products in float16 or bfloat16 per second, from the makers' data sheets; the first name that fits counts.
+PEAKS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "T4": 65e12,
+}
+
+
+class PackingMetricsCallback(TrainerCallback):
+    """Adds figures on packing to what a Trainer logs, and says a line at the end of training.
+
+    [`configure_packing`] adds it before the other callbacks, so that they report its figures with the loss:
+
+    * `tokens_per_second`: real tokens of all processes, padding not counted, by the time between two logs without what
+      was spent on evaluating and saving;
+    * `documents_per_row`: documents of a row, or of a batch without rows;
+    * `padding_avoided`: the share of padding in padded batches of the same documents; with packed rows, as in their plan,
+      in batches of 8 in random order;
+    * `packing_fill`, with packed rows: tokens over the room for them in full batches;
+    * `rank_imbalance`, with several processes: how much longer than the mean the slowest one computes on a step, by its
+      operations where they are known and else by its tokens;
+    * `share_of_peak`, on a known GPU in half precision: operations of forward and backward, without those that are done
+      again for gradient checkpointing, over what the GPU could have done.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        row_tokens (`int`, *optional*):
+            The most tokens of a packed row.
+    """
+
+    def __init__(self, trainer: Trainer, row_tokens: int | None = None):
+        self.trainer = trainer
+        self.row_tokens = row_tokens
+        self._handle = None
+        self._total, self._seconds = [0, 0, 0, 0], 0.0
+        self._paused, self._since, self._mark = 0.0, 0.0, 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        # Of this process: [tokens, documents, tokens of padded batches, micro-batches] of each step since the last log,
+        # and the lengths of its documents.
+        self._steps: list[list[int]] = []
+        self._lengths: list[torch.Tensor] = []
+        self._now, self._now_lengths = [0, 0, 0, 0], []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._clear()
+        model = transformers_model(self.trainer.model)
+        try:
+            self._cost = PackingCost.from_config(model.config)
+        except ValueError:
+            self._cost = None
+        parameters = list(model.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
+        # A forward, the gradients of the activations, and those of the weights that are trained.
+        self._passes = 2 + trained
+        self._peak = _peak(args, model)
+        self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
+        self._total, self._seconds, self._paused = [0, 0, 0, 0], 0.0, 0.0
+        if self._handle is not None:
+            self._handle.remove()
+        # What the Trainer calls: outside of a compiled graph.
+        self._handle = self.trainer.model_wrapped.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._since = self._mark = time.perf_counter()
+
+    def _count(self, module, positional, batch) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        cumulative = batch.get("cu_seq_lens_q")
+        tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
+        if cumulative is None:
+            starts = batch["position_ids"].reshape(-1, tokens)[0] == 0
+            cumulative = torch.cat((starts.nonzero()[:, 0], starts.new_tensor([tokens], dtype=torch.long)))
+        lengths = cumulative.diff()
+        if padding:
+            lengths, tokens = lengths[:-1], tokens - padding
+        padded = 0
+        if not self._packed:
+            # That of the padding says nothing of the documents.
+            longest = batch.get("max_length_q")
+            longest = None if padding and longest == padding else longest
+            padded = len(lengths) * (longest or int(lengths.max()))
+        for place, value in enumerate((tokens, len(lengths), padded, 1)):
+            self._now[place] += value
+        self._now_lengths.append(lengths)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._steps.append(self._now)
+        self._lengths += self._now_lengths
+        self._now, self._now_lengths = [0, 0, 0, 0], []
+        self._mark = time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._pause()
+
+    def on_save(self, args, state, control, **kwargs):
+        self._pause()
+
+    def _pause(self) -> None:
+        now = time.perf_counter()
+        self._paused += now - self._mark
+        self._mark = now
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is not None and "loss" in logs and self._steps:
+            figures = self._figures(args)
+            logs.update(figures)
+            if state.log_history:
+                state.log_history[-1].update(figures)
+        self._mark = time.perf_counter()
+
+    def _figures(self, args) -> dict[str, float]:
+        """The figures since the last log, of all processes."""
+        lengths = torch.cat(self._lengths).cpu()
+        if self._packed:
+            # To the first step, as only the sum over steps is looked at.
+            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy(), PADDED_BATCH))
+        by_step = lengths.double().split([step[1] for step in self._steps])
+        counts = torch.tensor(self._steps, dtype=torch.long, device=args.device)
+        squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
+        if args.world_size > 1:
+            counts, squares = gather(counts[None].contiguous()), gather(squares[None].contiguous())
+        else:
+            counts, squares = counts[None], squares[None]
+        counts, squares = counts.cpu(), squares.cpu().double()  # [ranks, steps, 4], [ranks, steps]
+        seconds = time.perf_counter() - self._since - self._paused
+        tokens, documents, padded, batches = sums = counts.sum((0, 1)).tolist()
+        self._total = [a + b for a, b in zip(self._total, sums, strict=True)]
+        self._seconds += seconds
+        costs = counts[..., 0].double()
+        if self._cost is not None:
+            costs = (self._cost.linear + self._cost.chunked) * costs + self._cost.quadratic * squares
+        figures = {
+            "tokens_per_second": round(tokens / seconds, 1),
+            "documents_per_row": round(documents / self._rows(batches), 2),
+            "padding_avoided": round(1 - tokens / padded, 4),
+        }
+        if self.row_tokens is not None:
+            figures["packing_fill"] = round(tokens / self._rows(batches) / self.row_tokens, 4)
+        if args.world_size > 1:
+            figures["rank_imbalance"] = round(float((costs.amax(0) / costs.mean(0)).mean() - 1), 4)
+        if self._cost is not None and self._peak is not None:
+            done = self._passes * float(costs.sum())
+            figures["share_of_peak"] = round(done / seconds / args.world_size / self._peak, 4)
+        self._clear()
+        self._since, self._paused = time.perf_counter(), 0.0
+        return figures
+
+    def _rows(self, batches: int) -> int:
+        """How many rows full batches have, of the size that Trainer found where it looks for one."""
+        return batches * (self.trainer._train_batch_size if self._packed else 1)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._steps:  # steps after the last log
+            self._figures(args)
+        self._handle.remove()
+        self._handle = None
+        tokens, documents, padded, batches = self._total
+        if not state.is_world_process_zero or not tokens:
+            return
+        what = "Packing" if self._packed else "Padding-free"
+        fill = ""
+        if self.row_tokens is not None:
+            fill = f"fill {tokens / self._rows(batches) / self.row_tokens:.1%}, "
+        used = "; ".join(f"{op}: {', '.join(names)}" for op, names in implementations_used(isolating=True).items())
+        tqdm.write(
+            f"{what}: {documents:,} documents with {tokens:,} tokens in {self._seconds:.1f} s, "
+            f"{tokens / self._seconds:,.0f} tokens/s; {fill}padding avoided {1 - tokens / padded:.1%} "
+            f"({padded / tokens:.1f} x fewer tokens computed)" + (f"; ran {used}" if used else "")
+        )
+
+
+def mean_of_longest(lengths: np.ndarray, batch_size: int) -> float:
+    """The expected length of the longest document in batches of these documents in random order."""
+    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
+    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** min(batch_size, len(lengths))
+    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths))
+
+
+def _peak(args, model) -> float | None:
+    if args.device.type != "cuda" or not (args.bf16 or args.fp16 or model.dtype in (torch.float16, torch.bfloat16)):
+        return None
+    name = torch.cuda.get_device_name(args.device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)

@@ -1,0 +1,71 @@
+"""NEFTune on packed rows: each document gets the noise that it would get alone.
+
+The paper (https://arxiv.org/abs/2310.05914) draws noise from +-alpha / sqrt(length x hidden size). Trainer's hook on the
+embedding sees one row, and would take its length for that of every document in it.
+"""
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from ...boundaries import SequenceBoundaries
+from ...models.inputs import METADATA, resolve_boundaries
+
+
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
+
+
+class DocumentNoise(TrainerCallback):
+    """Puts a hook of its own into the place of Trainer's for `neftune_noise_alpha`, for the length of a training.
+
+    Batches that are not packed get the noise of Trainer's hook.
+    """
+
+    def __init__(self):
+        self._lengths: torch.Tensor | None = None
+        self._handle = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        found = False
+        for module in model.modules():
+            for key, hook in module._forward_hooks.items():
+                if hook is neftune_post_forward_hook:
+                    # Under the same key, by which Trainer removes it.
+                    module._forward_hooks[key] = self._add_noise
+                    found = True
+        if found:
+            self._handle = model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._handle is not None:
+            self._handle.remove()
+        self._lengths, self._handle = None, None
+
+    @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
+    def _look(self, model, positional, batch: dict[str, Any]) -> None:
+        self._lengths = None
+        if not model.training:
+            return
+        boundaries = resolve_boundaries(
+            "neftune_noise_alpha",
+            # Stock models take position_ids alone, beside which tail padding cannot stand by itself.
+            {name: batch.get(name) for name in (*METADATA, "boundaries") if name != "padding_tokens"},
+            **{name: batch.get(name) for name in _INPUTS},
+        )
+        if boundaries is not None:
+            self._lengths = document_lengths(boundaries)
+
+    def _add_noise(self, embeddings, inputs, output: torch.Tensor) -> torch.Tensor:
+        if self._lengths is None or not embeddings.training:
+            return neftune_post_forward_hook(embeddings, inputs, output)
+        bound = embeddings.neftune_noise_alpha / (self._lengths * output.shape[-1]).sqrt()
+        return output + torch.zeros_like(output).uniform_(-1, 1) * bound[..., None].to(output.dtype)
+
+
+def document_lengths(boundaries: SequenceBoundaries) -> torch.Tensor:
+    """int32 `[1, T]`: how long the document of each token is; of a part of a row, the whole document."""
+    row = boundaries.row if boundaries.is_shard else boundaries
+    lengths = row.cu_seqlens.diff()[row.seq_idx.long()]
+    return boundaries.of_row(lengths) if boundaries.is_shard else lengths

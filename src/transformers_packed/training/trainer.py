@@ -1,0 +1,226 @@
+"""`PackedTrainer`: a Trainer that trains without padding by itself, and evaluates document by document."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import reduce
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..errors import input_error
+from ..models.cuda_graphs import use_cuda_graphs
+from .configure import after_model_init, configure_packing
+from .sequence_parallel import SequenceParallelMixin
+
+
+@dataclass
+class PackedTrainingArguments(TrainingArguments):
+    """`TrainingArguments` that say how [`PackedTrainer`] packs.
+
+    Args:
+        packing (`bool`, *optional*):
+            Pack the dataset to rows of up to `max_length` tokens; `per_device_train_batch_size` counts rows then.
+        padding_free (`bool`, *optional*):
+            Lay the samples of a batch end to end. By default that is done where it is safe; `False` leaves batches padded.
+        max_length (`int`, *optional*):
+            Tokens of a packed row.
+        sequence_parallel_size (`int`, *optional*, defaults to 1):
+            How many processes compute one row, each a part of its tokens ([`SequenceParallel`]).
+        sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
+            How these share the layers of linear attention, `"state"` or `"heads"`.
+        sequence_parallel_attention (`str`, *optional*):
+            How they share those of full attention, `"heads"` or `"gather"`; by default what exchanges less ([`SequenceParallel`]).
+        cuda_graphs (`bool`, *optional*, defaults to `False`):
+            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]): for rows so short that the GPU
+            waits for the host.
+
+    After the Trainer is built, `packing` and `padding_free` say what is active.
+
+    Raises:
+        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
+        `packing=True`, or with what graphs cannot serve.
+    """
+
+    packing: bool | None = field(default=None, metadata={"help": "Pack the dataset to rows of max_length tokens."})
+    padding_free: bool | None = field(default=None, metadata={"help": "Lay the samples of a batch end to end."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
+    sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
+    sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
+    sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
+    cuda_graphs: bool = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packing and (self.padding_free is False or self.max_length is None):
+            raise input_error(
+                "max_length and no padding_free=False beside packing=True",
+                f"padding_free={self.padding_free}, max_length={self.max_length}",
+                "Packed rows hold no padding; pass max_length, the tokens of a row.",
+            )
+        if self.cuda_graphs:
+            others = {
+                "packing": self.packing is not True,
+                "sequence_parallel_size": self.sequence_parallel_size != 1,
+                "activation_checkpointing": self.activation_checkpointing,
+                "torch_compile": self.torch_compile,
+            }
+            in_the_way = [f"{name}={getattr(self, name)}" for name, is_so in others.items() if is_so]
+            if in_the_way:
+                raise input_error(
+                    "packing=True beside cuda_graphs=True, and no sequence parallelism, checkpointing or "
+                    "torch_compile",
+                    ", ".join(in_the_way),
+                    "Change these, or leave cuda_graphs out: it is for short rows of models that fit easily.",
+                )
+
+    @property
+    def packing_mode(self) -> str:
+        """The `packing` argument of [`configure_packing`] that these arguments ask for."""
+        if self.packing:
+            return "packing"
+        return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
+
+
+class PackedTrainer(SequenceParallelMixin, Trainer):
+    """`Trainer` with [`configure_packing`] built in.
+
+    Takes the arguments of `Trainer`. With [`PackedTrainingArguments`] these say what to do, with plain
+    `TrainingArguments` it is `packing="auto"`. The loss of an evaluation is the mean over all targets of the dataset, where
+    `Trainer`'s is the mean of its batches' means. `compute_metrics` and `predict` get a document per row, padded with -100.
+
+    Args:
+        sequence_parallel_size (`int`, *optional*):
+            As in [`PackedTrainingArguments`], for other arguments.
+
+    Raises:
+        `ValueError`: what the arguments ask for cannot be honoured.
+
+    Example:
+
+    ```python
+    >>> import tempfile
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import PackedTrainer, PackedTrainingArguments
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 10)]
+    >>> options = {"per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
+    >>> args = PackedTrainingArguments(tempfile.mkdtemp(), packing=True, max_length=16, **options)
+    >>> trainer = PackedTrainer(Qwen3_5ForCausalLM(config), args, train_dataset=samples)  # doctest: +ELLIPSIS
+    Packing on: fill 91.7%, ...
+    >>> len(trainer.train_dataset)
+    3
+
+    ```
+    """
+
+    restores_documents = True
+
+    def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._evaluated: list[torch.Tensor] = []
+        self._own_mean = False
+        packing = getattr(self.args, "packing_mode", "auto")
+        size = (
+            getattr(self.args, "sequence_parallel_size", 1)
+            if sequence_parallel_size is None
+            else sequence_parallel_size
+        )
+        if size != 1:
+            self.make_sequence_parallel(
+                size,
+                gated_delta_rule=getattr(self.args, "sequence_parallel_gated_delta_rule", "state"),
+                attention=getattr(self.args, "sequence_parallel_attention", None),
+            )
+            # What is in the way of rows is an error then.
+            packing = "padding_free" if packing == "auto" else packing
+        configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
+        if size != 1:
+            self.cut_rows()
+        if getattr(self.args, "cuda_graphs", False):
+            tokens = self.args.max_length * self.args.per_device_train_batch_size
+            graph = partial(use_cuda_graphs, row_length=-(-tokens // 64) * 64)
+            graph(self.model)
+            after_model_init(self, graph)
+
+    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
+        dataloader = super().get_eval_dataloader(*args, **kwargs)
+        sampler = getattr(dataloader, "batch_sampler", None)
+        # For `compute_metrics` Trainer itself leaves out the samples that fill up the last batches, for the loss it does not.
+        if (
+            isinstance(sampler, BatchSamplerShard)
+            and self.compute_metrics is None
+            and not sampler.split_batches
+            and not hasattr(dataloader, "own_batches")
+        ):
+            dataloader.own_batches = _in_rounds(sampler)
+        return dataloader
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""
+        cumulative = inputs.get("cu_seq_lens_q")
+        cumulative = cumulative.tolist() if cumulative is not None else None
+        labels = inputs.get("labels")
+        targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
+        targets = None if targets is None else (targets != -100).sum()
+        self._own_mean = True
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._own_mean = False
+        if loss is not None and targets is not None:
+            targets = targets.to(loss)
+            # A batch without a target has a loss that is not a number.
+            self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
+        if cumulative is not None:
+            logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
+            if "inputs" in self.args.include_for_metrics:
+                # Trainer hands over what is in the batch after this.
+                batch = {
+                    name: _by_document(x, cumulative) for name, x in inputs.items() if isinstance(x, torch.Tensor)
+                }
+                inputs.update(batch)
+        return loss, logits, labels
+
+    def _get_num_items_in_batch(self, *args, **kwargs):
+        # Over the targets of all processes the loss would be a part of a sum; here it is weighted by its own targets.
+        if self._own_mean and self.args.world_size > 1 and self.compute_loss_func is None:
+            return None
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        name = f"{metric_key_prefix}_loss"
+        if self._evaluated and name in output.metrics:
+            # Batches that only stand in come last.
+            own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
+            total, targets = reduce(own.sum(0), "sum").tolist()
+            output.metrics[name] = total / targets if targets else float("nan")
+        self._evaluated = []
+        return output
+
+
+def _in_rounds(sampler: BatchSamplerShard) -> int:
+    """Let each reader have as many batches by whole ones that stand in, last; how many of this one's are its own.
+
+    accelerate would fill up the last batches with samples that are evaluated already.
+    """
+    batches, readers = list(sampler.batch_sampler), sampler.num_processes
+    own = len(batches[sampler.process_index :: readers])
+    batches += batches[:1] * (-len(batches) % readers)
+    sampler.batch_sampler, sampler.batch_size, sampler.even_batches = batches, None, False
+    return own
+
+
+def _by_document(row: Any, cumulative: list[int]) -> Any:
+    """From `[1, T, ...]` to `[documents, longest, ...]`, filled up with -100; tuples of such tensors one by one."""
+    if isinstance(row, tuple | list):
+        return type(row)(_by_document(x, cumulative) for x in row)
+    if row.ndim < 2 or row.shape[:2] != (1, cumulative[-1]):
+        return row
+    documents = row[0].split([end - start for start, end in zip(cumulative, cumulative[1:], strict=False)])
+    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)

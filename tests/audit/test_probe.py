@@ -1,0 +1,565 @@
+"""The audit finds every planted fault and names its module, and finds none in correct models."""
+
+import random
+import sys
+import unittest
+
+import accelerate
+import torch
+from mixins.vision import IMAGE, TEXT, TINY, VIDEO, VISION_START, vision_config
+from parameterized import parameterized
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    set_seed,
+)
+from transformers import Qwen3_5ForCausalLM as BuiltinQwen3_5ForCausalLM
+
+from transformers_packed import AuditReport, SequenceBoundaries, audit_model
+from transformers_packed.audit.probe import Probe
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5
+from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers_packed.models.qwen3_next import modeling_qwen3_next
+
+
+# With 0.02 a tiny model's layers hardly show in its logits.
+SETTINGS = {**TINY, "initializer_range": 0.15, "num_hidden_layers": 4}
+SETTINGS["layer_types"] = ["linear_attention", "full_attention"] * 2
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LLAMA = {
+    name: SETTINGS[name]
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "initializer_range")
+}
+LLAMA["num_hidden_layers"] = 2
+# The default for a convolution of width 4.
+LENGTHS = [65, 1, 200, 3, 63, 2, 64]
+
+
+def qwen3_5(dtype=torch.float32, cls=modeling_qwen3_5.Qwen3_5ForCausalLM, **kwargs):
+    set_seed(0)
+    return cls._from_config(Qwen3_5TextConfig(**SETTINGS), dtype=dtype, **kwargs)
+
+
+def qwen3_next(dtype=torch.float32, **config):
+    set_seed(0)
+    config = Qwen3NextConfig(**{**SETTINGS, "mlp_only_layers": [0, 1, 2, 3], **config})
+    return modeling_qwen3_next.Qwen3NextForCausalLM._from_config(config, dtype=dtype)
+
+
+def qwen3_5_moe(dtype=torch.float32):
+    set_seed(0)
+    return Qwen3_5MoeForCausalLM._from_config(Qwen3_5MoeTextConfig(**SETTINGS, **EXPERTS), dtype=dtype)
+
+
+def llama(dtype=torch.float32, attn="sdpa", **config):
+    set_seed(0)
+    return LlamaForCausalLM._from_config(LlamaConfig(**{**LLAMA, **config}), dtype=dtype, attn_implementation=attn)
+
+
+def gpt2():
+    set_seed(0)
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=2048, initializer_range=0.15)
+    return GPT2LMHeadModel._from_config(config)
+
+
+def plant_in_op(module: torch.nn.Module, *ops: str, replace) -> None:
+    """While `module` runs, its ops get the boundaries that `replace` makes of the right ones."""
+    namespace = vars(sys.modules[type(module).__module__])
+    forward = module.forward
+
+    def faulty(op):
+        return lambda *args, boundaries=None, **kwargs: op(*args, boundaries=replace(boundaries), **kwargs)
+
+    def planted(*args, **kwargs):
+        before = {name: namespace[name] for name in ops}
+        try:
+            namespace.update({name: faulty(op) for name, op in before.items()})
+            return forward(*args, **kwargs)
+        finally:
+            namespace.update(before)
+
+    module.forward = planted
+
+
+def plant_in_output(module: torch.nn.Module, change) -> None:
+    """`module` gives `change(output)`; attention's weights stay."""
+    forward = module.forward
+
+    def planted(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    module.forward = planted
+
+
+def when_packed(model: torch.nn.Module, change):
+    """`change` for a module of `model`, but only while `model` runs with `seq_idx`."""
+    packed = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: packed.append("seq_idx" in kwargs), with_kwargs=True)
+    return lambda x: change(x) if packed[-1] else x
+
+
+def audit_ids(model: torch.nn.Module) -> torch.Tensor:
+    """The tokens of the row that an audit of `model` starts from."""
+    return Probe(model, LENGTHS, 4, None, False, 0, []).ids
+
+
+def no_boundaries(boundaries):
+    return None
+
+
+def shifted(by: int):
+    """Every inner boundary is `by` tokens late."""
+
+    def replace(boundaries):
+        if boundaries is None or boundaries.num_documents != len(LENGTHS):
+            return boundaries
+        lengths = list(boundaries.lengths)
+        lengths[0], lengths[-1] = lengths[0] + by, lengths[-1] - by
+        return SequenceBoundaries.from_lengths(lengths)
+
+    return replace
+
+
+class EarlierTokensGetGradients(torch.autograd.Function):
+    """The identity, in whose backward every token takes from all later ones."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 1e-2 * (gradient.sum(1, keepdim=True) - gradient.cumsum(1))
+
+
+class PlantedFaultsTest(unittest.TestCase):
+    def assertFinds(self, model, module, kind, direction="forward", source="all", pairs=None):
+        report = audit_model(model, inputs=(source,), gradients=direction == "backward")
+        self.assertFalse(report.ok)
+        self.assertEqual(report.sources[source].verdict, "leaks")
+        found = [leak for leak in report.leaks if leak.module is not None and leak.direction == direction]
+        self.assertEqual([(leak.module, leak.kind) for leak in found], [(module, kind)], report.table())
+        self.assertEqual(found[0].module_class, type(model.get_submodule(module)).__name__)
+        self.assertIn(module, report.table())
+        if pairs is not None:
+            got = {(leak.from_document, leak.to_document) for leak in report.leaks if leak.direction == direction}
+            self.assertEqual(got, pairs)
+        return report
+
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_convolution_not_reset(self, dtype):
+        model = qwen3_5(dtype)
+        plant_in_op(model.model.layers[2].linear_attn, "convolved_query_key_value", replace=no_boundaries)
+        self.assertFinds(model, "model.layers.2.linear_attn", "convolution")
+
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_state_not_reset(self, dtype):
+        model = qwen3_next(dtype)
+        plant_in_op(model.model.layers[0].linear_attn, "gated_delta_rule", replace=no_boundaries)
+        self.assertFinds(model, "model.layers.0.linear_attn", "state", source="position_ids")
+
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_attention_across_documents(self, dtype):
+        model = qwen3_5(dtype)
+        plant_in_op(model.model.layers[1].self_attn, "attention", replace=no_boundaries)
+        every_earlier = {(i, j) for j in range(7) for i in range(j)}
+        self.assertFinds(model, "model.layers.1.self_attn", "attention", pairs=every_earlier)
+
+    @parameterized.expand([("late", 1), ("early", -1)])
+    def test_boundary_off_by_one(self, _, by):
+        model = qwen3_5()
+        plant_in_op(
+            model.model.layers[0].linear_attn, "convolved_query_key_value", "gated_delta_rule", replace=shifted(by)
+        )
+        self.assertFinds(model, "model.layers.0.linear_attn", "boundary")
+
+    def test_boundary_off_by_one_in_attention(self):
+        model = qwen3_5()
+        plant_in_op(model.model.layers[3].self_attn, "attention", replace=shifted(1))
+        report = self.assertFinds(model, "model.layers.3.self_attn", "attention")
+        # Each document's first token is left to the one before; of document 1 that is all, so document 2 loses its own.
+        got = {(leak.from_document, leak.to_document): leak.kind for leak in report.leaks}
+        self.assertEqual(set(got), {(0, 1), (None, 2), (2, 3), (3, 4), (4, 5), (5, 6)})
+        self.assertEqual(got[None, 2], "boundary")
+
+    def test_positions_that_do_not_restart(self):
+        model = gpt2()
+        wpe = model.transformer.wpe
+        forward = wpe.forward
+        wpe.forward = lambda ids: forward(torch.arange(ids.shape[-1])[None])
+        report = self.assertFinds(model, "transformer.wpe", "positions", direction="alone")
+        self.assertEqual({leak.direction for leak in report.leaks}, {"alone"})
+        # The first document is where it would be alone.
+        self.assertEqual({leak.to_document for leak in report.leaks}, set(range(1, 7)))
+
+    def test_rotary_positions_that_do_not_restart(self):
+        """Rotations tell distances only, so this matters where they are scaled by the length of what they see."""
+
+        def plant(model):
+            rotary = model.model.rotary_emb
+            forward = rotary.forward
+            rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).expand_as(position_ids))
+            return model
+
+        self.assertTrue(audit_model(plant(qwen3_next()), inputs=("all",)).ok)
+        dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
+        model = plant(qwen3_next(rope_parameters=dynamic, max_position_embeddings=220))
+        lengths = [65, 1, 200, 3, 63]
+        report = audit_model(model, lengths=lengths, inputs=("all",))
+        self.assertEqual({leak.direction for leak in report.leaks}, {"alone"}, report.table())
+        self.assertEqual(
+            [(leak.module, leak.kind) for leak in report.leaks if leak.module], [("model.rotary_emb", "positions")]
+        )
+
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_only_in_backward(self, dtype):
+        model = qwen3_5(dtype)
+        plant_in_output(model.model.layers[2].mlp, EarlierTokensGetGradients.apply)
+        report = self.assertFinds(model, "model.layers.2.mlp", "backward only", direction="backward")
+        self.assertEqual({leak.direction for leak in report.leaks}, {"backward"})
+        self.assertTrue(audit_model(model, gradients=False).ok)
+
+    def test_only_past_64_tokens(self):
+        model = qwen3_5()
+        layer = model.model.layers[2].linear_attn
+        namespace, forward = vars(sys.modules[type(layer).__module__]), layer.forward
+        rule = namespace["gated_delta_rule"]
+
+        def faulty(*args, boundaries=None, **kwargs):
+            right, state = rule(*args, boundaries=boundaries, **kwargs)
+            if boundaries is None:
+                return right, state
+            wrong, _ = rule(*args, boundaries=None, **kwargs)
+            late = boundaries.position_ids[0] >= 64
+            return torch.where(late[None, :, None, None], wrong, right), state
+
+        def planted(*args, **kwargs):
+            try:
+                namespace["gated_delta_rule"] = faulty
+                return forward(*args, **kwargs)
+            finally:
+                namespace["gated_delta_rule"] = rule
+
+        layer.forward = planted
+        # Slow decay, so that 64 tokens later something is left.
+        with torch.no_grad():
+            layer.A_log.fill_(-6.0)
+        report = audit_model(model, inputs=("all",), gradients=False)
+        self.assertEqual({leak.to_document for leak in report.leaks}, {2}, report.table())
+        found = [(leak.module, leak.kind) for leak in report.leaks if leak.module and leak.direction == "forward"]
+        self.assertEqual(found, [("model.layers.2.linear_attn", "state")])
+        self.assertTrue(audit_model(model, inputs=("all",), lengths=[65, 1, 64, 63], gradients=False).ok)
+
+    @parameterized.expand([("self_attn", "attention"), ("mlp", "other")])
+    def test_only_from_document_3_to_2(self, name, kind):
+        def change(x):
+            documents = list(x.split(LENGTHS, dim=1))
+            documents[2] = documents[2] + 0.1 * documents[3].mean(1, keepdim=True)
+            return torch.cat(documents, dim=1)
+
+        model = qwen3_5()
+        plant_in_output(getattr(model.model.layers[3], name), when_packed(model, change))
+        report = audit_model(model, inputs=("all",))
+        found = [leak for leak in report.leaks if leak.direction == "forward"]
+        self.assertEqual([(leak.from_document, leak.to_document) for leak in found], [(3, 2)], report.table())
+        self.assertEqual((found[0].module, found[0].kind), (f"model.layers.3.{name}", kind))
+
+    def test_nothing_causal_in_the_packed_row(self):
+        """What later documents do to earlier ones is no noise when all of them do it."""
+
+        model = qwen3_5()
+        change = when_packed(model, lambda x: x + 0.1 * x.mean(1, keepdim=True))
+        plant_in_output(model.model.layers[3].mlp, change)
+        report = audit_model(model, inputs=("all",), gradients=False)
+        self.assertEqual(len(report.leaks), 42, report.table())
+
+    def test_a_module_that_cannot_run_by_itself(self):
+        """The leak and its module are reported all the same."""
+        model = qwen3_5()
+        layer = model.model.layers[0].linear_attn
+        plant_in_op(layer, "gated_delta_rule", replace=no_boundaries)
+        forward, inside = layer.forward, []
+
+        def only_inside(*args, **kwargs):
+            assert inside[-1], "runs in the model only"
+            return forward(*args, **kwargs)
+
+        layer.forward = only_inside
+        model.register_forward_pre_hook(lambda *_: inside.append(True))
+        model.register_forward_hook(lambda *_: inside.append(False))
+        report = audit_model(model, inputs=("all",), gradients=False)
+        # It is looked for a second time, by itself, when the model is done.
+        found = [(leak.module, leak.kind) for leak in report.leaks if leak.module]
+        self.assertEqual(found, [("model.layers.0.linear_attn", "other")])
+
+    def test_not_a_number_spreads(self):
+        model = qwen3_5()
+        first_token = audit_ids(model)[0]
+
+        def change(x):
+            # Document 5 begins at token 332.
+            return x if ids[-1][0, 0] == first_token else x.index_fill(1, torch.tensor([332]), float("nan"))
+
+        ids = []
+        model.register_forward_pre_hook(lambda _, args, kwargs: ids.append(kwargs["input_ids"]), with_kwargs=True)
+        plant_in_output(model.model.layers[3].mlp, when_packed(model, change))
+        report = audit_model(model, inputs=("all",), gradients=False)
+        self.assertEqual([(leak.from_document, leak.to_document) for leak in report.leaks], [(0, 5)])
+        self.assertEqual(AuditReport.from_json(report.to_json()), report)
+
+
+class NoFalseAlarmTest(unittest.TestCase):
+    def assertIsolated(self, model, inputs=("position_ids", "all"), **kwargs):
+        report = audit_model(model, inputs=inputs, **kwargs)
+        self.assertEqual(report.leaks, [], report.table())
+        self.assertTrue(report.ok)
+        self.assertEqual([result.verdict for result in report.sources.values()], ["isolated"] * len(inputs))
+        for result in report.sources.values():
+            # What is measured is not nothing: a document does change itself.
+            self.assertTrue(all(result.influence[i][i] > 0.1 for i in range(len(report.lengths))))
+        return report
+
+    @parameterized.expand(
+        [
+            (f"{name}_{dtype}", make, dtype, seed)
+            for name, make in (("qwen3_5", qwen3_5), ("qwen3_5_moe", qwen3_5_moe), ("llama", llama))
+            for dtype, seed in (("float32", 0), ("bfloat16", 1))
+        ]
+    )
+    def test_correct_models(self, _, make, dtype, seed):
+        self.assertIsolated(make(getattr(torch, dtype)), seed=seed)
+
+    def test_experts_in_batches(self):
+        model = qwen3_5_moe()
+        seen = set()
+        model.register_forward_pre_hook(lambda module, _: seen.add(module.config._experts_implementation))
+        report = self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
+        self.assertEqual(seen, {"batched_mm"})
+        self.assertNotEqual(model.config._experts_implementation, "batched_mm")
+        self.assertIn("experts ran as batched_mm", report.notes[0])
+
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_llama_eager(self, dtype):
+        self.assertIsolated(llama(dtype, "eager"))
+
+    def test_other_models_of_the_planted_faults(self):
+        self.assertIsolated(gpt2())
+        self.assertIsolated(qwen3_next(torch.bfloat16))
+
+    def test_every_source(self):
+        self.assertIsolated(qwen3_5(), inputs=("position_ids", "seq_idx", "cu_seq_lens", "all"))
+
+    @parameterized.expand([(True,), (False,)])
+    def test_gradient_checkpointing(self, reentrant):
+        model = qwen3_5()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        calls = []
+        model.model.layers[0].linear_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
+        # Seven forwards without and, for each document, one with gradients and one again in backward.
+        self.assertEqual(sum(calls), 3 if reentrant else 6)
+
+    def test_peft(self):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(qwen3_5(), LoraConfig(target_modules=["q_proj", "in_proj_qkv"], lora_dropout=0.5))
+        self.assertIsolated(model, inputs=("all",))
+        plant_in_op(
+            model.base_model.model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries
+        )
+        (leak,) = (leak for leak in audit_model(model, inputs=("all",), gradients=False).leaks if leak.module)
+        self.assertEqual(leak.module, "base_model.model.model.layers.0.linear_attn")
+
+    def test_dropout_is_left_out(self):
+        model = llama()
+        model.model.layers[0].self_attn.attention_dropout = 0.5
+        self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
+        self.assertEqual(model.model.layers[0].self_attn.attention_dropout, 0.5)
+
+    @parameterized.expand([("torch_compile",), ("method",)])
+    def test_compiled(self, how):
+        torch._dynamo.reset()
+        self.addCleanup(torch._dynamo.reset)
+        compiled = model = llama(num_hidden_layers=1)
+        if how == "method":
+            model.compile(backend="eager", dynamic=True)
+        else:
+            compiled = torch.compile(model, backend="eager", dynamic=True)
+        self.assertIsolated(compiled, inputs=("all",), lengths=[9, 1, 20])
+        # Boundaries that it does not look at: the module is found without the compiler.
+        report = audit_model(compiled, inputs=("cu_seq_lens",), lengths=[9, 1, 20], gradients=False)
+        self.assertEqual([leak.module for leak in report.leaks if leak.module], ["model.layers.0.self_attn"])
+
+    def test_vision_language(self):
+        set_seed(0)
+        config = Qwen3_5Config(**vision_config({**TEXT, "initializer_range": 0.15}))
+        model = modeling_qwen3_5.Qwen3_5ForConditionalGeneration._from_config(config)
+        self.assertIsolated(model)
+        for token in (VISION_START, IMAGE, VIDEO, 0):
+            self.assertNotIn(token, audit_ids(model))
+
+
+class RefusalsTest(unittest.TestCase):
+    def test_built_in_without_kernels(self):
+        report = audit_model(qwen3_5(cls=BuiltinQwen3_5ForCausalLM))
+        self.assertEqual(report.sources["all"].verdict, "refused")
+        self.assertIn("ValueError: `causal_conv1d_fn` can't keep packed sequences apart", report.table())
+        self.assertEqual(report.sources["position_ids"].verdict, "leaks")
+        self.assertFalse(report.ok)
+        self.assertFalse(report.refused)
+
+    def test_not_causal(self):
+        model = llama()
+        plant_in_output(model.model.layers[1].mlp, lambda x: x + 0.01 * x.mean(1, keepdim=True))
+        report = audit_model(model)
+        self.assertTrue(report.refused)
+        self.assertFalse(report.ok)
+        self.assertIn("not causal", report.sources["all"].reason)
+
+    def test_random(self):
+        model = llama()
+        plant_in_output(model.model.layers[1].mlp, lambda x: x * torch.rand_like(x))
+        self.assertIn("two runs on the same row differ", audit_model(model).sources["all"].reason)
+        model = llama()
+        plant_in_output(model.model.layers[1].mlp, when_packed(model, lambda x: x * torch.rand_like(x)))
+        report = audit_model(model)
+        self.assertIn("two runs on the same row differ", report.sources["all"].reason)
+        self.assertEqual(report.sources["position_ids"].verdict, "isolated")
+
+    def test_not_finite(self):
+        model = llama()
+        with torch.no_grad():
+            model.lm_head.weight[0] = float("nan")
+        self.assertIn("not finite", audit_model(model).sources["all"].reason)
+
+    def test_only_one_source_is_refused(self):
+        model = llama()
+        forward = model.forward
+
+        def refuses(*args, seq_idx=None, **kwargs):
+            if seq_idx is not None:
+                raise TypeError("unexpected seq_idx")
+            return forward(*args, **kwargs)
+
+        model.forward = refuses
+        report = audit_model(model)
+        self.assertEqual(report.sources["all"].reason, "TypeError: unexpected seq_idx")
+        self.assertEqual(report.sources["position_ids"].verdict, "isolated")
+        self.assertTrue(report.ok)
+
+    def test_no_gradient(self):
+        """Documents that are isolated in forward may not be in backward; what leaks in forward leaks."""
+        model = llama()
+        plant_in_output(model.model.norm, torch.Tensor.detach)
+        report = audit_model(model, inputs=("seq_idx", "all"))
+        self.assertEqual(report.sources["all"].verdict, "refused")
+        self.assertIn("backward: RuntimeError", report.sources["all"].reason)
+        self.assertEqual(report.sources["seq_idx"].verdict, "leaks")
+        self.assertIn("seq_idx: backward: RuntimeError", report.notes[0])
+        self.assertFalse(report.ok)
+        self.assertTrue(audit_model(model, inputs=("all",), gradients=False).ok)
+
+    def test_tolerance(self):
+        model = llama()
+        self.assertFalse(audit_model(model, inputs=("all",), gradients=False, tolerance=0.0).ok)
+        report = audit_model(model, inputs=("seq_idx",), tolerance=10.0)
+        self.assertTrue(report.ok)
+        self.assertEqual(set(report.sources["seq_idx"].thresholds.values()), {10.0})
+
+    @parameterized.expand(
+        [
+            ({"lengths": [5]}, "lengths of two documents"),
+            ({"lengths": [5, 0]}, "lengths of two documents"),
+            ({"inputs": ("everything",)}, "inputs among"),
+            ({"inputs": "all"}, "inputs among"),
+            ({"inputs": ()}, "inputs among"),
+        ]
+    )
+    def test_arguments(self, arguments, message):
+        with self.assertRaisesRegex(ValueError, message):
+            audit_model(llama(), **arguments)
+
+    def test_no_model_of_transformers(self):
+        with self.assertRaisesRegex(ValueError, "expected a model of Transformers.*Linear"):
+            audit_model(torch.nn.Linear(2, 2))
+
+    def test_a_model_without_weights(self):
+        with torch.device("meta"):
+            model = llama()
+        with self.assertRaisesRegex(
+            ValueError, "a model with weights, got model.embed_tokens on the meta device. Load"
+        ):
+            audit_model(model)
+        model = llama()
+        model.model.layers[1].mlp.up_proj.to("meta")
+        with self.assertRaisesRegex(ValueError, "got model.layers.1.mlp.up_proj on the meta device"):
+            audit_model(model)
+        # What accelerate has offloaded is there when its layer runs.
+        model = llama()
+        accelerate.cpu_offload(model.model.layers[0], execution_device="cpu")
+        self.assertTrue(next(model.model.layers[0].parameters()).is_meta)
+        self.assertTrue(audit_model(model, lengths=[5, 6], gradients=False).ok)
+
+
+class StateTest(unittest.TestCase):
+    @parameterized.expand([("isolated",), ("leaks",), ("refused",)])
+    def test_the_model_comes_back_as_it_was(self, verdict):
+        model = qwen3_5_moe()
+        if verdict == "leaks":
+            plant_in_op(model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries)
+        if verdict == "refused":
+            plant_in_output(model.model.layers[3].mlp, lambda x: x[:, 1:])
+        model.eval()
+        model.model.layers[1].train()
+        model.model.layers[2].mlp.requires_grad_(False)
+        model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+        # A forward that draws numbers and counts in a buffer.
+        model.register_buffer("calls", torch.zeros(1))
+
+        def count(*_):
+            model.calls.add_(torch.rand(1))
+
+        model.lm_head.register_forward_hook(count)
+        torch.manual_seed(7)
+        random.seed(7)
+
+        def state():
+            return {
+                "modules": [
+                    {k: (id(v), dict(v) if isinstance(v, dict) else v) for k, v in vars(m).items()}
+                    for m in model.modules()
+                ],
+                "config": str(model.config.to_dict()) + str(vars(model.config)),
+                "parameters": [(p.requires_grad, id(p.grad), p.detach().sum().item()) for p in model.parameters()],
+                "buffers": [(id(b), b.sum().item()) for b in model.buffers()],
+                "random": (torch.get_rng_state().tolist(), random.getstate()),
+            }
+
+        before = state()
+        report = audit_model(model, lengths=[20, 1, 30])
+        self.assertEqual(report.sources["all"].verdict, verdict, report.table())
+        after = state()
+        for name in before:
+            self.assertEqual(str(before[name]), str(after[name]), name)
+
+    def test_buffers_that_grow_come_back(self):
+        dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
+        model = qwen3_next(rope_parameters=dynamic, max_position_embeddings=16)
+        rotary = model.model.rotary_emb
+        before = rotary.inv_freq, rotary.inv_freq.clone(), rotary.max_seq_len_cached
+        audit_model(model, lengths=[20, 30], gradients=False)
+        self.assertIs(rotary.inv_freq, before[0])
+        self.assertTrue(torch.equal(rotary.inv_freq, before[1]))
+        self.assertEqual(rotary.max_seq_len_cached, before[2])

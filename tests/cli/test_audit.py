@@ -1,0 +1,145 @@
+"""`transformers-packed audit`, and what becomes of its report."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from transformers import Qwen3_5Config, Qwen3_5TextConfig
+
+from transformers_packed import AuditReport, cli
+from transformers_packed.audit.tiny import load_model, tiny_config
+
+
+SHORT = ["--lengths", "20", "1", "30"]
+
+
+def audit(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command in this process, where conftest.py hides GPU packages."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = cli.main(["audit", *arguments])
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+class AuditCommandTest(unittest.TestCase):
+    def test_isolated_with_json_and_picture(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path, picture = Path(folder, "audit.json"), Path(folder, "audit.png")
+            status, stdout, stderr = audit("qwen3_5_text", *SHORT, "--json", str(path), "--plot", str(picture))
+            self.assertEqual((status, stderr), (0, ""))
+            report = AuditReport.from_json(path.read_text())
+            self.assertTrue(json.loads(path.read_text())["ok"])
+            self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
+        self.assertEqual(report.lengths, [20, 1, 30])
+        self.assertEqual(report.model, "transformers_packed.Qwen3_5ForCausalLM")
+        self.assertTrue(stdout.startswith(report.table()[:40]))
+        self.assertIn("position_ids  isolated  0", stdout)
+        self.assertIn("all           isolated  0", stdout)
+
+    def test_stock_leaks(self):
+        status, stdout, stderr = audit("qwen3_5_text", "--stock", *SHORT)
+        self.assertEqual((status, stderr), (1, ""))
+        self.assertIn("transformers.Qwen3_5ForCausalLM: float32", stdout)
+        self.assertIn("in model.layers.0.linear_attn (Qwen3_5GatedDeltaNet): ", stdout)
+
+    def test_options(self):
+        options = ("--dtype", "bfloat16", "--attn", "eager", "--inputs", "seq_idx", "--device", "cpu", "--seed", "3")
+        status, stdout, _ = audit("llama", *options, *SHORT)
+        self.assertEqual(status, 1)
+        self.assertIn("bfloat16, cpu, eager", stdout)
+        self.assertIn("seed 3", stdout)
+        self.assertIn("model.layers.0.self_attn (LlamaAttention): attention", stdout)
+        self.assertNotIn("\nall ", stdout)
+
+    def test_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            load_model("qwen3_5_text", dtype="bfloat16").save_pretrained(folder)
+            status, stdout, _ = audit(folder, *SHORT)
+            self.assertEqual(status, 0)
+            self.assertIn("transformers_packed.Qwen3_5ForCausalLM: bfloat16", stdout)
+            self.assertEqual(audit(folder, "--stock", *SHORT)[0], 1)
+
+    def test_what_cannot_be_audited(self):
+        status, _, stderr = audit("bert", *SHORT)
+        self.assertEqual(status, 2)
+        self.assertIn("bert could not be audited: not causal", stderr)
+        status, _, stderr = audit("vit")
+        self.assertEqual(status, 2)
+        self.assertIn("expected a causal language model, got the type vit", stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            status, _, stderr = audit(folder)
+        self.assertEqual(status, 2)
+        self.assertIn("cannot be built", stderr)
+        status, _, stderr = audit("llama", "--lengths", "5")
+        self.assertEqual(status, 2)
+        self.assertIn("lengths of two documents", stderr)
+
+    def test_kernels_for_a_gpu_are_hidden_in_a_process_of_its_own(self):
+        code = "import sys; from transformers_packed.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "audit", "qwen3_5_text", "--stock", "--device", "cpu", *SHORT]
+        result = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr), (1, ""))
+        try:
+            import importlib.metadata
+
+            importlib.metadata.version("flash-linear-attention")
+        except importlib.metadata.PackageNotFoundError:
+            return
+        self.assertIn("without a GPU fla", result.stdout)
+
+    def test_tiny_configurations(self):
+        text = tiny_config("qwen3_5_text")
+        self.assertIsInstance(text, Qwen3_5TextConfig)
+        self.assertEqual(set(text.layer_types), {"linear_attention", "full_attention"})
+        composite = tiny_config("qwen3_5")
+        self.assertIsInstance(composite, Qwen3_5Config)
+        self.assertEqual(composite.text_config.hidden_size, text.hidden_size)
+        # Through the configuration's own name for the setting.
+        self.assertEqual(tiny_config("gpt2").n_embd, text.hidden_size)
+        self.assertEqual(set(tiny_config("lfm2").layer_types), {"conv", "full_attention"})
+
+
+class AuditReportTest(unittest.TestCase):
+    def test_ok(self):
+        def report(**verdicts):
+            from transformers_packed.audit.report import SourceResult
+
+            sources = {name: SourceResult(verdict) for name, verdict in verdicts.items()}
+            return AuditReport("m", {}, [1, 2], sources, [])
+
+        for ok, verdicts in (
+            (True, {"position_ids": "isolated", "all": "isolated"}),
+            (True, {"position_ids": "leaks", "all": "isolated"}),
+            (False, {"position_ids": "isolated", "all": "leaks"}),
+            (True, {"position_ids": "isolated", "all": "refused"}),
+            (False, {"position_ids": "leaks", "all": "refused"}),
+            (False, {"position_ids": "refused", "all": "refused"}),
+            (False, {"position_ids": "isolated", "seq_idx": "leaks"}),
+            (True, {"position_ids": "refused", "seq_idx": "isolated"}),
+        ):
+            self.assertIs(report(**verdicts).ok, ok, verdicts)
+            self.assertIs(report(**verdicts).refused, set(verdicts.values()) == {"refused"})
+
+    def test_from_json_of_something_else(self):
+        for text in ("", "[]", "{}", '{"ok": true, "sources": {"all": 1}}'):
+            with self.assertRaisesRegex(ValueError, "expected the text"):
+                AuditReport.from_json(text)
+
+    def test_plot_before_and_after(self):
+        from transformers_packed import audit_model, patch_model
+
+        model = load_model("qwen3_5_text")
+        before = audit_model(model, lengths=[20, 1, 30])
+        after = audit_model(patch_model(model), lengths=[20, 1, 30], gradients=False)
+        self.assertFalse(before.ok)
+        self.assertTrue(after.ok)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "both.svg")
+            before.plot(path, after, titles=["before it", "after it"])
+            self.assertIn("<svg", path.read_text())
+            with self.assertRaisesRegex(ValueError, "expected 2 titles"):
+                before.plot(path, after, titles=["one"])

@@ -1,0 +1,97 @@
+"""No command runs code that comes with a checkpoint unless it is told to, whatever is piped into it."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from common.records import make_tokenizer
+from parameterized import parameterized
+from scripts.trainer_arms import TINY
+from transformers import AutoTokenizer, Qwen3_5TextConfig
+
+from transformers_packed.cli import main
+
+
+CODE = """
+open({marker!r}, "w").close()
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "abacus"
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+DATA = ["--data", "{root}/text.jsonl"]
+GPUS = ["--gpus", "8", "--gpu-memory", "80"]
+
+
+class OwnCodeTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.root = Path(directory.name)
+        self.marker = self.root / "ran"
+        (self.root / "text.jsonl").write_text('{"text": "a"}\n')
+        (self.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
+        for name in ("config", "tokenizer", "both"):
+            path = self.root / name
+            make_tokenizer().save_pretrained(path)
+            (path / "code.py").write_text(CODE.format(marker=str(self.marker)))
+            if name == "config":
+                config = {"model_type": "abacus", "auto_map": {"AutoConfig": "code.OwnConfig"}}
+                (path / "config.json").write_text(json.dumps(config))
+            else:
+                settings = path / "tokenizer_config.json"
+                own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}}
+                settings.write_text(json.dumps({**json.loads(settings.read_text()), **own}))
+            if name == "both":
+                Qwen3_5TextConfig(**TINY).save_pretrained(path)
+
+    def command(self, *arguments):
+        """Exit status and standard error, with yes to every question."""
+        arguments = [argument.format(root=self.root) for argument in arguments]
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+            mock.patch("sys.stdin", io.StringIO("y\n" * 20)),
+        ):
+            return main(arguments), stderr.getvalue()
+
+    @parameterized.expand(
+        [
+            ("plan_tokenizer", "tokenizer", ["plan", *DATA, "--max-length", "9", "--tokenizer", "{root}/tokenizer"]),
+            ("plan_model", "config", ["plan", "--data", "{root}/ids.jsonl", "--max-length", "9", "--model", "{root}/config"]),
+            ("plan_file", "config", ["plan", *GPUS, "--max-length", "9", "--model", "{root}/config/config.json"]),
+            ("plan_gpus", "config", ["plan", *GPUS, "--max-length", "9", "--model", "{root}/config"]),
+            ("audit", "config", ["audit", "{root}/config"]),
+        ]
+    )  # fmt: skip
+    def test_is_refused_unless_it_is_trusted(self, _, source, command):
+        status, err = self.command(*command)
+        self.assertIn(status, (1, 2))
+        self.assertRegex(err, f"no code of its own, got {self.root}/{source}.*; --trust-remote-code runs it[.]\n$")
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
+        self.command(*command, "--trust-remote-code")
+        self.assertTrue(self.marker.exists(), "the code cannot run, so that the test proves nothing")
+
+    def test_train(self):
+        command = ["train", *DATA, "--output", "{root}/out", "--max-steps", "1", "--model"]
+        status, err = self.command(*command, "{root}/config")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got .*/config: code of its own. Other architectures are not supported.")
+        # Beside a configuration that Transformers knows, the tokenizer's own code is not needed.
+        self.command(*command, "{root}/both")
+        self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
+        self.command(*command, "{root}/both", "--trust-remote-code")
+        self.assertTrue(self.marker.exists(), "the code cannot run, so that the test proves nothing")
+
+    def test_the_test_can_fail(self):
+        with mock.patch("sys.stdin", io.StringIO("y\n")), contextlib.redirect_stdout(io.StringIO()):
+            AutoTokenizer.from_pretrained(self.root / "tokenizer")
+        self.assertTrue(self.marker.exists())

@@ -1,0 +1,177 @@
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from common.records import assistant, make_tokenizer, user
+from parameterized import parameterized
+from transformers import Qwen3_5TextConfig
+
+from transformers_packed import PackingCost, PackingPlan, plan_packing
+from transformers_packed.cli import main
+
+
+TEXTS = ["def f():\n\treturn 1", "a\x1b[31m red", "long " * 100, "é💡"]
+
+
+class PlanCommandTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.path = Path(directory.name)
+        make_tokenizer().save_pretrained(self.path / "tokenizer")
+
+    def write(self, *rows, name="data.jsonl"):
+        path = self.path / name
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        else:
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return str(path)
+
+    def command(self, *arguments, status=0):
+        """What the command prints to stdout, or to stderr where it fails."""
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
+            self.assertEqual(main(["plan", *map(str, arguments)]), status, stderr.getvalue())
+        return stderr.getvalue() if status else stdout.getvalue()
+
+    @parameterized.expand(["data.jsonl", "data.parquet"])
+    def test_tokenized_data(self, name):
+        lengths = np.random.default_rng(0).integers(1, 60, 300)
+        data = self.write(*({"input_ids": [7] * length} for length in lengths.tolist()), name=name)
+        saved = self.path / "plan.npz"
+        arguments = ["--overlong", "split", "--world-size", 2, "--gradient-accumulation-steps", 3, "--seed", 5]
+        output = self.command("--data", data, "--max-length", 50, *arguments, "--save", saved)
+        expected = plan_packing(lengths, 50, overlong="split", world_size=2, gradient_accumulation_steps=3, seed=5)
+        np.testing.assert_array_equal(PackingPlan.load(saved).samples, expected.samples)
+        self.assertEqual(output, f"{expected.summary()}\nWrote {saved}\n")
+        for part in (f"{expected.split_samples} samples split", "imbalance", "(2 ranks x 3 rows each)"):
+            self.assertIn(part, output)
+
+    def test_cutting_is_reported(self):
+        data = self.write(*({"input_ids": [7] * length} for length in (4, 9, 12)))
+        arguments = ["--data", data, "--max-length", 8, "--overlong"]
+        self.assertIn("2 samples truncated, 5 tokens lost", self.command(*arguments, "truncate"))
+        self.assertIn("2 samples dropped, 21 tokens lost", self.command(*arguments, "drop"))
+
+    def test_text_and_preview(self):
+        data = self.write(*({"text": text} for text in TEXTS))
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 600]
+        output = self.command(*arguments, "--preview", 3)
+        tokens = [len(text.encode()) + 1 for text in TEXTS]
+        self.assertIn(f"4 with {sum(tokens):,} tokens", output)
+        self.assertIn(f"Row 0: 4 documents, {sum(tokens)} of 600 tokens", output)
+        self.assertNotIn("Row 1", output)
+        for index, count in enumerate(tokens):
+            self.assertIn(f"sample {index}, {count} tokens, {count - 1} with loss -", output)
+        self.assertIn("|   def f():\n|   \\treturn 1<|im_end|>\n+--", output)
+        self.assertIn("|   a\\x1b[31m red<|im_end|>", output)
+        self.assertIn("|   é💡<|im_end|>", output)
+        self.assertIn(f"[... {500 + len('<|im_end|>') - 320} characters ...]", output)
+
+    def test_preview_of_a_part(self):
+        data = self.write({"input_ids": [72] * 5 + [73] * 4, "labels": [-100] * 5 + [73] * 4})
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 6, "--preview", 2]
+        output = self.command(*arguments, "--overlong", "split")
+        self.assertIn("document 1, sample 0, 6 tokens from 0 on, 1 with loss -", output)
+        self.assertIn("document 1, sample 0, 3 tokens from 6 on, 2 with loss -", output)
+        text = make_tokenizer().decode([72, 73])
+        self.assertIn(f"|   {text[0] * 5}{text[1]}\n", output)
+        self.assertIn(f"|   {text[1] * 3}\n", output)
+
+    def test_samples_are_planned_with_their_whole_length(self):
+        data = self.write({"messages": [user("a" * 50), assistant("b" * 50)]}, {"messages": [user("no answer")]})
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 40]
+        message = self.command(*arguments, status=1)
+        self.assertIn("expected samples of at most 40 tokens, got 1 longer ones among 1, the longest", message)
+        self.assertIn("1 records have no token with loss", message)
+
+    def test_picture(self):
+        data = self.write(*({"input_ids": [7] * length} for length in range(1, 41)))
+        for name in ("plan.png", "small.png"):
+            plot = self.path / name
+            self.assertIn(f"Wrote {plot}", self.command("--data", data, "--max-length", 50, "--plot", plot))
+            self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+            data = self.write({"input_ids": [7]})
+
+    def test_cost_and_tokenizer_of_a_model(self):
+        config = Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4)
+        model, saved = self.path / "tokenizer", self.path / "plan.npz"
+        config.save_pretrained(model)
+        data = self.write({"text": "abc"})
+        self.command("--data", data, "--model", model, "--max-length", 8, "--save", saved)
+        self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+        saved.unlink()
+        self.command("--data", data, "--model", model / "config.json", "--max-length", 8, "--save", saved)
+        self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
+
+    def test_a_configuration_alone(self):
+        """No tokenizer is looked for where none is needed."""
+        path = self.path / "alone"
+        Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4).save_pretrained(path)
+        ids, text = self.write({"input_ids": [7]}), self.write({"text": "abc"}, name="text.jsonl")
+        for model in (path, path / "config.json"):
+            self.assertIn("1 with 1 tokens", self.command("--data", ids, "--model", model, "--max-length", 8))
+            message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
+            self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
+        message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
+        self.assertIn(f"--model: no configuration can be read from {self.path / 'nothing'}", message)
+        missing = self.path / "nothing" / "config.json"
+        message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
+        self.assertIn(f"--model: no configuration can be read from {missing}: there is no such file", message)
+
+    @parameterized.expand(
+        [
+            ("no tokenizer", [{"text": "a"}], [], "expected the column input_ids, or a tokenizer"),
+            ("preview without tokenizer", [{"input_ids": [1]}], ["--preview", 1], "--preview: expected a tokenizer"),
+            ("nothing", [], [], "--data: expected at least one record, got none"),
+            ("no ids", [{"input_ids": [1]}, {"input_ids": []}], [], r"line 2: expected input_ids as a list"),
+            ("text as ids", [{"input_ids": "abc"}], [], "line 1: expected input_ids as a list"),
+            ("ragged ids", [{"input_ids": [[1], [1, 2]]}], [], "line 1: expected input_ids as a list"),
+            ("no column", [{"input_ids": [1]}, {"text": "a"}], [], "line 2: expected input_ids as a list"),
+            (
+                "large id",
+                [{"input_ids": [1, 2**31]}],
+                [],
+                "line 1: expected token ids from 0 to 2147483647 in input_ids",
+            ),
+            ("larger id", [{"input_ids": [1, 2**64]}], [], "line 1: expected input_ids as a list"),
+            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100. Correct it"),
+            ("negative label", [{"input_ids": [1], "labels": [-1]}], [], "or -100 in labels, got -1. Correct it"),
+            ("no id", [{"input_ids": [1, None]}], [], "line 1: expected input_ids as a list"),
+            (
+                "short",
+                [{"input_ids": [1, 2], "labels": [1]}],
+                [],
+                "line 1: expected labels of the length of input_ids, 2, got 1",
+            ),
+            ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected input_ids as a list"),
+        ]
+    )
+    def test_errors(self, _, rows, arguments, message):
+        data = self.write(*rows)
+        self.assertIn(message, self.command("--data", data, "--max-length", 8, *arguments, status=1))
+
+    def test_a_directory_is_no_plan(self):
+        with self.assertRaisesRegex(IsADirectoryError, f"expected a file, got the directory {self.path}"):
+            plan_packing([1, 2], 4).save(self.path)
+
+    def test_files_that_are_not_there_or_not_parquet(self):
+        broken = self.path / "broken.parquet"
+        message = self.command("--data", broken, "--max-length", 8, status=1)
+        self.assertIn(f"there is no file {broken}", message)
+        broken.write_text("text")
+        message = self.command("--data", broken, "--max-length", 8, status=1)
+        self.assertIn("broken.parquet: expected a parquet file", message)
+
+
+if __name__ == "__main__":
+    unittest.main()

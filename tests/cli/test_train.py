@@ -1,0 +1,511 @@
+import contextlib
+import io
+import json
+import resource
+import shutil
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+from common.records import THINKING, assistant, make_tokenizer, records, user
+from parameterized import parameterized
+from safetensors.torch import load_file
+from scripts.trainer_arms import TINY
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Trainer,
+    set_seed,
+)
+
+from transformers_packed import cli
+from transformers_packed.cli import train as finetune
+from transformers_packed.data.records.samples import make_samples
+from transformers_packed.ops import dispatch
+from transformers_packed.training import run_folder
+
+
+TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
+GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+GOOD_TEXT = b'{"text": "a"}\n'
+BAD_FILES = [
+    ("not_json", GOOD_TEXT + b'\n{"text": "a"\n', 3, "got no JSON"),
+    ("not_utf8", GOOD_TEXT + b'{"text": "\xff"}\n', 2, "expected UTF-8"),
+    ("surrogate", GOOD_TEXT + b'{"text": "\\ud800"}\n', 2, "valid Unicode"),
+    ("array", b"[1, 2]\n", 1, "expected a JSON object, got a list"),
+    ("missing_columns", b'{"conversations": []}\n', 1, "got the columns conversations"),
+    ("no_columns", b"{}\n", 1, "got no columns"),
+    ("no_completion", b'{"prompt": "a"}\n', 1, "got the columns prompt"),
+    ("mixed", GOOD + b'{"prompt": "a", "completion": "b"}\n', 2, "first record, messages, got prompt and completion"),
+    ("type", GOOD_TEXT + b'{"text": 3}\n', 2, "text as a string, got a number"),
+    ("empty_text", GOOD_TEXT + b'{"text": " \\n"}\n', 2, "some text in text"),
+    ("empty_completion", b'{"prompt": "a", "completion": ""}\n', 1, "some text in completion"),
+    ("half_messages", b'{"prompt": "a", "completion": [{"role": "user", "content": "a"}]}\n', 1, "got a string"),
+    ("no_messages", GOOD + b'{"messages": []}\n', 2, "a list of messages, got an empty list"),
+    ("message_type", GOOD + b'{"messages": ["a"]}\n', 2, "an object in messages, message 1, got a string"),
+    ("role", GOOD + b'{"messages": [{"role": "human", "content": "a"}]}\n', 2, "got 'human'"),
+    ("no_role", GOOD + b'{"messages": [{"from": "human", "value": "a"}]}\n', 2, "message 1, got none"),
+    ("no_content", GOOD + b'{"messages": [{"role": "user"}]}\n', 2, "content in messages, message 1, got none"),
+    ("empty_answer", GOOD + b'{"messages": [{"role": "assistant", "content": ""}]}\n', 2, "content in messages"),
+    ("image", GOOD + b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', 2, "got type 'image'"),
+    ("tools", GOOD[:-2] + b', "tools": "f"}\n', 1, "tools as a list of JSON schemas, got a string"),
+    ("refused", GOOD + b'{"messages": [{"role": "assistant", "content": "a"}]}\n', 2, "an error \\(No question.\\)"),
+    ("empty", b"", None, "--data: expected at least one record, got none"),
+    ("blank", b"\n \n", None, "--data: expected at least one record, got none"),
+]
+
+
+class CommandTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(directory.cleanup)
+        cls.root = Path(directory.name)
+        set_seed(0)
+        cls.tokenizer = cls.save("model", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**TEXT_CONFIG)))
+        words = "the quick brown fox jumps over a lazy dog".split()
+        cls.rows = [
+            {"prompt": words[i % 9], "completion": " ".join(words[i % 5 : 2 + i % 7])}
+            for i in range(3, 21)
+            if i % 7 > i % 5
+        ]
+        (cls.root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in cls.rows))
+
+    @classmethod
+    def save(cls, name, model, tokenizer=None):
+        model.save_pretrained(cls.root / name)
+        (tokenizer or make_tokenizer(THINKING)).save_pretrained(cls.root / name)
+        return AutoTokenizer.from_pretrained(cls.root / name)
+
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = Path(directory.name)
+        self.output = self.directory / "new" / "output"
+        self.trainers = []
+        # What other tests ran in this process is not what the command ran.
+        dispatch._used.clear()
+
+    def run_command(self, *arguments, model="model", data=None, output=None):
+        """Exit status, standard output and error; the Trainer goes to `self.trainers`."""
+
+        def make_trainer(*args, **kwargs):
+            self.trainers.append(original(*args, **kwargs))
+            return self.trainers[-1]
+
+        original = finetune.make_trainer
+        command = ["train", "--model", self.root / model, "--data", data or self.root / "pairs.jsonl"]
+        command += ["--output", output or self.output, *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(finetune, "make_trainer", make_trainer),
+        ):
+            status = cli.main([str(argument) for argument in command])
+        return status, out.getvalue(), err.getvalue()
+
+    def check_error(self, message, *arguments, **where):
+        status, _, err = self.run_command(*arguments, **where)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, message)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertFalse(self.output.parent.exists(), "something was written")
+
+    def samples(self):
+        return make_samples(records(*self.rows), self.tokenizer, 2048).data
+
+    @parameterized.expand(BAD_FILES)
+    def test_bad_file(self, _, content, line, message):
+        path = self.directory / "data.jsonl"
+        path.write_bytes(content)
+        place = f"{path}, line {line}: " if line else ""
+        self.check_error(f"^transformers-packed train: {place}.*{message}", data=path)
+
+    def test_byte_order_mark_and_blank_lines(self):
+        path = self.directory / "data.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + GOOD_TEXT + b"\r\n" + GOOD_TEXT)
+        status, out, err = self.run_command("--max-steps=1", data=path)
+        self.assertEqual(status, 0, err)
+        self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
+
+    def test_bad_models(self):
+        config = LlamaConfig(
+            vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        self.save("llama", AutoModelForCausalLM.from_config(config))
+        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*LlamaConfig", model="llama")
+        (self.root / "unknown").mkdir()
+        (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
+        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
+        self.check_error("no checkpoint can be read from .*nothing", model="nothing")
+
+    def test_bad_tokenizers(self):
+        chat = self.directory / "data.jsonl"
+        chat.write_bytes(GOOD)
+        model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**TEXT_CONFIG))
+        self.save("no_template", model, make_tokenizer(None))
+        self.check_error(
+            "a tokenizer with a chat template, for messages, got one without", model="no_template", data=chat
+        )
+        self.save("no_eos", model, make_tokenizer(eos_token=None))
+        with mock.patch.object(finetune, "load_tokenizer", lambda *_: make_tokenizer(eos_token=None)):
+            self.check_error("a tokenizer with an EOS token, which ends each sample, got one without")
+        model.save_pretrained(self.root / "no_tokenizer")
+        self.check_error(
+            "--model: expected a tokenizer in .*/no_tokenizer, got none. Save the one", model="no_tokenizer"
+        )
+        small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
+        self.save("small", small)
+        self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
+
+    def test_bad_flags(self):
+        self.check_error("--data: there is no file .*missing.jsonl", data=self.directory / "missing.jsonl")
+        self.check_error("a dataset beside --split or --subset, got the file", "--split", "test")
+        self.check_error("flex_attention", "--attn", "flex_attention")
+        self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        with mock.patch("datasets.__version__", "3.6.0"):
+            self.check_error("needs datasets >= 4, which runs no code of a dataset", data="a/name")
+        with mock.patch.object(finetune, "find_spec", lambda name: None):
+            self.check_error("--lora needs peft: pip install peft", "--lora")
+        for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):
+            with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
+                self.run_command(flag, value)
+            self.assertEqual(exit.exception.code, 2)
+
+    def test_bad_outputs(self):
+        (self.directory / "file").write_text("x")
+        for output, message in (
+            (self.directory, "an earlier run of this command, got .*, which holds something else"),
+            (self.directory / "file", "expected a directory, got the file"),
+            (self.directory / "file" / "below", "no directory that can be written to"),
+        ):
+            for resume in ([], ["--resume"]):
+                self.check_error(message, *resume, output=output)
+        with mock.patch.object(finetune.os, "access", return_value=False):
+            self.check_error("no directory that can be written to")
+        self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
+
+    def test_training(self):
+        """The first loss is the mean over all targets of the step, by the built-in class on each sample alone."""
+        arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
+        status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing")
+        self.assertEqual(status, 0, err)
+        samples = self.samples()
+        self.assertGreater(len(samples), 6)
+        steps = 2 * -(-len(samples) // 6)
+        tokens = sum(len(sample["input_ids"]) for sample in samples)
+        targets = sum((sample["labels"] != -100).sum() for sample in samples)
+        self.assertIn(
+            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 cut at 2048 "
+            "tokens, 0 without a target dropped.",
+            out,
+        )
+        self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 to a step, learning rate up to 0.01", out)
+        self.assertRegex(out, f"{2 * tokens} tokens in [0-9.]+ s")
+        for op in ("causal_conv1d: reference", "gated_delta_rule: reference", r"attention: per_document\(sdpa\)"):
+            self.assertRegex(out, op)
+        self.assertNotIn("checkpoint", out)
+
+        trainer = self.trainers[0]
+        self.assertEqual(type(trainer.model).__module__, "transformers_packed.models.qwen3_5.modeling_qwen3_5")
+        untrained = AutoModelForCausalLM.from_pretrained(self.root / "model", dtype=torch.float32)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        self.assertEqual(len(losses), steps)
+        self.assertLess(losses[-1], losses[0])
+
+        first = self.samples_of_the_first_step(arguments)
+        total, count = 0.0, 0
+        for sample in first:
+            ids, labels = (torch.tensor(sample[name].tolist()) for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = untrained(ids[None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum").item()
+            count += int((labels[1:] != -100).sum())
+        self.assertAlmostEqual(losses[0], total / count, places=4)
+        self.check_saved(trainer.model)
+
+    def samples_of_the_first_step(self, arguments):
+        """What the collator was given in the same run of one step."""
+        seen = []
+        original = finetune.DataCollatorWithFlattening.__call__
+
+        def collate(collator, features, *args, **kwargs):
+            seen.append(features)
+            return original(collator, features, *args, **kwargs)
+
+        with mock.patch.object(finetune.DataCollatorWithFlattening, "__call__", collate):
+            self.run_command(*arguments, "--max-steps=1", output=self.directory / "again")
+        self.assertEqual([len(features) for features in seen[:2]], [3, 3])
+        return [feature for features in seen[:2] for feature in features]
+
+    def check_saved(self, trained):
+        """The built-in class loads what was saved, and gives the logits of the model that was trained."""
+        loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
+        self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
+        self.assertFalse(any(info.values()), info)
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            got, want = loaded(ids).logits, trained.eval()(ids).logits
+        self.assertLess((got - want).abs().max(), 1e-5)
+        start = AutoModelForCausalLM.from_pretrained(self.root / "model").state_dict()
+        for name, weight in loaded.state_dict().items():
+            self.assertFalse(torch.equal(weight, start[name]), f"{name} was not trained")
+        config = json.loads((self.output / "config.json").read_text())
+        self.assertTrue(config["use_cache"])
+        self.assertEqual(config["architectures"], ["Qwen3_5ForCausalLM"])
+        tokenizer = AutoTokenizer.from_pretrained(self.output)
+        self.assertEqual(tokenizer("a fox")["input_ids"], self.tokenizer("a fox")["input_ids"])
+        self.assertEqual(tokenizer.chat_template, THINKING)
+
+    def test_composite_checkpoint(self):
+        """Text trains the language model of a vision-language checkpoint."""
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        set_seed(1)
+        model = AutoModelForImageTextToText.from_config(Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision))
+        self.save("composite", model)
+        status, out, err = self.run_command("--max-steps=2", "--learning-rate=0.01", model="composite")
+        self.assertEqual(status, 0, err)
+        self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, its language model alone: ", out)
+        self.check_saved(self.trainers[0].model)
+        name = "embed_tokens.weight"
+        trained = self.trainers[0].model.model.state_dict()[name]
+        self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
+
+    def test_lora(self):
+        status, out, err = self.run_command("--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05")
+        self.assertEqual(status, 0, err)
+        trained = self.trainers[0].model.eval()
+        self.assertRegex(
+            out, "Qwen3_5ForCausalLM with LoRA from Qwen3_5TextConfig: [0-9,]+ of [0-9,]+ parameters trained"
+        )
+        for name, parameter in trained.named_parameters():
+            self.assertEqual(parameter.requires_grad, "lora_" in name, name)
+        self.assertFalse((self.output / "model.safetensors").exists())
+        self.assertNotIn("transformers_packed", (self.output / "adapter_config.json").read_text())
+        adapted = AutoModelForCausalLM.from_pretrained(self.output)
+        base = AutoModelForCausalLM.from_pretrained(self.root / "model")
+        self.assertEqual(type(adapted), type(base))
+        ids = torch.tensor([[5, 9, 40, 33, 7]])
+        with torch.no_grad():
+            got, want, before = (model(ids).logits for model in (adapted, trained, base))
+        self.assertLess((got - want).abs().max(), 1e-5)
+        self.assertGreater((got - before).abs().max(), 1e-3)
+
+    def test_a_dataset(self):
+        """A directory that `datasets` loads; in its table a record has all columns of the others."""
+        source = self.directory / "dataset"
+        source.mkdir()
+        rows = [[user("a"), assistant("b")], [user("c"), assistant("d", reasoning_content="e"), user("f", name="g")]]
+        lines = [json.dumps({"messages": row}) + "\n" for row in [*rows, *rows]]
+        (source / "train.jsonl").write_text("".join(lines))
+        with mock.patch("datasets.config.HF_DATASETS_CACHE", self.directory / "cache"):
+            status, out, err = self.run_command("--split=train[:50%]", "--max-steps=1", data=source)
+            self.assertEqual(status, 0, err)
+            self.assertIn("2 samples (messages)", out)
+            want = make_samples(records(*({"messages": row} for row in rows)), self.tokenizer, 99).data
+            for got, sample in zip(self.trainers[0].train_dataset, want, strict=True):
+                self.assertEqual(got["input_ids"].tolist(), sample["input_ids"].tolist())
+                self.assertEqual(got["labels"].tolist(), sample["labels"].tolist())
+            output = self.directory / "other"
+            status, _, err = self.run_command("--split=test", data=source, output=output)
+            self.assertEqual((status, output.exists()), (1, False))
+            self.assertRegex(err, "a dataset with the split 'test', got .*Unknown split")
+
+    @parameterized.expand([("full", []), ("lora", ["--lora", "--gradient-accumulation-steps=2"])])
+    def test_resume(self, _, arguments):
+        """A run that was cut short continues to the very weights of an uninterrupted one."""
+        command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        command += ["--save-steps=2"]
+        status, out, err = self.interrupted(*command, calls=5 * self.trainers[0].args.gradient_accumulation_steps)
+        self.assertEqual(status, 130)
+        self.assertEqual(
+            err.split("\n")[1:],
+            [
+                f"Interrupted at step 5: {self.output}/checkpoint-4 is complete; --resume continues from it.",
+                "",
+                "transformers-packed train: interrupted",
+                "",
+            ],
+        )
+        # What a run leaves that is killed while it writes a checkpoint.
+        (self.output / "checkpoint-6").mkdir()
+        (self.output / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
+
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "which holds an earlier run. Add --resume to continue that run")
+        status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got learning_rate 0.03 instead of 0.02; seed 5 instead of 0. Repeat")
+        status, _, err = self.run_command(*command, "--resume", "--max-length=5")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "got other samples. Repeat")
+
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-4.", out)
+        self.assertEqual(self.trainers[-1].state.global_step, 7)
+        self.check_same_weights(whole, self.output)
+
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("No step was left to train.", out)
+        self.check_same_weights(whole, self.output)
+
+    def interrupted(self, *command, calls):
+        original, made = Trainer.training_step, []
+
+        def training_step(trainer, *args, **kwargs):
+            made.append(None)
+            if len(made) > calls:
+                raise KeyboardInterrupt
+            return original(trainer, *args, **kwargs)
+
+        with mock.patch.object(Trainer, "training_step", training_step):
+            return self.run_command(*command)
+
+    def check_same_weights(self, one, other):
+        name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"
+        weights, others = (load_file(directory / name) for directory in (one, other))
+        self.assertEqual(weights.keys(), others.keys())
+        for key, weight in weights.items():
+            self.assertTrue(torch.equal(weight, others[key]), key)
+
+    def test_resume_before_the_first_checkpoint_and_after_the_end(self):
+        command = ["--max-steps=2", "--learning-rate=0.02"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
+        status, _, err = self.interrupted(*command, calls=1)
+        self.assertEqual(status, 130)
+        self.assertIn("Interrupted at step 1: no checkpoint was written.", err)
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("starting from the beginning", out)
+        self.check_same_weights(whole, self.output)
+        status, _, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "a run that has not finished, or one with checkpoints, got a finished one")
+
+    @contextlib.contextmanager
+    def small_disk(self, method, size, after=0):
+        """No file gets larger than `size` bytes within a method of Trainer, from a later call on."""
+        original, calls = getattr(Trainer, method), []
+
+        def limited(trainer, *args, **kwargs):
+            calls.append(None)
+            if len(calls) <= after:
+                return original(trainer, *args, **kwargs)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            try:
+                return original(trainer, *args, **kwargs)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        with mock.patch.object(Trainer, method, limited):
+            yield
+
+    def check_nothing_partial(self, *checkpoints):
+        names = sorted(path.name for path in self.output.iterdir())
+        self.assertEqual(names, [*checkpoints, run_folder.SETTINGS_FILE])
+
+    @parameterized.expand(
+        [
+            ("weights", "_save", 20_000),
+            ("optimizer", "_save_optimizer_and_scheduler", 20_000),
+            ("state", "_save_rng_state", 1_000),
+        ]
+    )
+    def test_a_full_disk_while_a_checkpoint_is_written(self, _, method, size):
+        command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        command += ["--save-steps=2"]
+        with self.small_disk(method, size, after=1):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertRegex(
+            err, "train: checkpoint-4 cannot be written to .*/output, where [0-9,]+ MiB are free [(].+[)]; "
+        )
+        self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
+        self.check_nothing_partial("checkpoint-2")
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+        self.check_same_weights(whole, self.output)
+
+    def test_a_full_disk_while_the_model_is_written(self):
+        command = ["--max-steps=3", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
+        with self.small_disk("save_model", 20_000, after=2):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertRegex(err, "the model cannot be written to .*checkpoint-3 is complete; --resume continues from it")
+        self.check_nothing_partial("checkpoint-2", "checkpoint-3")
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("No step was left to train.", out)
+        saved = load_file(self.output / "model.safetensors")
+        # A model that is there is not lost when it cannot be written again.
+        with self.small_disk("save_model", 20_000):
+            self.assertEqual(self.run_command(*command, "--resume")[0], 1)
+        self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
+        AutoModelForCausalLM.from_pretrained(self.output)
+
+        output = self.directory / "without_checkpoints"
+        with self.small_disk("save_model", 20_000):
+            status, _, err = self.run_command(*command[:3], output=output)
+        self.assertEqual(status, 1)
+        self.assertIn("; no checkpoint was written", err)
+        self.assertEqual([path.name for path in output.iterdir()], [run_folder.SETTINGS_FILE])
+
+    @parameterized.expand(["model.safetensors", "optimizer.pt", "trainer_state.json"])
+    def test_a_truncated_checkpoint_is_named(self, name):
+        command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
+        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        self.truncate(self.output / "checkpoint-4" / name)
+        other = self.directory / "other"
+        shutil.copytree(self.output, other)
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(out, f"Left out .*/checkpoint-4, which is incomplete or damaged [(]{name}: .+[)][.]")
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+        self.truncate(other / "checkpoint-2" / name)
+        status, _, err = self.run_command(*command, "--resume", output=other)
+        self.assertEqual(status, 1)
+        wrong = "{}, which is incomplete or damaged [(]" + name + ": [^;]+[)]"
+        wrong = f"{wrong.format(other / 'checkpoint-4')}; {wrong.format(other / 'checkpoint-2')}"
+        self.assertRegex(err, f"^transformers-packed train: --resume: .* got {wrong}. Restore it, or remove it")
+
+    def test_a_checkpoint_without_weights_is_named(self):
+        command = ["--max-steps=5", "--batch-size=2", "--save-steps=2"]
+        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        (self.output / "checkpoint-4" / "model.safetensors").unlink()
+        status, out, err = self.run_command(*command, "--resume")
+        self.assertEqual(status, 0, err)
+        self.assertIn("checkpoint-4, which is incomplete or damaged (no weights)", out)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+
+    def truncate(self, path):
+        path.write_bytes(path.read_bytes()[:-50])
+
+    def test_bfloat16(self):
+        """Autocast: what is trained stays float32, and the base of an adapter is bfloat16."""
+        for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
+            output = self.directory / str(base)
+            status, out, err = self.run_command("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)
+            self.assertEqual(status, 0, err)
+            self.assertIn("bfloat16 on cpu", out)
+            for name, parameter in self.trainers[-1].model.named_parameters():
+                want = torch.float32 if parameter.requires_grad else base
+                self.assertEqual(parameter.dtype, want, name)

@@ -1,0 +1,276 @@
+"""`transformers-packed plan --gpus`: its formulae against what was measured, what is exchanged, and its own page."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common.processes import EXPERTS, run_once
+from mixins.vision import TEXT, vision_config
+from parameterized import parameterized
+from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, set_seed
+
+from transformers_packed import DataCollatorWithFlattening
+from transformers_packed.cli import main
+from transformers_packed.data.planning.memory import (
+    Parameters,
+    backward_elements,
+    exchanges,
+    layer_elements,
+    loss_memory,
+    plan_sequence_parallel,
+    step_memory,
+)
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5
+from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers_packed.parallel import SequenceParallel, shard_batch
+
+
+ROOT = Path(__file__).parents[3]
+GIB, MIB = 2**30, 2**20
+# As in benchmarks/step.py; the configuration's own is that of 9B.
+SIZE_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": True,
+}
+SIZES = {
+    "0.8B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "4B": SIZE_4B,
+    "9B": {},
+}
+SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+# Model, and methods.
+EXCHANGES = {
+    "states and heads": ("dense", {"attention": "heads"}, (2, 4)),
+    "heads": ("dense", {"gated_delta_rule": "heads", "attention": "heads"}, (2,)),
+    "gather": ("dense", {"attention": "gather"}, (2, 4)),
+    "experts": ("experts", {"attention": "heads"}, (2, 4)),
+}
+
+
+def make_model(name):
+    set_seed(0)
+    if name == "dense":
+        model = modeling_qwen3_5.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL))
+    else:
+        model = modeling_qwen3_5_moe.Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SMALL, **EXPERTS))
+        model.set_experts_implementation("eager")
+    return model.to(torch.bfloat16).train()
+
+
+def count_received(size):
+    """Bytes from other ranks in a forward and in the backward after it."""
+    counted = 0
+
+    def counting(function, of_others):
+        def call(received, sent, *args, **kwargs):
+            nonlocal counted
+            counted += of_others(received.nbytes, sent.nbytes)
+            return function(received, sent, *args, **kwargs)
+
+        return call
+
+    patches = {
+        "all_gather_into_tensor": lambda received, sent: received - sent,
+        "reduce_scatter_tensor": lambda received, sent: sent - received,
+        "all_to_all_single": lambda received, sent: received * (size - 1) // size,
+    }
+    results = {}
+    with contextlib.ExitStack() as stack:
+        for name, of_others in patches.items():
+            stack.enter_context(mock.patch.object(dist, name, counting(getattr(dist, name), of_others)))
+        for case, (name, methods, sizes) in EXCHANGES.items():
+            if size not in sizes:
+                continue
+            parallel, model = SequenceParallel(size, **methods), make_model(name)
+            # Cut in short pieces, into two parts as into four.
+            documents = [{"input_ids": [1 + n for n in range(length)]} for length in (10, 4, 8, 4, 8, 4, 10)]
+            batch = DataCollatorWithFlattening(return_cu_seqlens=True)(documents)
+            inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
+            counted = 0
+            loss = model(**inputs, num_items_in_batch=47).loss
+            forward, counted = counted, 0
+            loss.backward()
+            results[case] = forward, counted
+    return results
+
+
+def measured_on_gpus():
+    """Model, tokens, P, checkpointing and GiB of each run: forward and backward from no gradients, all weights on each GPU."""
+    results = ROOT / "benchmarks" / "results"
+    for run in json.loads((results / "step.json").read_text())["runs"]:
+        ours = run["arms"].get("ours", {})
+        # An arm with graphs leaves something behind.
+        if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
+            yield run["model"], run["tokens"], 1, run["checkpointing"], ours["peak_GiB"]
+    for run in json.loads((results / "sequence_parallel.json").read_text())["runs"]:
+        for size in sorted({arm["size"] for arm in run["arms"]}):
+            peaks = [arm["peak_GiB"] for arm in run["arms"] if arm["size"] == size]
+            yield run["model"], run["tokens"], size, True, max(peaks)
+
+
+def expected_peak(model, row_length, size, checkpointing):
+    """GiB by the formulae where a layer's gradients are there only after its backward: at the loss, or in some layer."""
+    config = Qwen3_5TextConfig(**SIZES[model])
+    parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
+    need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing)
+    kept = [2 * layer_elements(config, n, row_length, size, None) for n in range(layers)]
+    peaks, given = [need.saved + loss_memory(config, tokens)], 2 * config.hidden_size * tokens
+    for number in range(layers):
+        # Of the root and of the layers behind this one.
+        gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
+        saved = number * given + kept[number] if checkpointing else sum(kept[: number + 1])
+        peaks.append(gradients + saved + 2 * tokens * backward_elements(config, number))
+    return (need.weights + max(peaks)) / GIB
+
+
+class FormulaeTest(unittest.TestCase):
+    def test_fits_what_was_measured(self):
+        page, found = (ROOT / "docs/sequence_parallel.md").read_text(), set()
+        for model, tokens, size, checkpointing, measured in measured_on_gpus():
+            expected = expected_peak(model, tokens, size, checkpointing)
+            self.assertLess(abs(expected / measured - 1), 0.03, (model, tokens, size, checkpointing))
+            figures = f"{measured:.2f} GiB | {expected:.2f} GiB | {100 * (expected / measured - 1):+.1f} %"
+            row = f"| {model} | {tokens:,} | {size} | {'with' if checkpointing else 'without'} | {figures} |"
+            self.assertTrue(row in page, row)
+            found.add((model, size, checkpointing))
+        self.assertGreaterEqual(found, {("4B", 1, False), ("4B", 1, True), ("4B", 2, True), ("9B", 1, False)})
+
+    @parameterized.expand([(f"{case}, {size}", case, size) for case, (_, _, s) in EXCHANGES.items() for size in s])
+    def test_counts_what_is_exchanged(self, _, case, size):
+        name, methods, _ = EXCHANGES[case]
+        expected = sum(e.layers * e.bytes for e in exchanges(make_model(name).config, 48, size, **methods))
+        for results in run_once(count_received, size, size):
+            self.assertEqual(results[case], (expected, expected))
+
+    def test_counts_parameters(self):
+        config = Qwen3_5Config(**vision_config(SMALL))
+        model = modeling_qwen3_5.Qwen3_5ForConditionalGeneration(config)
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.language_model.layers]
+        blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
+        total = model.num_parameters()
+        self.assertEqual(Parameters.of(config), Parameters(total, total - sum(layers) - blocks, max(layers)))
+
+    def test_the_page_has_these_figures(self):
+        page = (ROOT / "docs/sequence_parallel.md").read_text()
+        config = Qwen3_5TextConfig()
+        parameters = Parameters.of(config)
+        for gpus in (8, 64, 512):
+            need = step_memory(config, parameters, 2**18, 8, gpus, 2, True)
+            sharded, weights = need.weights + need.gradients + need.moments, 2 * parameters.total * (1 - 1 / gpus)
+            row = f"{gpus} | {gpus // 8} | {sharded / GIB:.1f} GiB | {need.total / GIB:.1f} GiB | {weights / MIB:,.0f} MiB"
+            self.assertIn(f"| {row} |", page)
+            figures = []
+            for options in ({}, {"gated_delta_rule": "heads"}, {"attention": "heads"}, {"attention": "gather"}):
+                fits = "heads" not in options.values() or gpus == 8
+                layer = exchanges(config, 2**20, gpus, **options)[2 if "attention" in options else 1]
+                figures.append(f"{layer.bytes / MIB:,.0f} MiB" if fits else "does not fit")
+            self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
+        self.assertIn(f"```\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
+
+
+class PlanTest(unittest.TestCase):
+    def test_the_smallest_that_fits(self):
+        plan = plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 80)
+        self.assertEqual(list(plan.options), [1, 2, 4, 8])
+        for column, needed in enumerate(plan.needed):
+            fits = [size for size, pair in plan.options.items() if pair[column].total <= 0.9 * 80 * GIB]
+            self.assertEqual(needed, min(fits, default=None))
+        self.assertEqual(plan.needed, (8, 1))
+        self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 48).needed, (None, 2))
+
+    def test_weights_and_length_and_methods(self):
+        config = Qwen3_5TextConfig(**SIZE_4B)
+        half, full = (plan_sequence_parallel(config, 2**14, 4, 80, weights=w) for w in ("bfloat16", "float32"))
+        for size in (1, 2, 4):
+            self.assertEqual(2 * half.options[size][0].moments, full.options[size][0].moments)
+            self.assertEqual(half.options[size][0].saved, full.options[size][0].saved)
+        # A P with less than a window on each rank, or that does not fit the heads, is no option.
+        self.assertEqual(list(plan_sequence_parallel(config, 11, 8, 80).options), [1, 2])
+        odd = Qwen3_5TextConfig(**{**SIZE_4B, "num_attention_heads": 12})
+        self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80).options), [1, 2, 4, 8, 16])
+        self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80, attention="heads").options), [1, 2, 4])
+
+    @parameterized.expand(
+        [
+            ("too little memory", {"memory": 4}, r"expected [\d.]+ GiB per GPU, .* 4.21 B parameters .* got 4\."),
+            ("no row", {"row_length": 0}, "row_length above 0"),
+            ("no GPU", {"gpus": 0}, "gpus above 0"),
+            ("no memory", {"memory": -1.0}, "memory above 0"),
+            ("weights", {"weights": "int8"}, "weights"),
+            ("method", {"attention": "ring"}, "attention to be one of"),
+            (
+                "heads",
+                {"memory": 20, "row_length": 2**20, "gpus": 64, "attention": "heads"},
+                "larger P does not fit the heads",
+            ),
+        ]
+    )
+    def test_refuses(self, _, changes, message):
+        with self.assertRaisesRegex(ValueError, message):
+            plan_sequence_parallel(
+                Qwen3_5TextConfig(**SIZE_4B), **{"row_length": 2**17, "gpus": 8, "memory": 80, **changes}
+            )
+
+    def test_another_kind_of_model(self):
+        with self.assertRaisesRegex(ValueError, "got llama"):
+            plan_sequence_parallel(LlamaConfig(), 1024, 8, 80)
+
+
+class CommandTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.path = Path(directory.name)
+
+    def command(self, *arguments):
+        """Exit status, and what the command prints to both outputs."""
+        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+            try:
+                status = main(["plan", *map(str, arguments)])
+            except SystemExit as stop:
+                status = stop.code
+        return status, output.getvalue()
+
+    @parameterized.expand(["directory", "file"])
+    def test_prints_the_plan(self, source):
+        config = Qwen3_5TextConfig(**SIZE_4B)
+        config.save_pretrained(self.path)
+        model = self.path if source == "directory" else self.path / "config.json"
+        status, output = self.command("--model", model, "--max-length", 2**20, "--gpus", 8, "--gpu-memory", 80)
+        self.assertEqual((status, output), (0, f"{plan_sequence_parallel(config, 2**20, 8, 80).summary()}\n"))
+        for part in ("Needed with gradient checkpointing: P = 8", "states in float32", "FSDP2 beside it"):
+            self.assertIn(part, output)
+
+    def test_what_cannot_be_is_an_error(self):
+        Qwen3_5TextConfig(**SIZE_4B).save_pretrained(self.path)
+        gpus = ("--max-length", 2**20, "--gpus", 2)
+        for arguments, expected, part in (
+            ((*gpus, "--model", self.path, "--gpu-memory", 24), 1, "GiB per GPU"),
+            ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
+            (gpus, 2, "needs --model and --gpu-memory"),
+            ((*gpus, "--model", self.path, "--gpu-memory", 24, "--seed", 3), 2, "--seed: not allowed with --gpus"),
+            (("--data", "x", "--max-length", 9, "--weights", "float32"), 2, "--weights: not allowed with --data"),
+            (("--max-length", 9), 2, "one of the arguments --data --gpus is required"),
+        ):
+            status, output = self.command(*arguments)
+            self.assertEqual(status, expected, output)
+            self.assertIn(part, output)

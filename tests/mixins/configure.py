@@ -1,0 +1,46 @@
+"""Trainers for tests of `configure_packing`."""
+
+import contextlib
+import io
+import tempfile
+import unittest
+
+import torch
+from scripts.configured_arms import build
+from scripts.trainer_arms import CONFIGS, Samples
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+UPDATE_BAR = 1e-6
+
+
+def said(call, *args, **kwargs) -> tuple[str, object]:
+    """What was printed, and what was returned."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        result = call(*args, **kwargs)
+    return stdout.getvalue(), result
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, num_key_value_heads=2, head_dim=16, **sizes))
+
+
+class ConfigureTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def build(self, kind="trainer", *args, **kwargs) -> Trainer:
+        return build(kind, *args, directory=self.directory, **kwargs)
+
+    def trainer(self, model=None, dataset=None, collator=None, args=None, **kwargs) -> Trainer:
+        """A Trainer that could be packed, save for what is given."""
+        options = {"per_device_train_batch_size": 3, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        options |= {"max_steps": 1, "save_strategy": "no"}
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model
+        dataset = Samples(6) if dataset is None else dataset
+        args = TrainingArguments(self.directory, **options | (args or {}))
+        return Trainer(model, args, train_dataset=dataset, data_collator=collator, **kwargs)

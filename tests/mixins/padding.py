@@ -1,0 +1,302 @@
+"""Padded batches that run as packed rows, for every family. The oracle is the built-in class on the same batch."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from mixins.model import VOCAB_SIZE, gradients, relative_error, total_relative_error
+from parameterized import parameterized
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.models.padding import PaddedBatch
+
+
+AttentionInterface.register("attention_of_the_users_own", sdpa_attention_forward)
+AttentionMaskInterface.register("attention_of_the_users_own", sdpa_mask)
+
+
+def without_packing():
+    """The models as they are without this feature."""
+    return mock.patch.object(PaddedBatch, "from_attention_mask", return_value=None)
+
+
+@contextmanager
+def computed_tokens(model: torch.nn.Module):
+    """The numbers of tokens that enter the linear layers of the decoder."""
+    seen, handles = set(), []
+    for name, module in model.named_modules():
+        if "layers." in name and isinstance(module, torch.nn.Linear):
+            handles.append(
+                module.register_forward_pre_hook(lambda _, args: seen.add(args[0].numel() // args[0].shape[-1]))
+            )
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def with_a_row_of_padding(batch: dict) -> dict:
+    """One row more, without a real token, in the middle of those of a padded batch."""
+    shape = batch["input_ids"].shape
+    return {
+        name: torch.cat([x[:1], torch.full_like(x[:1], -100 if name == "labels" else 0), x[1:]])
+        if x.shape == shape
+        else x
+        for name, x in batch.items()
+    }
+
+
+class PackedPaddingTesterMixin:
+    """Next to `PackedModelTesterMixin`, of whose attributes and methods it makes use."""
+
+    def text_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.model.language_model if self.has_vision else model.model
+
+    def text_batch(self, side: str = "left") -> dict:
+        """What every text model takes: images are tokens like others here."""
+        batch = self.padded(self.documents, side)
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def check_like_builtin(self, batch: dict, attention: str = "sdpa", packs: dict | None = None, **kwargs):
+        """Logits at real tokens, loss and gradients of `batch`, which ours may get in another form, `packs`."""
+        builtin, model = self.models(attention)
+        packs = batch if packs is None else packs
+        real, expected_real = (b["attention_mask"].bool() for b in (packs, batch))
+        expected = builtin(**batch, use_cache=False, **kwargs)
+        with computed_tokens(model) as seen:
+            actual = model(**packs, use_cache=False, **kwargs)
+        self.assertEqual(seen, {int(real.sum())})
+        self.assertEqual(actual.logits.shape, (*packs["input_ids"].shape, VOCAB_SIZE))
+        self.assertLess(relative_error(actual.logits[real], expected.logits[expected_real]), self.logits_bar)
+        self.assertFalse(actual.logits[~real].any())
+        self.assertLess(relative_error(actual.loss, expected.loss), self.logits_bar)
+        got, want = gradients(model, actual.loss), gradients(builtin, expected.loss)
+        self.assertLess(total_relative_error(got, want), self.gradient_bar)
+        return actual, expected
+
+    @parameterized.expand(
+        [(f"{side}_{attention}", side, attention) for side in ("left", "right") for attention in ("eager", "sdpa")]
+    )
+    def test_padding_is_packed(self, _, side, attention):
+        batch = self.padded(self.documents, side)
+        self.check_like_builtin(batch, attention, packs=with_a_row_of_padding(batch))
+
+    @parameterized.expand(["left", "right"])
+    def test_one_padded_row(self, side):
+        batch = self.padded(self.documents[2:3], side)
+        shape, pad = batch["input_ids"].shape, (7, 0) if side == "left" else (0, 7)
+        row = {
+            name: torch.nn.functional.pad(x, pad, value=-100 if name == "labels" else 0) if x.shape == shape else x
+            for name, x in batch.items()
+        }
+        self.check_like_builtin(row)
+
+    @parameterized.expand(["left", "right"])
+    def test_gradients_of_embeddings(self, side):
+        """And position ids that are given, for each row or for all of them; the gradient at padding is zero."""
+        builtin, model = (self.text_model(m) for m in self.models())
+        batch = self.text_batch(side)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        real = mask.bool()
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        generator = torch.Generator().manual_seed(1)
+        spread = torch.randint(0, 300, (3, *ids.shape), generator=generator)
+        positions = {"none": None, "counted": counted, "shared": 5 + torch.arange(ids.shape[1])[None]}
+        if "Qwen3_5" in type(model).__name__:
+            positions |= {"three": spread, "four": torch.cat([counted[None], spread])}
+        else:
+            positions["spread"] = spread[0].sort(1).values
+        embeds = builtin.embed_tokens(ids).detach()
+        weight = torch.randn(*embeds.shape, generator=generator) * real[..., None]
+        for name, position_ids in positions.items():
+            with self.subTest(name):
+                results = []
+                for each in (builtin, model):
+                    leaf = embeds.clone().requires_grad_()
+                    inputs = {"inputs_embeds": leaf, "attention_mask": mask, "position_ids": position_ids}
+                    with computed_tokens(each) as seen:
+                        states = each(**inputs, use_cache=False).last_hidden_state
+                    (states * weight).sum().backward()
+                    results.append((states.detach(), leaf.grad, seen))
+                (want, want_grad, _), (got, got_grad, seen) = results
+                self.assertEqual(seen, {int(real.sum())})
+                self.assertLess(relative_error(got[real], want[real]), self.logits_bar)
+                self.assertFalse(got[~real].any())
+                self.assertLess(relative_error(got_grad[real], want_grad[real]), self.gradient_bar * 10)
+                self.assertFalse(got_grad[~real].any())
+
+    @parameterized.expand([(True,), (False,)])
+    def test_padding_under_gradient_checkpointing(self, use_reentrant):
+        """In training no cache is kept then, whatever the configuration says."""
+        _, model = self.models()
+        batch = self.padded(self.documents, "right")
+        want = gradients(model, model(**batch, use_cache=False).loss)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        for cache in ({}, {"use_cache": True}):
+            with computed_tokens(model) as seen:
+                output = model(**batch, **cache)
+            self.assertEqual(seen, {sum(self.lengths)})
+            self.assertLess(total_relative_error(gradients(model, output.loss), want), self.gradient_bar)
+        with computed_tokens(model.eval()) as seen:
+            self.assertIsNotNone(model(**batch).past_key_values)
+        self.assertEqual(seen, {batch["input_ids"].numel()})
+
+    @parameterized.expand([(torch.bool,), (torch.int32,), (torch.float32,)])
+    def test_dtypes_of_the_mask(self, dtype):
+        model = self.text_model(self.models()[1])
+        batch = self.text_batch()
+        expected = model(**batch, use_cache=False).last_hidden_state
+        batch["attention_mask"] = batch["attention_mask"].to(dtype)
+        with computed_tokens(model) as seen:
+            actual = model(**batch, use_cache=False).last_hidden_state
+        self.assertEqual(seen, {sum(self.lengths)})
+        self.assertTrue(torch.equal(actual, expected))
+
+    def test_the_mask_is_looked_at_once(self):
+        """On a GPU each time would be a wait for the device."""
+        _, model = self.models()
+        looked = mock.Mock(wraps=PaddedBatch.from_attention_mask)
+        made = mock.Mock(wraps=SequenceBoundaries._checked)
+        with (
+            mock.patch.object(PaddedBatch, "from_attention_mask", looked),
+            mock.patch.object(SequenceBoundaries, "_checked", made),
+        ):
+            model(**self.padded(self.documents, "left"), use_cache=False)
+        self.assertEqual((looked.call_count, made.call_count), (1, 1))
+
+    # Off
+
+    def check_off(self, model: torch.nn.Module, batch: dict, **kwargs):
+        """To the bit what the model gives without the feature, with all tokens computed."""
+        kwargs = {"use_cache": False, **kwargs}
+        with computed_tokens(model) as seen, torch.no_grad():
+            actual = model(**batch, **kwargs)
+        self.assertEqual(seen, {batch["attention_mask"].numel()})
+        with without_packing(), torch.no_grad():
+            if "past_key_values" in kwargs:
+                kwargs["past_key_values"] = DynamicCache(config=model.config)
+            expected = model(**batch, **kwargs)
+        self.assertEqual(set(actual), set(expected))
+        for name in ("last_hidden_state", "hidden_states", "attentions"):
+            got, want = actual.get(name), expected.get(name)
+            pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+            for a, b in pairs:
+                same = a is b or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+                self.assertTrue(same, name)
+
+    @parameterized.expand(
+        [
+            ("a_cache", {"use_cache": True}),
+            ("a_cache_by_configuration", {"use_cache": None}),
+            ("an_empty_cache", {"past_key_values": DynamicCache}),
+            ("hidden_states", {"output_hidden_states": True}),
+            ("some_hidden_states", {"output_hidden_states": [1]}),
+            ("attentions", {"output_attentions": True}),
+            ("not_causal", {"is_causal": False}),
+            ("this_call", {"packs_padding": False}),
+        ]
+    )
+    def test_padding_is_computed_for(self, _, arguments):
+        model = self.text_model(self.models("eager")[1])
+        if "past_key_values" in arguments:
+            arguments = {"past_key_values": DynamicCache(config=model.config)}
+        self.check_off(model, self.text_batch(), **arguments)
+
+    @parameterized.expand(
+        [
+            ("hidden_states", "output_hidden_states", True),
+            ("attentions", "output_attentions", True),
+            ("not_causal", "is_causal", False),
+            ("unknown_attention", "_attn_implementation", "attention_of_the_users_own"),
+            ("flex_attention_without_a_gpu", "_attn_implementation", "flex_attention"),
+        ]
+    )
+    def test_padding_is_computed_for_a_configuration_with(self, _, name, value):
+        model = self.text_model(self.models("eager")[1])
+        setattr(model.config, name, value)
+        self.check_off(model.eval(), self.text_batch())
+
+    def test_padding_is_computed_for_a_layer_that_is_not_causal(self):
+        model = self.text_model(self.models("eager")[1])
+        model.layers[1].self_attn.is_causal = False
+        self.check_off(model.eval(), self.text_batch())
+
+    def test_padding_is_computed_for_other_masks(self):
+        model = self.text_model(self.models()[1])
+        batch = self.text_batch("right")
+        mask = batch["attention_mask"]
+        hole, twice = mask.clone(), mask.clone()
+        hole[-1, 1] = 0
+        twice[0] *= 2
+        for name, other in {
+            "hole": hole,
+            "ones": torch.ones_like(mask),
+            "zeros": torch.zeros_like(mask),
+            "2": twice,
+        }.items():
+            with self.subTest(name):
+                self.check_off(model, {**batch, "attention_mask": other})
+        four = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril() & mask.bool()[:, None, None]
+        with computed_tokens(model) as seen, torch.no_grad():
+            model(batch["input_ids"], attention_mask=four, use_cache=False)
+        self.assertEqual(seen, {mask.numel()})
+        embeds = model.embed_tokens(batch["input_ids"])
+        for inputs in ({**batch, "inputs_embeds": embeds}, {"attention_mask": mask}):
+            with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
+                model(**inputs, use_cache=False)
+
+    def test_switch(self):
+        """Set on a whole model or a part of it, and taken back."""
+        _, model = self.models()
+        text = self.text_model(model)
+        self.assertTrue(model.packs_padding and text.packs_padding)
+        for each in (model, model.model, text):
+            each.packs_padding = False
+            self.assertFalse(text.packs_padding)
+            self.check_off(text, self.text_batch())
+            batch = self.padded(self.documents, "right")
+            for packs, count in ((None, batch["input_ids"].numel()), (True, sum(self.lengths))):
+                with computed_tokens(model) as seen:
+                    model(**batch, use_cache=False, packs_padding=packs)
+                self.assertEqual(seen, {count})
+            each.packs_padding = True
+            self.assertTrue(text.packs_padding)
+
+    @parameterized.expand([("cache", True), ("no_cache", False)])
+    def test_generate_does_not_pack(self, _, use_cache):
+        model = self.models()[1].eval()
+        batch = self.padded(self.documents[1:4], "left")
+        batch.pop("labels")
+        arguments = {"max_new_tokens": 4, "do_sample": False, "use_cache": use_cache, "pad_token_id": 0}
+        arguments |= {"suppress_tokens": self.suppress_tokens, "output_logits": True, "return_dict_in_generate": True}
+        with mock.patch.object(PaddedBatch, "from_attention_mask", wraps=PaddedBatch.from_attention_mask) as looked:
+            actual = model.generate(**batch, **arguments)
+            looked.assert_not_called()
+            model(**batch, use_cache=False)
+            looked.assert_called_once()
+        with without_packing():
+            expected = model.generate(**batch, **arguments)
+        self.assertEqual(actual.sequences.tolist(), expected.sequences.tolist())
+        self.assertTrue(torch.equal(torch.stack(actual.logits), torch.stack(expected.logits)))
+
+
+class PackedPaddingRouterTesterMixin(PackedPaddingTesterMixin):
+    """The same for mixtures of experts."""
+
+    @parameterized.expand(["left", "right"])
+    def test_router_logits_of_padded_rows(self, side):
+        """A row of the batch for each token, and the auxiliary loss of the real ones."""
+        batch = self.padded(self.documents, side)
+        real = batch["attention_mask"].bool().flatten()
+        for change in (lambda b: b, with_a_row_of_padding):
+            actual, expected = self.check_like_builtin(batch, packs=change(batch), output_router_logits=True)
+            self.assertLess(relative_error(actual.aux_loss, expected.aux_loss), 1e-5)
+            for got, want in zip(actual.router_logits, expected.router_logits, strict=True):
+                got_real = change(batch)["attention_mask"].bool().flatten()
+                self.assertEqual(got.shape, (len(got_real), want.shape[1]))
+                self.assertLess(relative_error(got[got_real], want[real]), self.logits_bar)
+                self.assertFalse(got[~got_real].any())

@@ -1,0 +1,102 @@
+"""Train one model in Trainer or SFTTrainer: padded through the built-in class, packed as `configure_packing` sets it up,
+or with our rows and our collator handed to the Trainer.
+
+Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, so that torchrun can start it in several processes.
+"""
+
+import os
+import sys
+
+import torch
+from accelerate import DistributedType, PartialState
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, end_process, updates_and_log
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from transformers_packed import DataCollatorWithFlattening, PackingDataset, configure_packing, patch_model
+
+
+STEPS = 10
+MAX_LENGTH = 128
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 61)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str = "", **arguments) -> Trainer:
+    """A padded Trainer, as a user builds it."""
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
+    options = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulation,
+        **OPTIONS,
+        **arguments,
+    }
+    samples = Dataset.from_list(Samples().rows)
+    if kind == "sft":
+        options = {"bf16": False, "gradient_checkpointing": False, "max_length": MAX_LENGTH, **options}
+        return SFTTrainer(
+            model,
+            SFTConfig(directory, **options),
+            processing_class=tokenizer(),
+            train_dataset=samples,
+            peft_config=lora,
+        )
+    if lora is not None:
+        model = get_peft_model(model, lora)
+    return Trainer(model, TrainingArguments(directory, **options), train_dataset=samples, data_collator=None)
+
+
+def collate_rows(rows: list) -> dict:
+    """Samples, or the samples of packed rows, as a padded batch."""
+    return collate_padded([sample for row in rows for sample in (row if isinstance(row, list) else [row])])
+
+
+def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
+    if arm == "packed":
+        return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "packing" else None)
+    trainer.data_collator = collate_rows
+    if arm == "handed":
+        patch_model(trainer.model)
+        trainer.data_collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+    if mode == "packing":
+        args = trainer.args
+        trainer.train_dataset = PackingDataset(
+            trainer.train_dataset,
+            MAX_LENGTH,
+            world_size=args.world_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps * args.per_device_train_batch_size,
+            balance=trainer.model.config,
+            seed=args.seed,
+        )
+        args.train_sampling_strategy = "sequential"
+    return trainer
+
+
+if __name__ == "__main__":
+    kind, arm, mode, tuning, output = sys.argv[1:]
+    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    torch.set_num_threads(1)
+    options = {}
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        # accelerate shards on GPUs only, so it is told that these processes had some.
+        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        options["use_cpu"] = False
+    trainer = configure(build(kind, tuning, directory=f"{output}.trainer", **options), arm, mode)
+    updates, log = updates_and_log(trainer)
+    sharded = isinstance(next(trainer.model.parameters()), DTensor)
+    if trainer.is_world_process_zero():
+        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size, "sharded": sharded}, output)
+    end_process()

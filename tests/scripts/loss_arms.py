@@ -1,0 +1,70 @@
+"""The arms of `trainer_arms.py` with the mean over samples as loss: ours, and one written down for padded batches.
+
+Also a script, `loss_arms.py OUTPUT`, which trains both, so that torchrun can start it in several processes.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from scripts.trainer_arms import build_trainer, end_process, updates_and_log
+from transformers import Trainer
+
+from transformers_packed import set_loss_normalization
+
+
+class PaddedSampleMean(Trainer):
+    """The mean over the samples of a step of each sample's own mean, for padded batches through the built-in class."""
+
+    loss_is_scaled_for_ga = True
+
+    def get_batch_samples(self, *args):
+        batches, _ = super().get_batch_samples(*args)
+        return batches, self.accelerator.gather(sum(has_targets(batch["labels"]).sum() for batch in batches)).sum()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        means = losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)
+        if not model.training:
+            loss = means.sum() / has_targets(labels).sum()
+        else:
+            # DDP takes the mean over processes.
+            loss = means.sum() / num_items_in_batch * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+def has_targets(labels: torch.Tensor) -> torch.Tensor:
+    return (labels[:, 1:] != -100).any(1)
+
+
+def build_sample_trainer(arm: str, output_dir: str, family: str = "qwen3_5", **arguments) -> Trainer:
+    trainer = build_trainer(arm, family, output_dir, **arguments)
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        # A prompt alone is no sample to average over.
+        dataset.rows[5]["labels"] = [-100] * len(dataset.rows[5]["labels"])
+    if arm == "padded":
+        trainer.__class__ = PaddedSampleMean
+    else:
+        set_loss_normalization(trainer, "sample")
+    return trainer
+
+
+def updates_and_losses(trainer: Trainer) -> tuple[dict, list[float]]:
+    """Train; the change of each parameter and the logged losses."""
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log]
+
+
+if __name__ == "__main__":
+    (output,) = sys.argv[1:]
+    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    torch.set_num_threads(1)
+    results = {}
+    for arm in ("padded", "packed"):
+        trainer = build_sample_trainer(arm, f"{output}.{arm}", max_steps=10)
+        results[arm] = updates_and_losses(trainer)
+    if trainer.is_world_process_zero():
+        torch.save({**results, "processes": trainer.args.world_size}, output)
+    end_process()

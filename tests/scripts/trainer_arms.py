@@ -1,0 +1,173 @@
+"""Train one model with the stock Trainer: `padded` through the built-in class, `packed` or `padded_ours` through ours.
+
+Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, so that torchrun can start it in several processes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Trainer, TrainingArguments, set_seed
+
+import transformers_packed
+
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+CONFIGS = {
+    "qwen3_5": lambda: Qwen3_5TextConfig(**TINY),
+    "qwen3_next": lambda: Qwen3NextConfig(**TINY, mlp_only_layers=[0, 1]),
+    "qwen3_next_moe": lambda: Qwen3NextConfig(**TINY, **EXPERTS),
+}
+
+
+# As far as possible nothing but the gradients decides what a step does.
+OPTIONS = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+class Samples(torch.utils.data.Dataset):
+    """Prompts without loss and completions with it, 2 to 90 tokens."""
+
+    def __init__(self, size: int = 48):
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(2, 90, (size,), generator=generator).tolist()
+        self.rows = []
+        for length in lengths:
+            ids = torch.randint(1, 61, (length,), generator=generator)
+            prompt = int(torch.randint(1, length, (1,), generator=generator))
+            self.rows.append({"input_ids": ids.tolist(), "labels": [-100] * prompt + ids[prompt:].tolist()})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def collate_padded(features):
+    ids, labels = ([torch.tensor(f[name]) for f in features] for name in ("input_ids", "labels"))
+    mask = [torch.ones_like(x) for x in ids]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence(mask, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+    }
+
+
+def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Trainer:
+    set_seed(0)
+    collator = collate_padded
+    if arm == "padded":
+        model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    else:
+        with transformers_packed.registered():
+            model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+        if arm == "packed":
+            collator = transformers_packed.DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+    args = TrainingArguments(
+        output_dir,
+        **{
+            "max_steps": 20,
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            **OPTIONS,
+            **arguments,
+        },
+    )
+    return Trainer(model=model, args=args, train_dataset=Samples(), eval_dataset=Samples(7), data_collator=collator)
+
+
+def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
+    """Train; the change of each parameter that is trained, and the log entries that have a loss."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    # FSDP puts parameters of its own into the model.
+    after = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
+    after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in after.items()}
+    updates = {name: after[name] - before[name] for name in before}
+    return updates, [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:
+    """What a script beside this one prints under torchrun, and what it saves as the file that its last argument names.
+
+    `variables` are of the environment.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    # A script finds only its own directory.
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, str(Path(__file__).with_name(script)), *arguments],
+        capture_output=True,
+        text=True,
+        env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
+    )
+    test.assertEqual(result.returncode, 0, result.stderr[-3000:])
+    saved = torch.load(arguments[-1])
+    test.assertEqual(saved["processes"], 2)
+    return result.stdout, saved
+
+
+def end_process() -> None:
+    """The end of such a script. Threads of its group may still run, and abort a process that takes down the interpreter."""
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, list[float], Trainer]:
+    """The change of each parameter, the logged losses, and the trainer."""
+    trainer = build_trainer(arm, family, output_dir, **arguments)
+    updates, log = updates_and_log(trainer)
+    return updates, [entry["loss"] for entry in log], trainer
+
+
+if __name__ == "__main__":
+    arm, family, output = sys.argv[1:]
+    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    torch.set_num_threads(1)
+    updates, losses, trainer = train(arm, family, f"{output}.trainer")
+    if trainer.is_world_process_zero():
+        torch.save({"updates": updates, "losses": losses, "processes": trainer.args.world_size}, output)
+    end_process()

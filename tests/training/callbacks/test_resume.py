@@ -1,0 +1,263 @@
+"""Training that is killed at random and resumed sees every document exactly once per pass."""
+
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+from parameterized import parameterized
+from scripts import resume_run
+from scripts.resume_run import MAX_LENGTH, build_trainer, documents, newest_checkpoint, run, trajectory
+
+import transformers_packed as packed
+
+
+# dataset, source, resume, workers, sampling
+CASES = [
+    ("stream", "list", "state", 0),
+    ("stream", "hf_stream", "state", 2),
+    ("stream", "hf_shuffled", "state", 0),
+    ("stream", "iterable", "state", 2),
+    ("stream", "hf_stream", "replay", 0),
+    ("stream", "list", "replay", 2),
+    ("map", "hf", "replay", 0, "sequential"),
+    ("map", "list", "replay", 2, "sequential"),
+    ("map", "hf", "replay", 0, "random"),
+]
+
+
+class RunTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def spec(self, dataset, source, resume, workers, sampling="random", **more) -> dict:
+        return {
+            "dataset": dataset,
+            "source": source,
+            "resume": resume,
+            "workers": workers,
+            "sampling": sampling,
+            "output": f"{self.directory}/run",
+            "log": f"{self.directory}/log",
+            **more,
+        }
+
+
+class ResumeTest(RunTestCase):
+    @classmethod
+    def setUpClass(cls):
+        # It imports torch and Trainer once; each run is a fork of it.
+        cls.server = subprocess.Popen(
+            [sys.executable, resume_run.__file__, "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    @classmethod
+    def tearDownClass(cls):
+        # An end of its input would not reach it while a data loader's worker holds the other end as well.
+        cls.server.communicate("stop\n", timeout=60)
+
+    def ask_server(self, spec: dict) -> int:
+        """Start a run; its process id. The server's next line is its exit status."""
+        self.server.stdin.write(json.dumps(spec) + "\n")
+        return int(self.server.stdout.readline())
+
+    def run_in_server(self, spec: dict) -> None:
+        self.ask_server(spec)
+        self.assertEqual(int(self.server.stdout.readline()), 0)
+
+    def passes(self, spec: dict) -> int:
+        """Give `spec` its number of steps, and say how often these pass over the data."""
+        if spec["dataset"] == "map":
+            spec["epochs"] = 2
+            return 2
+        # Trainer skips within the first pass only.
+        spec["passes"] = [self.batches(spec, epoch) for epoch in range(2 if spec["resume"] == "state" else 1)]
+        spec["steps"] = sum(spec["passes"])
+        return len(spec["passes"])
+
+    def batches(self, spec: dict, epoch: int) -> int:
+        loader = build_trainer({**spec, "steps": 1, "output": f"{self.directory}/count"}).get_train_dataloader()
+        loader.set_epoch(epoch)
+        return sum(1 for _ in loader)
+
+    def check_trajectory(self, spec: dict, passes: int):
+        steps = trajectory(spec)
+        self.assertEqual(list(steps), list(range(1, len(steps) + 1)))
+        seen = collections.Counter((number, length) for step in steps.values() for number, length in step)
+        expected = {(i, len(row["input_ids"])): passes for i, row in enumerate(documents())}
+        self.assertEqual(dict(seen), expected)
+
+    def crash_test(self, case, kills: int, seed: int):
+        chance = random.Random(seed)
+        spec = self.spec(*case, pause=0.004)
+        passes = self.passes(spec)
+        killed = resumed = 0
+        while killed < kills:
+            shutil.rmtree(spec["output"], ignore_errors=True)
+            for path in Path(self.directory).glob("log*"):
+                path.unlink()
+            while not Path(f"{spec['log']}.done").exists():
+                resumed += newest_checkpoint(spec["output"]) is not None
+                process = self.ask_server(spec)
+                if killed < kills:
+                    self.kill_at_random(process, spec, chance)
+                status = int(self.server.stdout.readline())
+                self.assertIn(status, (0, -9), "the run failed by itself")
+                killed += status == -9
+            self.check_trajectory(spec, passes)
+        self.assertGreater(resumed, 0)
+
+    def kill_at_random(self, process: int, spec: dict, chance: random.Random) -> None:
+        """SIGKILL after some steps more, within a step, a checkpoint or between."""
+
+        def steps():
+            return len(log.read_text().splitlines()) if log.exists() else 0
+
+        log, done = Path(f"{spec['log']}.0"), Path(f"{spec['log']}.done")
+        until = steps() + chance.randint(1, 14)
+        limit = time.monotonic() + 60
+        while steps() < until and not done.exists() and time.monotonic() < limit:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.03)
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    @parameterized.expand(CASES)
+    def test_killed_runs_lose_and_repeat_nothing(self, *case):
+        self.crash_test(case, kills=2, seed=len(str(case)))
+
+    @parameterized.expand(CASES)
+    @pytest.mark.slow
+    def test_killed_thirty_times(self, *case):
+        self.crash_test(case, kills=30, seed=1)
+
+    @parameterized.expand([("state", 0), ("state", 2), ("state", 3), ("replay", 0), ("replay", 2)])
+    def test_a_resumed_run_takes_the_same_steps(self, resume, workers):
+        """To the same weights, also when resuming several times, after any worker's turn, and from the end of a pass."""
+        spec = self.spec("stream", "hf_stream", resume, workers)
+        passes = self.passes(spec)
+        self.run_in_server({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
+        whole = trajectory({"log": f"{self.directory}/whole"})
+        for stop in sorted({3, 5, 6, 7, spec["passes"][0]} - {spec["steps"]}):
+            self.run_in_server({**spec, "stop": stop})
+        self.run_in_server(spec)
+        self.check_trajectory(spec, passes)
+        self.assertEqual(trajectory(spec), whole)
+        weights, expected = (torch.load(f"{self.directory}/{name}.weights") for name in ("log", "whole"))
+        self.assertTrue(torch.equal(weights["embedding.weight"], expected["embedding.weight"]))
+
+    def test_two_processes_with_two_workers(self):
+        """Stopped and resumed; accelerate fills each worker's last step with rows of its first since then, and no others."""
+        rows = [
+            sum(1 for _ in packed.IterablePackingDataset(documents(), MAX_LENGTH, buffer_size=5, rank=i, world_size=2))
+            for i in (0, 1)
+        ]
+        steps = sum(-(-number // 2) for number in rows)
+        spec = self.spec("stream", "list", "state", 2, batch=1, steps=steps, stop=13, processes=2)
+        self.launch(spec)
+        ranks = [trajectory(spec, rank) for rank in (0, 1)]
+        self.assertEqual(ranks[0].keys(), ranks[1].keys())
+        seen = collections.Counter(n for steps in ranks for step in steps.values() for n, _ in step)
+        self.assertEqual(set(seen), set(range(len(documents()))))
+        first = {n for steps in ranks for step in (14, 15) for n, _ in steps[step]}
+        self.assertLessEqual({n for n, times in seen.items() if times > 1}, first)
+        self.assertLessEqual(max(seen.values()), 2)
+
+    def test_two_processes_read_a_plan(self):
+        """Resumed in the second epoch, mid-epoch; both ranks take rows of the same step of the plan."""
+        spec = self.spec("map", "list", "replay", 2, "sequential", batch=1, epochs=2, stop=36, processes=2)
+        self.launch(spec)
+        ranks = [trajectory(spec, rank) for rank in (0, 1)]
+        seen = collections.Counter(n for steps in ranks for step in steps.values() for n, _ in step)
+        self.assertEqual(seen, collections.Counter(dict.fromkeys(range(len(documents())), 2)))
+        rows = packed.PackingDataset(documents(), MAX_LENGTH, world_size=2)
+        for epoch in (0, 1):
+            rows.set_epoch(epoch)
+            for index in range(0, len(rows), 2):
+                for rank in (0, 1):
+                    step = ranks[rank][epoch * len(rows) // 2 + index // 2 + 1]
+                    self.assertEqual(step, [[s["input_ids"][0] - 1, len(s["input_ids"])] for s in rows[index + rank]])
+
+    def launch(self, spec: dict):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        result = subprocess.run(
+            [*command, resume_run.__file__, json.dumps(spec)],
+            capture_output=True,
+            text=True,
+            env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            timeout=120,
+        )
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+
+    def test_the_test_can_fail(self):
+        """Neither skipping nor a state: the resumed run begins at the beginning."""
+        spec = self.spec("stream", "list", "replay", 0)
+        self.passes(spec)
+        run({**spec, "stop": 9})
+        resumed = build_trainer(spec)
+        resumed.args.ignore_data_skip = True
+        resumed.train(resume_from_checkpoint=newest_checkpoint(spec["output"]))
+        with self.assertRaises(AssertionError):
+            self.check_trajectory(spec, 1)
+
+
+class CallbackTest(RunTestCase):
+    def refuses(self, message: str, trainer, **arguments):
+        with self.assertRaisesRegex(ValueError, message):
+            trainer.train(**arguments)
+
+    def test_refuses_to_skip_twice(self):
+        trainer = build_trainer(self.spec("stream", "list", "replay", 0, steps=3))
+        trainer.add_callback(packed.PackingStateCallback())
+        self.refuses("ignore_data_skip=True", trainer)
+
+    def test_refuses_other_datasets_and_dispatched_batches(self):
+        trainer = build_trainer(self.spec("map", "list", "state", 0, epochs=1))
+        self.refuses("got PackingDataset", trainer)
+        trainer = build_trainer(self.spec("stream", "list", "state", 0, steps=3))
+        trainer.accelerator.dataloader_config.dispatch_batches = True
+        self.refuses("dispatch_batches", trainer)
+
+    def test_refuses_checkpoints_without_its_state_or_of_other_workers(self):
+        build_trainer(self.spec("stream", "list", "replay", 0, steps=3)).train()
+        spec = self.spec("stream", "list", "state", 0, steps=6)
+        self.refuses(
+            "saved with this callback", build_trainer(spec), resume_from_checkpoint=newest_checkpoint(spec["output"])
+        )
+        shutil.rmtree(spec["output"])
+        build_trainer({**spec, "steps": 3}).train()
+        self.refuses(
+            "dataloader_num_workers=0",
+            build_trainer({**spec, "workers": 2}),
+            resume_from_checkpoint=newest_checkpoint(spec["output"]),
+        )
+
+    def test_the_state_is_json_beside_the_model(self):
+        spec = self.spec("stream", "hf_stream", "state", 0, steps=3)
+        build_trainer(spec).train()
+        state = json.loads(Path(newest_checkpoint(spec["output"]), "trainer_state.json").read_text())
+        saved = state["stateful_callbacks"]["PackingStateCallback"]["attributes"]["saved"]
+        self.assertEqual((saved["epoch"], saved["workers"], list(saved["readers"])), (0, 0, ["0"]))
+        reader = saved["readers"]["0"]
+        self.assertGreater(reader["position"], 10)
+        self.assertTrue(reader["open"])

@@ -1,0 +1,273 @@
+"""Why `configure_packing` declines a Trainer; what it declines stays untouched."""
+
+import os
+from unittest import mock
+
+import peft
+import torch
+import transformers
+from datasets import Dataset
+from mixins.configure import UPDATE_BAR, ConfigureTestCase, llama, said
+from mixins.model import total_relative_error
+from mixins.patch import snapshot
+from parameterized import parameterized
+from scripts.configured_arms import tokenizer
+from scripts.trainer_arms import CONFIGS, Samples, collate_padded, updates_and_log
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from transformers_packed import PackingDataset, configure_packing, pack_dataset
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.training import configure as module
+from transformers_packed.training.callbacks import guard
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+class ReasonsTest(ConfigureTestCase):
+    """Auto mode leaves the Trainer as it was and says why in one line; an explicit request is an error."""
+
+    def state(self, trainer: Trainer) -> dict:
+        args = {k: v for k, v in vars(trainer.args).items() if k not in ("packing", "padding_free")}
+        return {
+            "trainer": {k: id(v) for k, v in vars(trainer).items()},
+            "args": {k: repr(v) for k, v in args.items()},
+            "accelerator": {k: repr(v) for k, v in vars(trainer.accelerator.dataloader_config).items()},
+            "callbacks": [id(c) for c in trainer.callback_handler.callbacks],
+            "defaults": list(transformers.trainer.DEFAULT_CALLBACKS),
+            "collator": repr(getattr(trainer.data_collator, "__dict__", None)),
+            "model": snapshot(trainer.model),
+            "config": trainer.model.config.to_dict(),
+            "random": torch.random.get_rng_state().tolist(),
+        }
+
+    def check(self, trainer: Trainer, message: str, explicit: str | None = "padding_free", **options):
+        before = self.state(trainer)
+        output, _ = said(configure_packing, trainer)
+        self.assertRegex(output, rf"^Packing off, training stays as it was: .*{message}.*\n$")
+        self.assertEqual(output.count("\n"), 1)
+        self.assertEqual(self.state(trainer), before)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
+        if explicit is not None:
+            with self.assertRaisesRegex(ValueError, f"^expected .*{message}"):
+                configure_packing(trainer, explicit, **options)
+            self.assertEqual(self.state(trainer), before)
+
+    def test_label_smoothing_that_does_not_shift(self):
+        """Trainer goes by the name of the class, which for a vision-language model or a subclass it does not know."""
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        args = {"label_smoothing_factor": 0.1}
+        output, trainer = said(configure_packing, self.trainer(model, args=args))
+        self.assertTrue(trainer.args.padding_free, output)
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        model.__class__ = type("OwnModelForCausalLM", (type(model),), {})
+        self.check(self.trainer(model, args=args), "Trainer does not shift the labels of a OwnModelForCausalLM")
+
+    def test_custom_collator(self):
+        collator = transformers.DataCollatorForTokenClassification(tokenizer())
+        self.check(self.trainer(collator=collator), r"custom data collator \(DataCollatorForTokenClassification\)")
+        self.check(self.trainer(collator=lambda rows: {}), r"custom data collator \(<lambda>\)")
+
+    def test_vision_dataset_of_trl(self):
+        trainer = self.build("sft")
+        trainer._is_vision_dataset = True
+        self.check(trainer, "a processor that makes the model's inputs from images")
+
+    def test_columns_of_a_processor(self):
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+        rows = [{**row, "pixel_values": [[0.0]]} for row in Samples(6).rows]
+        self.check(self.trainer(model, rows), "a processor's columns pixel_values, for which .*Gemma3For")
+
+    def test_family_that_leaks_although_patched(self):
+        """None does, so that an entry of the matrix is made up."""
+        entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
+        matrix = mock.Mock(types={"qwen3_5_text": entry})
+        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
+            self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
+
+    def test_family_that_would_leak(self):
+        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
+        with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
+            self.check(trainer, r"a model that leaks \(attends across\)")
+
+    def test_family_that_is_not_causal(self):
+        model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))
+        self.check(self.trainer(model), "cannot be patched .*BertLMHeadModel: its attention looks both ways")
+
+    def test_family_that_was_never_audited(self):
+        trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
+        with mock.patch.object(module, "judge", return_value=(None, "no model of the type llama was audited")):
+            self.check(trainer, "nobody knows: no model of the type llama was audited", explicit=None)
+            with mock.patch.object(module.logger, "warning") as warning:
+                said(configure_packing, trainer, "padding_free")
+        self.assertIn("no model of the type llama", warning.call_args[0][0])
+        self.assertTrue(trainer.args.padding_free)
+
+    @parameterized.expand([("flex_attention", "needs CUDA tensors"), ("paged|sdpa", "not known")])
+    def test_attention_that_cannot_isolate(self, attention, why):
+        trainer = self.trainer()
+        trainer.model.config._attn_implementation_internal = attention
+        name = attention.replace("|", r"\|")
+        self.check(trainer, rf'attn_implementation="{name}" \(.*{why}.*Load the model with attn_implementation="sdpa"')
+
+    def test_logits(self):
+        self.check(self.trainer(compute_metrics=lambda p: {}), "compute_metrics, which needs the logits")
+        trainer = self.trainer(compute_metrics=lambda p: {}, args={"prediction_loss_only": True})
+        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
+
+    def test_sequence_classification(self):
+        config = CONFIGS["qwen3_5"]()
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        self.check(self.trainer(model), r"sequence classification \(Qwen3_5\w*ForSequenceClassification\)")
+        rows = [{"input_ids": row["input_ids"], "labels": 1} for row in Samples(6).rows]
+        self.check(self.trainer(dataset=rows), r"one label each \(sequence classification\)")
+
+    def test_no_language_model(self):
+        model = transformers.AutoModelForTokenClassification.from_config(tiny_config("llama"))
+        self.check(self.trainer(model), "ForTokenClassification, which is not a causal language model")
+
+    def test_loss_that_does_not_shift(self):
+        self.check(self.trainer(AutoModelForCausalLM.from_config(tiny_config("trocr"))), "does not shift labels")
+
+    def test_own_loss(self):
+        trainer = self.trainer()
+        own = OwnLoss(trainer.model, trainer.args, train_dataset=Samples(6))
+        self.check(own, "a compute_loss of its own", explicit=None)
+        self.check(self.trainer(compute_loss_func=lambda *a, **k: 0), "a compute_loss_func of its own", explicit=None)
+        said(configure_packing, own, "padding_free")
+        self.assertTrue(own.args.padding_free)
+
+    @parameterized.expand([({},), ({"gradient_checkpointing": True},)])
+    def test_a_cache_in_a_stock_model(self, options):
+        """With gradient checkpointing it would leak in evaluation only."""
+        trainer = self.trainer(llama(), args={"use_cache": True, **options})
+        self.check(trainer, "LlamaForCausalLM with config.use_cache=True.* Set model.config.use_cache = False")
+
+    def test_a_cache_that_trainer_leaves_on(self):
+        """It does not look into the configuration of the text part."""
+        model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
+        trainer = self.trainer(model)
+        self.assertFalse(model.config.use_cache)
+        self.check(trainer, r"with config.get_text_config\(\).use_cache=True")
+        model.config.get_text_config().use_cache = False
+        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
+
+    def test_a_cache_in_a_model_of_ours(self):
+        """It makes none on packed rows."""
+        results = []
+        for packed in (False, True):
+            torch.manual_seed(0)
+            trainer = self.trainer(args={"use_cache": True, "optim": "sgd", "learning_rate": 0.3})
+            trainer.data_collator = collate_padded
+            if packed:
+                trainer.data_collator = transformers.default_data_collator
+                said(configure_packing, trainer)
+                self.assertTrue(trainer.args.padding_free)
+            results.append(said(updates_and_log, trainer)[1][0])
+        self.assertLess(total_relative_error(results[1], results[0]), UPDATE_BAR)
+
+    @parameterized.expand(
+        [
+            ("prompt_tuning", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+            ("prefix_tuning", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+            (
+                "p_tuning",
+                lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+            ),
+        ]
+    )
+    def test_prompt_learning(self, method, config):
+        self.check(self.trainer(peft.get_peft_model(llama(), config())), "PEFT prompt learning .*virtual tokens")
+        if method != "prefix_tuning":  # which PEFT has not for recurrent states
+            model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+            self.check(self.trainer(peft.get_peft_model(model, config())), "PEFT prompt learning .*virtual tokens")
+
+    def test_activated_lora(self):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6])
+        self.check(self.trainer(peft.get_peft_model(llama(), config)), "an activated LoRA")
+
+    def test_batch_of_one(self):
+        trainer = self.trainer(args={"per_device_train_batch_size": 1})
+        self.check(trainer, "per_device_train_batch_size=1", explicit=None)
+        said(configure_packing, trainer, "padding_free")
+
+    def test_data_parallel(self):
+        trainer = self.trainer()
+        trainer.args._n_gpu = 2
+        with mock.patch.object(TrainingArguments, "n_gpu", 2):
+            self.check(trainer, "sees 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
+
+    def test_context_parallelism(self):
+        trainer = self.trainer()
+        trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
+        self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
+        self.check(trainer, "cp_size=2, which cuts rows")
+
+    def test_dispatched_stream(self):
+        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
+        trainer = self.trainer(dataset=stream, args={"accelerator_config": {"dispatch_batches": True}})
+        self.check(trainer, "dispatch_batches=True")
+
+    def test_wrapped_rows_of_trl(self):
+        trainer = self.build("sft", packing=True, packing_strategy="wrapped")
+        before = self.state(trainer)
+        output, _ = said(configure_packing, trainer)
+        self.assertIn('packing_strategy="wrapped", which has lost where documents begin', output)
+        self.assertEqual(self.state(trainer), before)
+        self.assertTrue(trainer.args.packing)
+
+    def test_samples(self):
+        self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
+        self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
+        rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
+        self.check(self.trainer(dataset=rows), "remove_unused_columns=True takes away")
+
+    def test_switched_off(self):
+        self.check_off(lambda trainer: configure_packing(trainer, "off"), 'packing="off"')
+        with mock.patch.dict(os.environ, {"TRANSFORMERS_PACKED_DISABLE_AUTO": "1"}):
+            self.check_off(configure_packing, "TRANSFORMERS_PACKED_DISABLE_AUTO is set")
+            trainer = self.trainer()
+            said(configure_packing, trainer, "padding_free")
+            self.assertTrue(trainer.args.padding_free)
+
+    def check_off(self, call, message):
+        trainer = self.trainer()
+        before = self.state(trainer)
+        self.assertIn(message, said(call, trainer)[0])
+        self.assertEqual(self.state(trainer), before)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
+
+    def test_model_that_cannot_be_patched(self):
+        trainer = self.trainer()
+        layer = trainer.model.model.layers[0].linear_attn
+        layer.forward = lambda *args, **kwargs: None
+        self.check(trainer, "cannot be patched .*layers.0.linear_attn .*with a forward of its own")
+
+    @parameterized.expand(
+        [
+            ("mode", {"packing": "always"}, "packing to be one of"),
+            ("no_max_length", {"packing": "packing"}, "expected max_length"),
+            ("too_long", {"packing": "packing", "max_length": 16}, "overlong"),
+            ("beside_auto", {"max_length": 16}, r'packing="packing" beside max_length'),
+            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "beside overlong"),
+        ]
+    )
+    def test_bad_arguments(self, _, arguments, message):
+        trainer = self.trainer(dataset=Samples(24))
+        before = self.state(trainer)
+        with self.assertRaisesRegex(ValueError, message):
+            configure_packing(trainer, **arguments)
+        self.assertEqual(self.state(trainer), before)
+
+    def test_packing_without_a_dataset_or_of_packed_rows(self):
+        trainer = self.trainer()
+        trainer.train_dataset = None
+        with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
+            configure_packing(trainer, "packing", 128)
+        trainer.train_dataset = PackingDataset(Samples(24), 128)
+        with self.assertRaisesRegex(ValueError, "still to be packed"):
+            configure_packing(trainer, "packing", 128)
+        with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
+            configure_packing("trainer")
