@@ -17,6 +17,7 @@ EXTRAS["dev"] = EXTRAS["demo"] + [
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",
     "triton; platform_system == 'Linux'",
     "hypothesis>=6.100",
+    "import-linter>=2.16",
     "libcst>=1.5",
     "liger-kernel>=0.8.5; platform_system == 'Linux'",
     "parameterized>=0.9",

@@ -1,0 +1,84 @@
+"""The order of the rooms: imports go one way down, and nothing is hidden where a reader would not look for it."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from fnmatch import fnmatch
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "transformers_packed"
+
+# Imports of our own modules inside functions: (file, imported module), with the reason.
+LATE_IMPORTS = (
+    ("ops/*", "ops.backends.*"),  # kernels, whose packages are optional
+    ("cli/*", "*"),  # the parser answers before torch is imported
+    ("audit/report.py", "audit.plot"),  # matplotlib is optional
+)
+# Ways to look where nobody handed anything over.
+HIDDEN = {"_getframe", "currentframe", "f_locals", "__closure__", "cell_contents", "__code__", "co_consts"}
+# Each place that does so all the same says in a comment why nothing plainer does it.
+EXCEPTIONS = {("models/registry.py", "__class__")}
+
+
+def _files():
+    for path in sorted(SRC.rglob("*.py")):
+        if not path.name.startswith("modeling_"):
+            yield str(path.relative_to(SRC)), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _late_imports(name: str, tree: ast.Module):
+    package = ["transformers_packed", *Path(name).parent.parts]
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                target = package[: len(package) - node.level + 1] + (node.module or "").split(".")
+                yield ".".join(filter(None, target[1:]))
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers_packed"):
+                yield node.module.removeprefix("transformers_packed.")
+
+
+class HouseTest(unittest.TestCase):
+    def test_own_modules_are_imported_inside_functions_only_where_listed(self):
+        found = [(name, target) for name, tree in _files() for target in _late_imports(name, tree)]
+        allowed = lambda name, target: any(fnmatch(name, f) and fnmatch(target, t) for f, t in LATE_IMPORTS)  # noqa: E731
+        self.assertEqual([pair for pair in found if not allowed(*pair)], [])
+        for listed in LATE_IMPORTS:
+            self.assertTrue(any(fnmatch(n, listed[0]) and fnmatch(t, listed[1]) for n, t in found), listed)
+
+    def test_nothing_looks_into_frames_closures_or_code_or_changes_a_class(self):
+        found = set()
+        for name, tree in _files():
+            for node in ast.walk(tree):
+                attribute = node.attr if isinstance(node, ast.Attribute) else None
+                if isinstance(node, ast.FunctionDef | ast.Constant):
+                    attribute = node.name if isinstance(node, ast.FunctionDef) else node.value
+                if attribute in HIDDEN or attribute == "__class__":
+                    found.add((name, attribute))
+        self.assertEqual(found, EXCEPTIONS)
+
+    @unittest.skipUnless(importlib.util.find_spec("importlinter"), "needs import-linter")
+    def test_the_contract_fails_on_an_upward_import(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "transformers_packed")
+            shutil.copytree(SRC, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(ROOT / "pyproject.toml", folder)
+            self.assertEqual(_lint(folder), 0)
+            planted = copy / "ops" / "dispatch.py"
+            planted.write_text(f"from ..models import registry\n{planted.read_text(encoding='utf-8')}", encoding="utf-8")
+            self.assertEqual(_lint(folder), 1)
+
+
+def _lint(folder: str) -> int:
+    code = "from importlinter.cli import lint_imports_command as main; main()"
+    environment = os.environ | {"PYTHONPATH": folder}
+    command = [sys.executable, "-c", code, "--no-cache"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
