@@ -19,8 +19,8 @@ from transformers_packed import (
     patch_model,
 )
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.data.neftune import document_lengths
 from transformers_packed.parallel.shard import RowShard
-from transformers_packed.training.callbacks.neftune import document_lengths
 
 
 ALPHA = 5.0
@@ -98,7 +98,7 @@ class NeftuneTest(unittest.TestCase):
         self.check_documents(configure_packing(self.trainer(make(model_type), **arguments)))
 
     def test_rows(self):
-        self.check_documents(configure_packing(self.trainer(make()), "packing", 128))
+        self.check_documents(configure_packing(self.trainer(make()), True, 128))
 
     def test_packed_trainer(self):
         self.check_documents(self.trainer(make(), cls=PackedTrainer))
