@@ -38,7 +38,7 @@ setup(
     license="Apache-2.0",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"transformers_packed.audit": ["support_matrix.json"]},
+    package_data={"transformers_packed.models": ["support_matrix.json"]},
     python_requires=">=3.11",
     install_requires=["accelerate>=1.3", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.23,<6"],
     extras_require=EXTRAS,

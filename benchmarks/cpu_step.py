@@ -150,7 +150,9 @@ def measure(lengths: list[list[int]], repeats: int) -> dict:
         packed_model = AutoModelForCausalLM.from_config(config).train()
     packed_model.load_state_dict(padded_model.state_dict())
 
-    pack = transformers_packed.DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+    pack = transformers_packed.DataCollatorWithFlattening(
+        return_cu_seqlens=True, return_seq_idx=True, model=packed_model
+    )
     steps = []
     for batch in lengths:
         samples = [{"input_ids": torch.randint(CONFIG["vocab_size"], (length,))} for length in batch]

@@ -37,7 +37,7 @@ def main(options):
         ),
         train_dataset=dataset.map(tokenize, remove_columns=dataset.column_names),
     )
-    configure_packing(trainer, "packing", max_length=options.max_length, overlong="truncate")
+    configure_packing(trainer, True, max_length=options.max_length, overlong="truncate")
     trainer.train()
     trainer.save_model()
 

@@ -79,7 +79,7 @@ def draw(seed: int) -> Setup:
     weights = (1, 1, 3, 2, 4) if family in STOCK else (3, 3, 3, 2, 0.2)
     (way,) = rng.choices(("register", "patch", "configure", "packed_trainer", "stock"), weights)
     configured = way in CONFIGURED
-    mode = rng.choice(["auto", "auto", "padding_free", "packing"]) if configured else rarely("padded", "rows")
+    mode = rng.choice(["auto", "auto", "padding_free", "pack"]) if configured else rarely("padded", "rows")
     loop = (
         "trainer" if configured or way == "stock" else rng.choice(["trainer", "trainer", "plain", "ddp", "accelerate"])
     )

@@ -382,7 +382,7 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
         keywords["compute_metrics"] = _metrics
     configured = setup.way in CONFIGURED
     kind, arguments = Trainer, TrainingArguments
-    packing = {"auto": {}, "padding_free": {"padding_free": True}, "packing": {"packing": True, "max_length": 128}}
+    packing = {"auto": {}, "padding_free": {"padding_free": True}, "pack": {"packing": True, "max_length": 128}}
     if ours and setup.way == "packed_trainer":
         kind, arguments = PackedTrainer, PackedTrainingArguments
         options |= packing[setup.mode]
@@ -393,7 +393,7 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
         # Ours takes the number of targets of a step where the built-in takes the mean of means.
         trainer.model_accepts_loss_kwargs = True
     if ours and setup.way == "configure":
-        length = {"max_length": 128} if setup.mode == "packing" else {}
+        length = {"max_length": 128} if setup.mode == "pack" else {}
         transformers_packed.configure_packing(trainer, setup.mode, **length)
     if ours and configured:
         result.on = setup.mode == "auto" and trainer.args.padding_free

@@ -34,7 +34,7 @@ def total_relative_error(actual: dict, expected: dict) -> float:
 def packed_batch(documents: list, source: str = "all", **arguments) -> dict:
     """The collator's row with only the given kind of boundaries; documents are tokens `[n]` or features."""
     collator = DataCollatorWithFlattening(
-        return_flash_attn_kwargs=True, return_seq_idx=True, return_cu_seqlens=True, **arguments
+        return_flash_attn_kwargs=True, return_seq_idx=True, return_cu_seqlens=True, on_leak="ignore", **arguments
     )
     batch = collator([d if isinstance(d, dict) else {"input_ids": d} for d in documents])
     kinds = {

@@ -265,7 +265,7 @@ class HeadsTest(PatchTestCase):
         loss = sum(output.loss for output in outputs) / len(rows)
         logits, expected = torch.cat([output.logits for output in outputs]), self.gradients(model, loss)
         patch_model(model)
-        row = DataCollatorWithFlattening(return_cu_seqlens=True, model=model if composite else None)(features)
+        row = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)(features)
         packed = model(**{**row, "labels": labels})
         self.assertEqual(packed.logits.shape, (3, 3))
         self.assertLess(relative_error(packed.logits, logits), 1e-5)
@@ -293,7 +293,7 @@ class HeadsTest(PatchTestCase):
         features = VisionTest.features if composite else [{"input_ids": row.tolist()} for row in documents()]
         want = torch.cat([model(**alone_batch(feature))[0][0] for feature in features])
         patch_model(model)
-        batch = DataCollatorWithFlattening(return_cu_seqlens=True, model=model if composite else None)(features)
+        batch = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)(features)
         batch.pop("labels")
         self.assertLess(relative_error(model(**batch)[0][0], want), 1e-5)
         again = torch.cat([unpatch_model(model)(**alone_batch(feature))[0][0] for feature in features])

@@ -94,8 +94,8 @@ def make_trainer(family, processes=1, size=1, **options):
     rows = make_documents() if family == "vision" else make_rows()
     # With several readers accelerate would fill up the last batch of the odd ones with the first.
     evaluated = {"even": rows[:8], "odd": rows[:11]}
-    collator = DataCollatorWithFlattening(return_cu_seqlens=True)
     model = make_model(family)
+    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
     return PackedTrainer(model, args, train_dataset=rows, eval_dataset=evaluated, data_collator=collator, **arguments)
 
 

@@ -66,12 +66,14 @@ def collate_rows(rows: list) -> dict:
 
 def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
     if arm == "packed":
-        return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "packing" else None)
+        return configure_packing(trainer, mode, max_length=MAX_LENGTH if mode == "pack" else None)
     trainer.data_collator = collate_rows
     if arm == "handed":
         patch_model(trainer.model)
-        trainer.data_collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
-    if mode == "packing":
+        trainer.data_collator = DataCollatorWithFlattening(
+            return_cu_seqlens=True, return_seq_idx=True, model=trainer.model
+        )
+    if mode == "pack":
         args = trainer.args
         trainer.train_dataset = PackingDataset(
             trainer.train_dataset,

@@ -138,8 +138,8 @@ def build_trainer(spec: dict, rank: int = 0) -> Trainer:
         logging_strategy="no",
     )
     callbacks = [WriteLog(f"{spec['log']}.{rank}")] + [packed.PackingStateCallback()] * stateful
-    collator = packed.DataCollatorWithFlattening(return_cu_seqlens=True)
     model = Log(spec.get("pause", 0.0))
+    collator = packed.DataCollatorWithFlattening(return_cu_seqlens=True, model=model)
     return Trainer(model=model, args=args, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
 
 

@@ -100,7 +100,9 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
         with transformers_packed.registered():
             model = AutoModelForCausalLM.from_config(CONFIGS[family]())
         if arm == "packed":
-            collator = transformers_packed.DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+            collator = transformers_packed.DataCollatorWithFlattening(
+                return_cu_seqlens=True, return_seq_idx=True, model=model
+            )
     args = TrainingArguments(
         output_dir,
         **{

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models import verdict
 from transformers_packed.training import configure as module
-from transformers_packed.training.callbacks import guard
 
 
 class OwnLoss(Trainer):
@@ -83,14 +83,13 @@ class ReasonsTest(ConfigureTestCase):
     def test_family_that_leaks_although_patched(self):
         """None does, so that an entry of the matrix is made up."""
         entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
-        matrix = mock.Mock(types={"qwen3_5_text": entry})
-        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
+        with mock.patch.object(verdict, "measurements", return_value={"qwen3_5_text": entry}):
             self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
 
     def test_family_that_would_leak(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
-            self.check(trainer, r"a model that leaks \(attends across\)")
+            self.check(trainer, r"one that leaks \(attends across\)")
 
     def test_family_that_is_not_causal(self):
         model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))
@@ -225,7 +224,8 @@ class ReasonsTest(ConfigureTestCase):
         self.check(self.trainer(dataset=rows), "remove_unused_columns=True takes away")
 
     def test_switched_off(self):
-        self.check_off(lambda trainer: configure_packing(trainer, "off"), 'packing="off"')
+        self.check_off(lambda trainer: configure_packing(trainer, "off"), "packing='off'")
+        self.check_off(lambda trainer: configure_packing(trainer, False), "packing=False")
         with mock.patch.dict(os.environ, {"TRANSFORMERS_PACKED_DISABLE_AUTO": "1"}):
             self.check_off(configure_packing, "TRANSFORMERS_PACKED_DISABLE_AUTO is set")
             trainer = self.trainer()
@@ -247,10 +247,10 @@ class ReasonsTest(ConfigureTestCase):
 
     @parameterized.expand(
         [
-            ("mode", {"packing": "always"}, "packing to be one of"),
-            ("no_max_length", {"packing": "packing"}, "expected max_length"),
-            ("too_long", {"packing": "packing", "max_length": 16}, "overlong"),
-            ("beside_auto", {"max_length": 16}, r'packing="packing" beside max_length'),
+            ("mode", {"packing": "always"}, "expected packing to be True, False or one of"),
+            ("no_max_length", {"packing": True}, "expected max_length"),
+            ("too_long", {"packing": "pack", "max_length": 16}, "overlong"),
+            ("beside_auto", {"max_length": 16}, "packing=True beside max_length"),
             ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "beside overlong"),
         ]
     )
@@ -265,9 +265,9 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.trainer()
         trainer.train_dataset = None
         with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
-            configure_packing(trainer, "packing", 128)
+            configure_packing(trainer, True, 128)
         trainer.train_dataset = PackingDataset(Samples(24), 128)
         with self.assertRaisesRegex(ValueError, "still to be packed"):
-            configure_packing(trainer, "packing", 128)
+            configure_packing(trainer, True, 128)
         with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
             configure_packing("trainer")

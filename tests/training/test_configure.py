@@ -37,7 +37,7 @@ class SameTrainingTest(ConfigureTestCase):
         [
             (kind, mode, tuning, accumulation)
             for kind in ("trainer", "sft")
-            for mode in ("padding_free", "packing")
+            for mode in ("padding_free", "pack")
             for tuning in ("full", "lora")
             for accumulation in (1, 4)
         ]
@@ -53,7 +53,7 @@ class SameTrainingTest(ConfigureTestCase):
             self.assertLessEqual(FIGURES, set(entry))
         self.assertLess(total_relative_error(got, want), UPDATE_BAR)
         self.assertGreater(min(update.abs().max() for update in want.values()), 0)
-        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [mode == "packing", True])
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [mode == "pack", True])
 
     @parameterized.expand(["trainer", "sft"])
     def test_the_comparison_can_fail(self, kind):
@@ -87,7 +87,7 @@ class SameTrainingTest(ConfigureTestCase):
         [
             (kind, mode, tuning)
             for kind in ("trainer", "sft")
-            for mode in ("padding_free", "packing")
+            for mode in ("padding_free", "pack")
             for tuning in ("full", "lora")
         ]
     )
@@ -102,7 +102,7 @@ class SameTrainingTest(ConfigureTestCase):
         self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
         self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
 
-    def two_processes(self, arm, kind, mode="packing", **variables):
+    def two_processes(self, arm, kind, mode="pack", **variables):
         output = f"{self.directory}/{arm}.pt"
         return run_in_two_processes(self, "configured_arms.py", kind, arm, mode, "full", output, **variables)[1]
 
@@ -139,7 +139,7 @@ class SetUpTest(ConfigureTestCase):
     def test_packing_says_rows_and_steps(self):
         trainer = self.trainer(dataset=Samples(48), args={"per_device_train_batch_size": 2, "max_steps": -1})
         trainer.args.num_train_epochs = 2
-        output, _ = said(configure_packing, trainer, "packing", 128)
+        output, _ = said(configure_packing, trainer, True, 128)
         plan = trainer.train_dataset.plan
         self.assertEqual(len(plan) % 2, 0)
         self.assertIn(f"Packing on: fill {plan.fill:.1%}, about ", output)
@@ -197,7 +197,7 @@ class SetUpTest(ConfigureTestCase):
     def test_our_rows_and_collator_in_sft(self):
         rows = PackingDataset(Samples(24), max_length=128)
         trainer = self.build("sft")
-        trainer.train_dataset, trainer.data_collator = rows, DataCollatorWithFlattening()
+        trainer.train_dataset, trainer.data_collator = rows, DataCollatorWithFlattening(on_leak="ignore")
         collator = trainer.data_collator
         said(configure_packing, trainer)
         self.assertIs(trainer.data_collator, collator)
@@ -206,12 +206,12 @@ class SetUpTest(ConfigureTestCase):
 
     def test_evaluation_in_sft_keeps_its_packing(self):
         trainer = self.build("sft")
-        said(configure_packing, trainer, "packing")
+        said(configure_packing, trainer, True)
         self.assertEqual([trainer.args.packing, trainer.args.eval_packing], [True, False])
         metrics = trainer.evaluate(Dataset.from_list(Samples(5).rows))
         self.assertGreater(metrics["eval_loss"], 0)
 
-    @parameterized.expand([("padding_free", None), ("packing", 128)])
+    @parameterized.expand([("padding_free", None), ("pack", 128)])
     def test_streams_are_not_dispatched(self, mode, max_length):
         stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
         trainer = self.trainer(dataset=stream, args={"max_steps": 2})
@@ -219,7 +219,7 @@ class SetUpTest(ConfigureTestCase):
         self.assertEqual(output.count("\n"), 1)
         self.assertIs(trainer.args.accelerator_config.dispatch_batches, False)
         self.assertIs(type(trainer.get_train_dataloader()), DataLoaderShard)
-        self.assertEqual(isinstance(trainer.train_dataset, IterablePackingDataset), mode == "packing")
+        self.assertEqual(isinstance(trainer.train_dataset, IterablePackingDataset), mode == "pack")
         said(trainer.train)
         self.assertEqual(trainer.state.global_step, 2)
 

@@ -102,7 +102,9 @@ class LigerTestCase(unittest.TestCase):
     def trainer(self, model, liger=True, collator=True, **options) -> Trainer:
         options = {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **options}
         options |= {"use_liger_kernel": liger, "prediction_loss_only": True, "per_device_eval_batch_size": 2}
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True) if collator else None
+        collator = (
+            DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model) if collator else None
+        )
         args = TrainingArguments(self.directory, **OPTIONS, **options)
         return Trainer(model, args, train_dataset=Samples(), eval_dataset=Samples(7), data_collator=collator)
 

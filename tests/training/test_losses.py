@@ -200,7 +200,9 @@ class MasksTest(unittest.TestCase):
             packed = AutoModelForCausalLM.from_config(config)
         packed.load_state_dict(builtin.state_dict())
 
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=16, pad_token_id=0)
+        collator = DataCollatorWithFlattening(
+            return_cu_seqlens=True, pad_to_multiple_of=16, pad_token_id=0, model=packed
+        )
         total = sum(len(sample["input_ids"]) for sample in samples)
         rows = [samples] if form == "samples" else PackingDataset(samples, max_length=total // 2 + 30, seed=1)
         self.assertGreaterEqual(len(rows), 1 if form == "samples" else 2)

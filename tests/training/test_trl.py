@@ -132,7 +132,7 @@ class SFTTest(TRLTestCase):
         if collator == "trl":
             packed = self.build("packed", self.samples(), padding_free=True)
         else:
-            flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+            flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, on_leak="ignore")
             packed = self.build("packed", self.samples(), flatten)
         batch = packed.data_collator([packed.train_dataset[i] for i in range(3)])
         self.assertEqual(batch["input_ids"].shape[0], 1)
@@ -150,7 +150,7 @@ class SFTTest(TRLTestCase):
 
     @parameterized.expand(["pack_dataset_trl", "pack_dataset_ours", "packing_dataset"])
     def test_our_rows(self, form):
-        flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+        flatten = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, on_leak="ignore")
         if form == "packing_dataset":
             packed = self.build("packed", self.samples(), flatten)
             packed.train_dataset = PackingDataset(packed.train_dataset, max_length=ROW)

@@ -129,7 +129,7 @@ class VisionTrainerTest(unittest.TestCase):
         if arm == "padded":
             collator = PaddedCollator(dataset)
         else:
-            of_model = {"model": model} if positions == "collator" else {}
+            of_model = {"model": model} if positions == "collator" else {"on_leak": "ignore"}
             collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, **of_model)
         if rows == "planned":
             dataset = PackingDataset(dataset, max_length=128)

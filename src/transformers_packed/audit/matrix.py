@@ -1,19 +1,18 @@
 """The support matrix: what the audit measured for every causal type of Transformers, as data and as a page.
 
-`support_matrix.json` beside this file is written by `transformers-packed audit --all --json`, the page from it.
+`models/support_matrix.json` is written by `transformers-packed audit --all --json`, the page from it.
 """
 
 import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ..errors import input_error
+from ..models.verdict import SUPPORT_MATRIX
 
 
-PATH = Path(__file__).with_name("support_matrix.json")
 # What the page shows of an entry: the model, what it is told of the documents, and the title of the column.
 COLUMNS = {
     ("builtin", "position_ids"): "built-in, `position_ids`",
@@ -116,7 +115,7 @@ class SupportMatrix:
 @cache
 def load_support_matrix() -> SupportMatrix:
     """The matrix that comes with the package."""
-    return SupportMatrix.from_json(PATH.read_text(encoding="utf-8"))
+    return SupportMatrix.from_json(SUPPORT_MATRIX.read_text(encoding="utf-8"))
 
 
 def _cell(found: dict[str, str]) -> str:

@@ -10,14 +10,6 @@ import transformers
 from ..models.base import transformers_model
 
 
-def text_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:
-    """The configuration of the part that takes text; the whole one if more than one part could be it."""
-    try:
-        return model.config.get_text_config()
-    except ValueError:
-        return model.config
-
-
 @contextmanager
 def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """Set up `model` for an audit, and put everything back afterwards.

@@ -167,7 +167,7 @@ def train_arm(arm: str, work: Path) -> None:
     if arm == "packed":
         with registered():
             model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
-        collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True)
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model)
     else:
         model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(work / "tokenizer"), padding=True)

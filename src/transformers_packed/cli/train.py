@@ -303,7 +303,7 @@ def make_trainer(
     trainer = RunFolderTrainer(
         model,
         arguments,
-        data_collator=DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True),
+        data_collator=DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model),
         train_dataset=samples.data,
         processing_class=tokenizer,
         callbacks=[_Progress()],

@@ -10,6 +10,8 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..models.base import has_our_classes, transformers_model
+from ..models.verdict import cache_setting, complain, judge
 from .samples import cut_sample
 
 
@@ -61,25 +63,31 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             Further per-token columns to flatten. Other columns are left out, as Transformers' collator does. Tail
             padding holds 0 in them.
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
-            A vision-language model or its configuration. With it, rows with images or videos get position ids
-            `[4, 1, T]` (text, time, height, width) that restart in every sample; without it the model makes them.
+            The model that gets the batches. It is judged at once: does it keep their documents apart? A stock model
+            with a cache is warned of, as `Trainer` turns the cache off. Without a model a callback of `Trainer` judges
+            it before the first step, and a `FutureWarning` says so. A configuration is not judged. Given the model or the
+            configuration of a vision-language model, rows with images or videos get position ids `[4, 1, T]` (text,
+            time, height, width) that restart in every sample; otherwise the model makes them.
         on_leak (`str`, *optional*, defaults to `"error"`):
-            What a Trainer with this collator does before its first step if its model is known to let the documents of
-            such batches change one another, or has an adapter that acts once per row (PEFT prompt learning): `"error"`,
-            `"warn"` or `"ignore"`. With `"ignore"` nothing is added to Trainer's callbacks, so that the noise of NEFTune
-            goes by the row in a Trainer that was not configured for packing.
+            What becomes of a model that is known to let the documents of such batches change one another, or that has
+            an adapter that acts once per row (PEFT prompt learning): `"error"`, `"warn"` or `"ignore"`, which judges
+            nothing and adds no callback. What only a Trainer knows is handled by that callback or, beside `model=`, by
+            [`configure_packing`]: `label_smoothing_factor` where Trainer does not shift the labels is an error, and the
+            noise of NEFTune goes by the document.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 
     Raises:
         `ValueError`: an empty batch or sample, columns of different lengths, `pad_to_multiple_of` without
-        `pad_token_id`, or another `on_leak`; in `Trainer.train` or `evaluate` a model that leaks.
+        `pad_token_id`, another `on_leak`, or a `model` that leaks; without `model` that is raised in `Trainer.train` or
+        `evaluate`.
 
     Example:
 
     ```python
     >>> from transformers_packed import DataCollatorWithFlattening
-    >>> collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=4, pad_token_id=0)
+    >>> options = {"return_cu_seqlens": True, "pad_to_multiple_of": 4, "pad_token_id": 0}
+    >>> collator = DataCollatorWithFlattening(**options, on_leak="ignore")  # for a Trainer pass model=model instead
     >>> batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["cu_seqlens"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [0, 3, 5, 8])
@@ -111,16 +119,36 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     "pad_token_id beside pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
                 )
         self.on_leak = on_leak
-        if on_leak != "ignore":
-            # Only now, as it brings Trainer along.
-            from ..training.callbacks.guard import install_guard
-
-            install_guard()
-        self.config = getattr(model, "config", model)
+        inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
+        self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
         self.token_columns = (token_columns,) if isinstance(token_columns, str) else tuple(token_columns)
+        if on_leak != "ignore":
+            self._judge(model)
+
+    def _judge(self, model: Any) -> None:
+        if not isinstance(model, torch.nn.Module):
+            # Only now, as it brings Trainer along.
+            from .guard import install_guard
+
+            install_guard()
+            return
+        complain(model, *judge(model, **self.given()), self.on_leak)
+        inner = transformers_model(model)
+        if inner is not None and not has_our_classes(inner) and cache_setting(inner):
+            logger.warning_once(
+                f"{_CALL}: {type(inner).__name__} keeps documents apart by its masks, and beside a cache it makes them "
+                "without regard to documents. Trainer turns the cache off; elsewhere pass use_cache=False."
+            )
+
+    def given(self) -> dict[str, Any]:
+        """What batches say of their documents, as arguments of [`models.verdict.judge`]."""
+        flags = {"position_ids": self.return_position_ids, "seq_idx": self.return_seq_idx}
+        names = [name for name, flag in (flags | {"cu_seq_lens": self.return_flash_attn_kwargs}).items() if flag]
+        source = "all" if len(names) == 3 else "+".join(names) if self.return_position_ids else None
+        return {"source": source, "cu_seqlens": self.return_cu_seqlens}
 
     def __call__(
         self,

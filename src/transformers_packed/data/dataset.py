@@ -88,7 +88,7 @@ class PackingDataset(torch.utils.data.Dataset):
     >>> rows = PackingDataset(samples, max_length=8)
     >>> len(rows), sorted(sorted(len(sample["input_ids"]) for sample in row) for row in rows)
     (3, [[2, 6], [3, 5], [8]])
-    >>> DataCollatorWithFlattening()([rows[0]])["input_ids"].shape
+    >>> DataCollatorWithFlattening(on_leak="ignore")([rows[0]])["input_ids"].shape
     torch.Size([1, 8])
 
     ```

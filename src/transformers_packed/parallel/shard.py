@@ -190,7 +190,8 @@ def shard_batch(
     ```python
     >>> from transformers_packed import DataCollatorWithFlattening
     >>> from transformers_packed.parallel import shard_batch
-    >>> batch = DataCollatorWithFlattening(return_cu_seqlens=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
+    >>> batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> part = shard_batch(batch, 1, 2)
     >>> part["input_ids"].tolist(), part["position_ids"].tolist(), part["labels"].tolist()
     ([[8, 9, 0]], [[0, 1, 0]], [[9, -100, -100]])

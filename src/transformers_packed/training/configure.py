@@ -1,9 +1,10 @@
 """`configure_packing`: padding-free or packed training for a Trainer that exists already, in one line.
 
-First everything that may stand in the way is looked for (`reasons.py`), then the model is patched, which changes all of it
+Everything that may stand in the way is looked for first (`checks.py`). Then the model is patched, which changes all of it
 or nothing, and only then the Trainer itself.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -17,29 +18,19 @@ from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, arrow_lengths
-from ..data.planning.cost import PackingCost
+from ..data.neftune import DocumentNoise
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
 from ..models.patch import patch_model
-from .callbacks.guard import LANGUAGE_MODELS, SEPARATE, judge
-from .callbacks.metrics import PackingMetricsCallback, mean_of_longest
-from .callbacks.neftune import DocumentNoise
-from .checks import (
-    CALL,
-    Reason,
-    check_cache,
-    has_items,
-    is_packed,
-    is_sft_trainer,
-    reason_against,
-    way_of_isolation,
-)
+from ..models.verdict import LANGUAGE_MODELS, SEPARATE, judge
+from .callbacks.metrics import PackingMetricsCallback, known_cost, mean_of_longest
+from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
 
 
 logger = logging.get_logger(__name__)
 
-_MODES = ("auto", "packing", "padding_free", "off")
+_MODES = ("auto", "padding_free", "pack", "off")
 _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 # Options of Liger, and how the names of the classes end whose work they take over.
 _LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
@@ -48,7 +39,7 @@ _ESTIMATED_FROM = 128
 
 
 def configure_packing(
-    trainer: Trainer, packing: str = "auto", max_length: int | None = None, **plan_options: Any
+    trainer: Trainer, packing: str | bool = "auto", max_length: int | None = None, **plan_options: Any
 ) -> Trainer:
     """Train without padding: patch the model where its family needs it, and swap the collator and the dataset.
 
@@ -58,30 +49,30 @@ def configure_packing(
 
     * `"padding_free"`: the samples of a batch are laid end to end in one row. Batches, steps and learning rate stay what
       they were; only the padding is not computed.
-    * `"packing"`: rows of up to `max_length` tokens are planned over the whole dataset ([`PackingDataset`], or
+    * `True` or `"pack"`: rows of up to `max_length` tokens are planned over the whole dataset ([`PackingDataset`], or
       [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows then. Rows are read in the
       order of the plan (`train_sampling_strategy="sequential"`), and their number makes all batches full.
     * `"auto"`: padding-free if that is safe and of use, by what the audit measured of the model. Otherwise the Trainer is
       left as it was. Rows that are packed already (TRL's `packing=True`, [`PackingDataset`]) stay packed.
-    * `"off"`: nothing.
+    * `False` or `"off"`: nothing.
 
     With `TRANSFORMERS_PACKED_DISABLE_AUTO=1` in the environment `"auto"` does nothing.
 
     Args:
         trainer (`transformers.Trainer`):
             The Trainer, or TRL's `SFTTrainer`, before training.
-        packing (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"packing"`, `"padding_free"` or `"off"`.
+        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"padding_free"`, `True` (`"pack"`) or `False` (`"off"`).
         max_length (`int`, *optional*):
-            Tokens of a row for `"packing"`; by default `trainer.args.max_length`.
+            Tokens of a row for `packing=True`; by default `trainer.args.max_length`.
         plan_options:
-            Further arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `"packing"`, such as `overlong`.
+            Further arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as `overlong`.
 
     Returns:
         `transformers.Trainer`: the same object.
 
     Raises:
-        `ValueError`: `"packing"` or `"padding_free"` cannot be honoured, with the reason and the argument to change; bad
+        `ValueError`: `True` or `"padding_free"` cannot be honoured, with the reason and the argument to change; bad
         arguments. The Trainer is as it was then.
 
     Example:
@@ -103,31 +94,30 @@ reference (causal convolution), per_document(sdpa) (attention)
     ```
     """
     if not isinstance(trainer, Trainer):
-        raise input_error("a transformers.Trainer", type(trainer).__name__, "Build one first.")
-    if packing not in _MODES:
-        raise input_error(f"packing to be one of {_MODES}", repr(packing), "Choose one.")
-    if packing != "packing" and (max_length is not None or plan_options):
+        raise input_error("a transformers.Trainer", type(trainer).__name__)
+    if packing == "packing":
+        warnings.warn('packing="packing" is now packing=True', DeprecationWarning, stacklevel=2)
+    mode = {True: "pack", False: "off", "packing": "pack"}.get(packing, packing)
+    if mode not in _MODES:
+        raise input_error(f"packing to be True, False or one of {_MODES}", repr(packing))
+    if mode != "pack" and (max_length is not None or plan_options):
         given = ["max_length"] * (max_length is not None) + sorted(plan_options)
-        raise input_error(
-            f'packing="packing" beside {", ".join(given)}',
-            f'packing="{packing}"',
-            'Leave them out, or pass packing="packing".',
-        )
-    if packing == "off":
-        return _leave(trainer, 'Packing off, training stays as it was: packing="off".')
-    reason = reason_against(trainer, packing)
+        raise input_error(f"packing=True beside {', '.join(given)}", f"packing={packing!r}")
+    if mode == "off":
+        return _leave(trainer, f"packing={packing!r}")
+    reason = reason_against(trainer, mode)
     if reason is None:
         dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
-        if packing == "packing":
+        if mode == "pack":
             dataset, packed = _packed_dataset(trainer, packed, max_length, plan_options), True
         line = _line(trainer, dataset, packed)
-        collator, reason = _isolate(trainer, automatic=packing == "auto")
+        collator, reason = _isolate(trainer, automatic=mode == "auto")
     if reason is None:
         _apply(trainer, dataset, collator, packed)
         return _say(trainer, line + _keep_from_liger(trainer))
-    if packing != "auto":
-        raise reason.error()
-    return _leave(trainer, reason.line())
+    if mode != "auto":
+        raise reason
+    return _leave(trainer, str(reason))
 
 
 class CausalLabelsCollator(DataCollatorWithFlattening):
@@ -154,52 +144,46 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
         return batch
 
 
-def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlattening | None, Reason | None]:
+def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlattening | None, ValueError | None]:
     """Patch the model. The collator that tells it enough, or why its documents would not be kept apart."""
+    model = trainer.model
     try:
-        patch_model(trainer.model)
+        patch_model(model)
     except (ValueError, ImportError) as error:
-        message = str(error).removeprefix("patch_model: ").rstrip(".")
-        got = f"a model that cannot be patched ({message})"
-        return None, Reason("a model that can be packed", got, "Use padded batches.")
-    model = transformers_model(trainer.model)
-    if has_our_classes(model):
-        return _collator(trainer, **_EVERYTHING, model=model), None
-    # It keeps documents apart by itself if the audits found so, with more or with less of what it is told.
+        got = f"one that cannot be patched ({str(error).rstrip('.')})"
+        return None, input_error("a model that can be packed", got, "Use padded batches.")
+    # Ours keep documents apart; others do by themselves if the audits found so, with more or with less of what they are told.
     for options in (_EVERYTHING, {}):
         collator = _collator(trainer, **options)
-        leak, doubt = judge(model, collator)
+        leak, doubt = judge(model, **collator.given())
         if leak is None and doubt is None:
             return collator, None
     if leak is not None:
-        return None, Reason(SEPARATE, f"a model that leaks ({leak})", "Use padded batches.")
+        return None, input_error(SEPARATE, f"one that leaks ({leak})", "Use padded batches.")
     if automatic:
         fix = "Measure it with transformers_packed.audit_model(model)."
-        return None, Reason(SEPARATE, f"a model of which nobody knows: {doubt}", fix)
-    logger.warning(f"{CALL}: nothing is known of whether the model keeps documents apart: {doubt}.")
+        return None, input_error(SEPARATE, f"one of which nobody knows: {doubt}", fix)
+    logger.warning(f"configure_packing: nothing is known of whether the model keeps documents apart: {doubt}.")
     return _collator(trainer, **_EVERYTHING), None
 
 
 def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
-    """Ours in the place of the Trainer's. The model has been judged already, so it needs no guard."""
-    current = trainer.data_collator
+    """Ours in the place of the Trainer's. `on_leak="ignore"`, as the model is judged here."""
+    current, kind = trainer.data_collator, type(trainer.data_collator)
     if isinstance(current, DataCollatorWithFlattening):
         return current
-    kind = type(current)
+    options |= {"model": transformers_model(trainer.model), "on_leak": "ignore"}
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
-        return CausalLabelsCollator(current.tokenizer.pad_token_id, on_leak="ignore", **options)
-    return DataCollatorWithFlattening(on_leak="ignore", **options)
+        return CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
+    return DataCollatorWithFlattening(**options)
 
 
 def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, options: dict[str, Any]) -> Any:
     dataset, args = trainer.train_dataset, trainer.args
     if rows:
         if max_length is not None or options:
-            raise input_error(
-                "a dataset that is still to be packed beside max_length and other options",
-                f"one of packed rows ({type(dataset).__name__})",
-                "Leave the options out, or pass the samples.",
-            )
+            got = f"one of packed rows ({type(dataset).__name__})"
+            raise input_error("a dataset still to be packed beside max_length and other options", got)
         return dataset
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     if max_length is None:
@@ -210,7 +194,7 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
         "world_size": _readers(trainer),
         # Every batch of every process is full then.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
-        "balance": trainer.model.config if _has_cost(trainer.model) else True,
+        "balance": known_cost(trainer.model) or True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
     }
     return PackingDataset(dataset, max_length, **(defaults | options))
@@ -222,19 +206,10 @@ def _readers(trainer: Trainer) -> int:
     return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
-def _has_cost(model: torch.nn.Module) -> bool:
-    try:
-        PackingCost.from_config(model.config)
-    except ValueError:
-        return False
-    return True
-
-
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
-    holders = [dataset, getattr(dataset, "plan", None)]
-    if is_sft_trainer(trainer) and args.packing:
-        holders.append(args)  # of the rows that TRL made
+    # The last one is of the rows that TRL made.
+    holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
     after_model_init(trainer, partial(_prepare, args.use_cache))
@@ -251,11 +226,10 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    trainer.remove_callback(PackingMetricsCallback)
-    callback = PackingMetricsCallback(trainer, row_tokens=row_tokens)
+    for callback in (PackingMetricsCallback, DocumentNoise):
+        trainer.remove_callback(callback)
     # First, so that the callbacks that report find its figures in the log.
-    trainer.callback_handler.callbacks.insert(0, callback)
-    trainer.remove_callback(DocumentNoise)
+    trainer.callback_handler.callbacks.insert(0, PackingMetricsCallback(trainer, row_tokens=row_tokens))
     trainer.add_callback(DocumentNoise)
 
 
@@ -266,7 +240,7 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     inner.config.use_cache = use_cache
     reason = check_cache(inner)
     if reason is not None:
-        raise reason.error()
+        raise reason
 
 
 def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any]) -> None:
@@ -325,12 +299,12 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
     return mean_of_longest(lengths, batch_size) / float(lengths.mean())
 
 
-def _leave(trainer: Trainer, line: str) -> Trainer:
-    """Say the line; of the Trainer only the two arguments that tell what is active may be new."""
+def _leave(trainer: Trainer, why: str) -> Trainer:
+    """Say why; of the Trainer only the two arguments that tell what is active may be new."""
     for name in ("packing", "padding_free"):
         if not hasattr(trainer.args, name) or getattr(trainer.args, name) is None:
             setattr(trainer.args, name, False)
-    return _say(trainer, line)
+    return _say(trainer, f"Packing off, training stays as it was: {why}")
 
 
 def _say(trainer: Trainer, line: str) -> Trainer:

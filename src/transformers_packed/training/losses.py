@@ -96,7 +96,33 @@ def per_document_logps(
 
     ```
     """
-    return _logps("per_document_logps", logits, labels, boundaries, head, chunk_size)
+    if logits.ndim != 3 or logits.shape[0] != 1 or labels.shape != logits.shape[:2] or labels.is_floating_point():
+        got = f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}"
+        raise input_error("logits [1, T, vocab], or hidden states beside head, and integer labels [1, T]", got)
+    if chunk_size < 1:
+        raise input_error("chunk_size of at least 1", chunk_size)
+    length, device = labels.shape[1], logits.device
+    if not isinstance(boundaries, SequenceBoundaries):
+        boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, total_length=length)
+    elif boundaries.total_length != length:
+        raise input_error(f"boundaries of the row's {length} tokens", f"boundaries of {boundaries.total_length}")
+    boundaries = boundaries.to(device)
+    labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
+    rows, targets, predicting = logits[0], F.pad(labels[1:], (0, 1), value=_IGNORED_LABEL), None
+    if head is not None:
+        predicting = (targets != _IGNORED_LABEL).nonzero()[:, 0]
+        rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
+    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
+    # Not kept for backward but made again there: each chunk's logits in float32.
+    values = torch.cat([checkpoint(_chunk_logps, head, *chunk, use_reentrant=False) for chunk in chunks])
+    if predicting is not None:
+        values = values.new_zeros(length).index_copy(0, predicting, values)
+    # From the token that predicts to the token that is predicted.
+    per_token = F.pad(values[:-1], (1, 0))
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    sums = per_token.new_zeros(boundaries.num_documents, dtype=wide)
+    sums.index_add_(0, boundaries.seq_idx[0].long(), per_token.to(wide))
+    return DocumentLogps(sums.to(per_token.dtype), _count(labels, boundaries), per_token[None])
 
 
 def per_document_loss(
@@ -142,49 +168,11 @@ def per_document_loss(
 
     ```
     """
-    call = "per_document_loss"
     if normalization not in ("mean", "sum"):
-        raise input_error('normalization "mean" or "sum"', repr(normalization), "Change it.")
-    sums, counts, _ = _logps(call, logits, labels, boundaries, head, chunk_size)
+        raise input_error('normalization "mean" or "sum"', repr(normalization))
+    sums, counts, _ = per_document_logps(logits, labels, boundaries, head=head, chunk_size=chunk_size)
     # Not `-sums`: a document without targets has a loss of 0, not of -0.
     return DocumentLosses((0 - sums) / counts.clamp(min=1) if normalization == "mean" else 0 - sums, counts)
-
-
-def _logps(call, logits, labels, boundaries, head, chunk_size) -> DocumentLogps:
-    if logits.ndim != 3 or logits.shape[0] != 1 or labels.shape != logits.shape[:2] or labels.is_floating_point():
-        raise input_error(
-            "logits [1, T, vocab], or hidden states [1, T, hidden] beside head, and integer labels [1, T]",
-            f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}",
-            "Pass what the model returned for one packed row, and that row's labels, not shifted.",
-        )
-    if chunk_size < 1:
-        raise input_error("chunk_size of at least 1", str(chunk_size), "Leave it out.")
-    length, device = labels.shape[1], logits.device
-    if not isinstance(boundaries, SequenceBoundaries):
-        boundaries = SequenceBoundaries.from_cu_seqlens(boundaries, total_length=length)
-    elif boundaries.total_length != length:
-        raise input_error(
-            f"boundaries of the row's {length} tokens",
-            f"boundaries of {boundaries.total_length}",
-            "Pass the boundaries of this row.",
-        )
-    boundaries = boundaries.to(device)
-    labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
-    rows, targets, predicting = logits[0], F.pad(labels[1:], (0, 1), value=_IGNORED_LABEL), None
-    if head is not None:
-        predicting = (targets != _IGNORED_LABEL).nonzero()[:, 0]
-        rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
-    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
-    # Not kept for backward but made again there: each chunk's logits in float32.
-    values = torch.cat([checkpoint(_chunk_logps, head, *chunk, use_reentrant=False) for chunk in chunks])
-    if predicting is not None:
-        values = values.new_zeros(length).index_copy(0, predicting, values)
-    # From the token that predicts to the token that is predicted.
-    per_token = F.pad(values[:-1], (1, 0))
-    documents = boundaries.seq_idx[0].long()
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    sums = per_token.new_zeros(boundaries.num_documents, dtype=wide).index_add(0, documents, per_token.to(wide))
-    return DocumentLogps(sums.to(per_token.dtype), _count(labels, boundaries), per_token[None])
 
 
 def _chunk_logps(head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -223,22 +211,21 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     >>> from transformers_packed import set_loss_normalization
     >>> set_loss_normalization(SimpleNamespace(), "row")
     Traceback (most recent call last):
-    ValueError: set_loss_normalization: expected normalization "token" or "sample", got 'row'. Change it.
+    ValueError: expected normalization "token" or "sample", got 'row'.
 
     ```
     """
     if normalization not in ("token", "sample"):
-        raise input_error('normalization "token" or "sample"', repr(normalization), "Change it.")
-    if isinstance(trainer, _SampleMeanTrainer):
-        trainer.__class__ = type(trainer).__bases__[1]
+        raise input_error('normalization "token" or "sample"', repr(normalization))
+    if isinstance(trainer.compute_loss_func, _SampleMean):
         trainer.compute_loss_func = None
+        for name in _SampleMean.replaced:
+            delattr(trainer, name)
     if normalization == "token":
         if not trainer.model_accepts_loss_kwargs:
-            raise input_error(
-                "a model whose loss can be a mean over the tokens of a step",
-                f"{type(trainer.model).__name__}, which takes no num_items_in_batch",
-                'Use "sample", or a compute_loss_func of your own.',
-            )
+            got = f"{type(trainer.model).__name__}, which takes no num_items_in_batch"
+            fix = 'Use "sample", or a compute_loss_func of your own.'
+            raise input_error("a model whose loss can be a mean over the tokens of a step", got, fix)
         return
     loss_type = getattr(trainer.args, "loss_type", "nll")
     for name, given in (
@@ -248,20 +235,28 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     ):
         if given:
             raise input_error("a trainer without another loss", name, f"Leave {name} out.")
-    config = trainer.model.config.get_text_config()
-    # Most models that add an auxiliary loss of their experts keep its weight from when they were built.
-    weight = getattr(trainer.model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
-    trainer.compute_loss_func = _SampleMean(weight)
-    cls = type(trainer)
-    trainer.__class__ = type(cls.__name__, (_SampleMeanTrainer, cls), {"__module__": cls.__module__})
+    trainer.compute_loss_func = _SampleMean(trainer)
+    for name in _SampleMean.replaced:
+        setattr(trainer, name, getattr(trainer.compute_loss_func, name))
 
 
 class _SampleMean:
-    """A `compute_loss_func`: the mean over documents of their means. `boundaries` are set before each call."""
+    """A `compute_loss_func`: the mean over documents of their means.
 
-    def __init__(self, router_aux_loss_coef: float):
-        self.router_aux_loss_coef = router_aux_loss_coef
-        self.boundaries: SequenceBoundaries | None = None
+    Two methods of the trainer are replaced, on this trainer alone: the items of a batch are its documents, and the loss
+    learns where they are.
+    """
+
+    replaced = ("_get_num_items_in_batch", "compute_loss")
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._count_items, self._compute_loss = (getattr(trainer, name) for name in self.replaced)
+        config = trainer.model.config.get_text_config()
+        # Most models that add an auxiliary loss of their experts keep its weight from when they were built.
+        default = getattr(config, "router_aux_loss_coef", 0.0)
+        self._router_aux_loss_coef = getattr(trainer.model, "router_aux_loss_coef", default)
+        self._boundaries: SequenceBoundaries | None = None
 
     def __call__(
         self,
@@ -270,7 +265,7 @@ class _SampleMean:
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`num_items_in_batch` is the number of documents with targets in the whole step; by default, of this batch."""
-        boundaries, self.boundaries = self.boundaries, None
+        boundaries, self._boundaries = self._boundaries, None
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         losses, counts = per_document_loss(logits.flatten(0, 1)[None], labels.flatten()[None], boundaries)
         if num_items_in_batch is None:
@@ -278,11 +273,7 @@ class _SampleMean:
         loss = losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device).clamp(min=1)
         aux_loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
         # As the model adds it to a loss of its own.
-        return loss if aux_loss is None else loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
-
-
-class _SampleMeanTrainer:
-    """Mixed into a trainer's class: the items of a batch are its documents, and the loss learns where they are."""
+        return loss if aux_loss is None else loss + self._router_aux_loss_coef * aux_loss.to(loss.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
         items = []
@@ -292,32 +283,27 @@ class _SampleMeanTrainer:
             # One label per document, for Trainer to count and to add up over processes.
             item = torch.where(_count(labels, boundaries.to(labels.device)) > 0, 0, _IGNORED_LABEL)
             items.append({"labels": item, "shift_labels": item})
-        return super()._get_num_items_in_batch(items, device)
+        return self._count_items(items, device)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        self.compute_loss_func.boundaries = _documents(inputs)
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.compute_loss_func.boundaries is not None:
-            raise input_error(
-                "a trainer that uses compute_loss_func",
-                f"{type(self).__name__}, which computes its own loss",
-                'Leave its loss as it is, by set_loss_normalization(trainer, "token").',
-            )
+        self._boundaries = _documents(inputs)
+        result = self._compute_loss(model, inputs, *args, **kwargs)
+        if self._boundaries is not None:
+            got = f"{type(self._trainer).__name__}, which computes its own loss"
+            fix = 'Leave its loss as it is, by set_loss_normalization(trainer, "token").'
+            raise input_error("a trainer that uses compute_loss_func", got, fix)
         return result
 
 
 def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
     """The documents of a packed row, or the rows of a batch as documents of one row."""
-    call = "set_loss_normalization"
     labels = batch.get("labels")
     if labels is None or "shift_labels" in batch or labels.ndim != 2:
-        raise input_error(
-            "batches with labels [rows, tokens] and without shift_labels",
-            "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}",
-            "Use DataCollatorWithFlattening or a collator that pads.",
-        )
+        got = "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}"
+        fix = "Use DataCollatorWithFlattening or a collator that pads."
+        raise input_error("batches with labels [rows, tokens] and without shift_labels", got, fix)
     boundaries = resolve_boundaries(
-        call,
+        "set_loss_normalization",
         {name: batch.get(name) for name in METADATA},
         use_cache=None,
         **{n: batch.get(n) for n in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")},

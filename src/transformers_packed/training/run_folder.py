@@ -24,6 +24,8 @@ SETTINGS_FILE = "transformers_packed_train.json"
 _LAST_FILES = ("config.json", "adapter_config.json")
 _TRAINER_STATE = "trainer_state.json"
 _PARTIAL = "partial"
+# What torch's RuntimeError says when it cannot write a file: it raises one for many other things.
+_TORCH_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos")
 
 
 class RunFolderTrainer(Trainer):
@@ -38,9 +40,8 @@ class RunFolderTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         name = f"checkpoint-{self.state.global_step}"
-        self._write(
-            name, lambda partial: super(RunFolderTrainer, self)._save_checkpoint(model, trial), lambda p: [name]
-        )
+        save = super()._save_checkpoint
+        self._write(name, lambda partial: save(model, trial), lambda partial: [name])
         if self.args.should_save:
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
 
@@ -62,27 +63,20 @@ class RunFolderTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             write(partial)
             self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                for name in names(partial):
-                    if (folder / name).is_dir():
-                        os.replace(folder / name, partial / f"earlier-{name}")
-                    os.replace(partial / name, folder / name)
+            for name in names(partial) if self.args.should_save else ():
+                if (folder / name).is_dir():
+                    os.replace(folder / name, partial / f"earlier-{name}")
+                os.replace(partial / name, folder / name)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError, safetensors its own
-            if isinstance(error, RuntimeError) and not _of_a_file(error):
+            if isinstance(error, RuntimeError) and not any(name in str(error) for name in _TORCH_WRITES):
                 raise
-            reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free
-            raise OSError(
-                f"{what} cannot be written to {folder}, where {free / 2**20:,.0f} MiB are free ({reason}); {left(folder)}"
-            ) from error
+            reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free / 2**20
+            why = f"where {free:,.0f} MiB are free ({reason}); {left(folder)}"
+            raise OSError(f"{what} cannot be written to {folder}, {why}") from error
         finally:
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-
-
-def _of_a_file(error: RuntimeError) -> bool:
-    """Whether torch could not write a file, which is one of many things that end in a RuntimeError."""
-    return any(name in str(error) for name in ("PytorchStreamWriter", "inline_container", "unexpected pos"))
 
 
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
@@ -92,50 +86,33 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         `ValueError`: `output` must not be written to, or the run cannot be continued.
     """
     if output.exists() and not output.is_dir():
-        raise input_error("a directory", f"the file {output}", "Choose another one.", option="--output")
+        raise input_error("a directory", f"the file {output}", option="--output")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"--output: {existing} is no directory that can be written to")
     if not output.is_dir() or not any(output.iterdir()):
         return None, []
     if not (output / SETTINGS_FILE).is_file():
-        raise input_error(
-            "a new or empty directory, or one of an earlier run of this command",
-            f"{output}, which holds something else",
-            "Choose another one.",
-            option="--output",
-        )
+        expected = "a new or empty directory, or one of an earlier run of this command"
+        raise input_error(expected, f"{output}, which holds something else", option="--output")
     if not resume:
-        raise input_error(
-            "a new or empty directory",
-            f"{output}, which holds an earlier run",
-            "Add --resume to continue that run, or choose another directory.",
-            option="--output",
-        )
+        got, fix = f"{output}, which holds an earlier run", "Add --resume to continue that run."
+        raise input_error("a new or empty directory", got, fix, option="--output")
     checkpoint, damaged = last_checkpoint(output)
     if checkpoint is None and damaged:
-        raise input_error(
-            "a complete checkpoint",
-            "; ".join(damaged),
-            "Restore it, or remove it to start from the beginning.",
-            option="--resume",
-        )
+        fix = "Restore it, or remove it to start from the beginning."
+        raise input_error("a complete checkpoint", "; ".join(damaged), fix, option="--resume")
     if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
-        raise input_error(
-            "a run that has not finished, or one with checkpoints",
-            f"a finished one without any in {output}",
-            "Choose another --output; to train further, pass it as --model.",
-            option="--resume",
-        )
+        expected, got = "a run that has not finished, or has checkpoints", f"a finished one without any in {output}"
+        fix = "Choose another --output; to train further, pass it as --model."
+        raise input_error(expected, got, fix, option="--resume")
     return checkpoint, damaged
 
 
 def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
     """The last complete checkpoint in `output`, if any, and what is wrong with later ones."""
-    damaged = []
-    numbers = (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
-    for number in sorted((number for number in numbers if number.isdecimal()), key=int, reverse=True):
-        path = output / f"checkpoint-{number}"
+    damaged, found = [], [path for path in output.glob("checkpoint-*") if path.name.split("-", 1)[1].isdecimal()]
+    for path in sorted(found, key=lambda path: int(path.name.split("-", 1)[1]), reverse=True):
         wrong = _damage(path)
         if wrong is None:
             return path, damaged
@@ -185,20 +162,14 @@ def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
     path = output / SETTINGS_FILE
     if not path.is_file():
         return
+    expected = f"the settings of the run in {output}"
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name in kept if before.get(name) != kept[name]]
+        differing = {name: before.get(name) for name in kept if before.get(name) != kept[name]}
     except (ValueError, AttributeError) as error:
-        raise input_error(
-            f"the settings of the run in {path}", str(error), "Choose another --output.", option="--resume"
-        ) from error
+        raise input_error(expected, f"{path} ({error})", "Choose another --output.", option="--resume") from error
     if differing:
-        raise input_error(
-            "the settings of the run in " + str(output),
-            "; ".join(
-                "other samples" if name == "samples" else f"{name} {kept[name]} instead of {before.get(name)}"
-                for name in differing
-            ),
-            "Repeat that run's command, or choose another --output.",
-            option="--resume",
-        )
+        got = [f"{name} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"]
+        got += ["other samples"] * ("samples" in differing)
+        fix = "Repeat that run's command, or choose another --output."
+        raise input_error(expected, "; ".join(got), fix, option="--resume")

@@ -21,9 +21,6 @@ from .callbacks.metrics import PackingMetricsCallback
 from .checks import check_devices
 
 
-_CALL = "PackedTrainer(sequence_parallel_size=...)"
-
-
 class ShardCollator:
     """The batches of `collator`, cut to one rank's part.
 
@@ -83,20 +80,15 @@ class SequenceParallelMixin:
         parallel = self.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
-                raise _refusal(
-                    "a dataset with a length",
-                    "a stream, of which each process would read its own part",
-                    "Use PackingDataset or a dataset with a length.",
-                )
+                got = "a stream, of which each process would read its own part"
+                raise input_error("a dataset with a length", got)
             sampler = dataloader.batch_sampler
             dealt = isinstance(sampler, BatchSamplerShard)
             inner = sampler.batch_sampler if dealt else sampler
             if not dealt or isinstance(inner, BatchRebalanceSampler):
-                raise _refusal(
-                    "batches that accelerate deals out to the processes",
-                    f"a sampler that does so itself ({type(inner).__name__})",
-                    'Leave train_sampling_strategy at "random", or set "sequential".',
-                )
+                got = f"a sampler that does so itself ({type(inner).__name__})"
+                fix = 'Leave train_sampling_strategy at "random", or set "sequential".'
+                raise input_error("batches that accelerate deals out to the processes", got, fix)
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
             # Nothing has to be filled up for a single reader.
             sampler.even_batches = parallel.data_parallel_size > 1
@@ -105,7 +97,7 @@ class SequenceParallelMixin:
 
     def predict(self, *args, **kwargs):
         if self.sequence_parallel is not None:
-            raise _refusal("an evaluation by its loss", "predict, which wants whole documents", "Call evaluate.")
+            raise input_error("an evaluation by its loss", "predict, which wants whole documents", "Call evaluate.")
         return super().predict(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -130,47 +122,41 @@ def _check_same_row(shard: RowShard) -> None:
     found = [None] * shard.size
     dist.all_gather_object(found, shard.checksum, group=shard.parallel.group)
     if len(set(found)) > 1:
-        raise _refusal(
-            f"{shard.size} neighbouring processes that read the same rows",
-            "parts of different ones",
-            "Shuffle with the same seed on all processes, and give all of them the whole dataset.",
-        )
+        fix = "Shuffle with the same seed on all processes, and give all of them the whole dataset."
+        raise input_error(f"the same rows on {shard.size} neighbouring processes", "parts of different ones", fix)
 
 
 def check_sequence_parallel(trainer: Trainer) -> None:
     """Raise a `ValueError` for what a Trainer is asked to do and would not do exactly on parts of rows."""
     args = trainer.args
-    reason = check_devices(trainer)
-    if reason is not None:
-        raise reason.error()
-    if getattr(args, "packing_mode", "auto") == "off":
-        raise _refusal("packed rows, which can be cut", "padding_free=False", "Leave it out.")
-    if not args.average_tokens_across_devices:
-        raise _refusal(
+    if (reason := check_devices(trainer)) is not None:
+        raise reason
+    config = args.accelerator_config
+    for is_so, expected, got in (
+        (getattr(args, "packing_mode", "auto") == "off", "packed rows, which can be cut", "padding_free=False"),
+        (
+            not args.average_tokens_across_devices,
             "average_tokens_across_devices=True, as each process has a part of a row's targets",
             "average_tokens_across_devices=False",
-            "Leave it out.",
-        )
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(args.accelerator_config, name):
-            raise _refusal("processes that read whole rows", f"{name}=True", f"Set {name}=False.")
-    if trainer.compute_loss_func is not None or args.label_smoothing_factor:
-        raise _refusal(
-            "the model's own loss, whose sum over parts of a row is that of the row",
-            "label_smoothing_factor" if args.label_smoothing_factor else "compute_loss_func",
-            "Leave it out, or compute the loss from transformers_packed.parallel.gather_loss_tensors.",
-        )
-    if args.torch_compile:
-        raise _refusal(
-            "a model that is not compiled",
-            "torch_compile=True, which would count the loss of routers once for each part",
-            "Leave it out.",
-        )
-    if trainer.compute_metrics is not None:
-        raise _refusal(
-            "an evaluation by its loss", "compute_metrics, which wants whole documents", "Evaluate without it."
-        )
-
-
-def _refusal(expected: str, got: str, fix: str) -> ValueError:
-    return input_error(expected, got, fix)
+        ),
+        (config.dispatch_batches, "processes that read whole rows", "dispatch_batches=True"),
+        (config.split_batches, "processes that read whole rows", "split_batches=True"),
+        (
+            args.label_smoothing_factor,
+            "the model's own loss, which sums over parts of a row",
+            "label_smoothing_factor",
+        ),
+        (
+            trainer.compute_loss_func is not None,
+            "the model's own loss, which sums over parts of a row",
+            "compute_loss_func",
+        ),
+        (args.torch_compile, "one loss of the routers for all parts of a row", "torch_compile=True"),
+        (
+            trainer.compute_metrics is not None,
+            "an evaluation by its loss",
+            "compute_metrics, which wants whole documents",
+        ),
+    ):
+        if is_so:
+            raise input_error(expected, got, "Leave it out.")

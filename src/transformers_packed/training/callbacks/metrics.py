@@ -75,10 +75,7 @@ class PackingMetricsCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._clear()
         model = transformers_model(self.trainer.model)
-        try:
-            self._cost = PackingCost.from_config(model.config)
-        except ValueError:
-            self._cost = None
+        self._cost = known_cost(model)
         parameters = list(model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
         # A forward, the gradients of the activations, and those of the weights that are trained.
@@ -197,6 +194,14 @@ class PackingMetricsCallback(TrainerCallback):
             f"{tokens / self._seconds:,.0f} tokens/s; {fill}padding avoided {1 - tokens / padded:.1%} "
             f"({padded / tokens:.1f} x fewer tokens computed)" + (f"; ran {used}" if used else "")
         )
+
+
+def known_cost(model: torch.nn.Module) -> PackingCost | None:
+    """What a forward pass of the model costs, where its operations are known."""
+    try:
+        return PackingCost.from_config(model.config)
+    except ValueError:
+        return None
 
 
 def mean_of_longest(lengths: np.ndarray, batch_size: int) -> float:

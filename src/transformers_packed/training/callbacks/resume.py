@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.data_loader import DataLoaderShard, IterableDatasetShard
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -21,7 +23,6 @@ from ...data.streaming import IterablePackingDataset
 from ...errors import input_error
 
 
-_CALL = "PackingStateCallback"
 _KEY = "packing_state"
 
 
@@ -60,30 +61,22 @@ class PackingStateCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        dataset = self._check(args, train_dataloader)
+        dataset, self.saved = self._check(args, train_dataloader), None
         if state.global_step:
-            saved = (state.stateful_callbacks or {}).get(_CALL)
+            saved = (state.stateful_callbacks or {}).get(type(self).__name__)
             saved = saved["attributes"]["saved"] if isinstance(saved, dict) else None
             if saved is None or "next_worker" not in saved:
-                raise input_error(
-                    "a checkpoint that was saved with this callback",
-                    "one without the state of the stream",
-                    "Resume it without the callback and with ignore_data_skip=False.",
-                )
+                fix = "Resume it without the callback and with ignore_data_skip=False."
+                raise input_error("a checkpoint that was saved with this callback", "one without its state", fix)
             if saved["workers"] != args.dataloader_num_workers:
-                raise input_error(
-                    f"dataloader_num_workers={saved['workers']}, as before",
-                    f"{args.dataloader_num_workers}",
-                    "Resume with the same number.",
-                )
+                before = f"dataloader_num_workers={saved['workers']}, as before"
+                raise input_error(before, args.dataloader_num_workers)
             dataset.resume(saved["epoch"], saved["readers"])
             self.saved = saved
-        else:
-            self.saved = None
         loader = train_dataloader.base_dataloader
         loader.collate_fn = _StatesPutIn(loader.collate_fn, dataset)
         self._batches = train_dataloader.base_dataloader = _StatesTakenOut(loader, self.saved)
-        self._dataset, self._workers = dataset, args.dataloader_num_workers
+        self._workers = args.dataloader_num_workers
 
     def on_step_end(self, args, state, control, **kwargs):
         self._count_batch()
@@ -105,35 +98,19 @@ class PackingStateCallback(TrainerCallback, ExportableState):
         }
 
     def _check(self, args, loader: Any) -> IterablePackingDataset:
-        from accelerate.data_loader import DataLoaderShard, IterableDatasetShard
-
         if not args.ignore_data_skip:
-            raise input_error(
-                "ignore_data_skip=True",
-                "False, with which Trainer would skip rows that the callback has skipped already",
-                "Set it in TrainingArguments, or leave the callback out.",
-            )
-        dataset = loader.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
+            got = "False, with which Trainer would skip rows that the callback has skipped already"
+            raise input_error("ignore_data_skip=True", got, "Set it in TrainingArguments, or leave the callback out.")
+        dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
         if not isinstance(dataset, IterablePackingDataset):
-            raise input_error(
-                "an IterablePackingDataset as train_dataset",
-                type(dataset).__name__,
-                "Leave the callback out; Trainer resumes a PackingDataset by itself.",
-            )
+            fix = "Leave the callback out; Trainer resumes a PackingDataset by itself."
+            raise input_error("an IterablePackingDataset as train_dataset", type(dataset).__name__, fix)
         if type(loader) is not DataLoaderShard:
-            raise input_error(
-                "processes that read their own batches",
-                type(loader).__name__,
-                'Set accelerator_config={"dispatch_batches": False} in TrainingArguments.',
-            )
+            fix = 'Set accelerator_config={"dispatch_batches": False} in TrainingArguments.'
+            raise input_error("processes that read their own batches", type(loader).__name__, fix)
         if dataset.rank is not None and args.world_size > 1:
-            raise input_error(
-                "a dataset without rank and world_size, as accelerate shares its rows between the processes",
-                f"rank={dataset.rank}, world_size={dataset.world_size}",
-                "Leave them out.",
-            )
+            got = f"rank={dataset.rank}, world_size={dataset.world_size}"
+            raise input_error("a dataset without rank and world_size: accelerate shares out its rows", got)
         return dataset
 
 
@@ -165,10 +142,12 @@ def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:
     yield from later
 
 
-class _StatesTakenOut:
+class _StatesTakenOut(DataLoader):
     """A data loader without the states in its batches, which wait here until the batches have been trained on."""
 
-    def __init__(self, loader: Any, saved: dict | None):
+    def __init__(self, loader: DataLoader, saved: dict | None):
+        # What accelerate asks of a loader, this one answers as the other does.
+        vars(self).update(vars(loader))
         self.loader = loader
         self.waiting: deque[dict] = deque()
         # After a resume a worker stands where it stood until a batch of it has been trained on.
@@ -190,11 +169,5 @@ class _StatesTakenOut:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    # accelerate and torch ask what kind of loader this is.
-    @property
-    def __class__(self):
-        return self.loader.__class__
+        # Of a kind of loader that has more, as torchdata's. Not `self.loader`: a copy asks before it has one.
+        return getattr(self.__getattribute__("loader"), name)

@@ -4,12 +4,14 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 from functools import partial
 from unittest import mock
 
 import peft
 import torch
-from mixins.patch import COMPOSITE, builtin_model
+import transformers
+from mixins.patch import snapshot
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples
 from transformers import (
@@ -24,9 +26,10 @@ from transformers import (
 from transformers import DataCollatorWithFlattening as BuiltinCollator
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
-from transformers_packed.audit.matrix import SupportMatrix, load_support_matrix
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.training.callbacks import guard
+from transformers_packed.data import collator as collator_module
+from transformers_packed.data import guard
+from transformers_packed.models import verdict
 
 
 SMALL = {
@@ -63,7 +66,10 @@ def prompt_learning(model, method: str) -> peft.PeftModel:
 
 
 class GuardTest(unittest.TestCase):
+    """Of a collator without `model=`, save where a test says otherwise."""
+
     def setUp(self):
+        warnings.filterwarnings("ignore", "DataCollatorWithFlattening", FutureWarning)
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.directory = directory.name
@@ -206,7 +212,7 @@ class GuardTest(unittest.TestCase):
         self.assertIn("Qwen3_5GatedDeltaNet", warning.call_args[0][0])
 
     def quiet(self):
-        return mock.patch.object(guard.logger, "warning")
+        return mock.patch.object(verdict.logger, "warning")
 
     def test_other_collators_are_left_alone(self):
         DataCollatorWithFlattening()
@@ -215,141 +221,102 @@ class GuardTest(unittest.TestCase):
 
     def test_installed_once_and_only_when_asked_for(self):
         code = (
-            "import transformers, transformers_packed, sys\n"
+            "import transformers, transformers_packed, sys, warnings\n"
             "transformers_packed.DataCollatorWithFlattening(on_leak='ignore')\n"
             "assert 'transformers.trainer' not in sys.modules\n"
-            "for _ in range(2):\n"
-            "    transformers_packed.DataCollatorWithFlattening()\n"
+            "from transformers import LlamaConfig, LlamaForCausalLM\n"
+            f"model = LlamaForCausalLM(LlamaConfig(**{SMALL}))\n"
+            "transformers_packed.DataCollatorWithFlattening(model=model)\n"
             "from transformers.trainer import DEFAULT_CALLBACKS\n"
             "print([callback.__name__ for callback in DEFAULT_CALLBACKS])\n"
+            "warnings.simplefilter('always')\n"
+            "with warnings.catch_warnings(record=True) as warned:\n"
+            "    for _ in range(2):\n"
+            "        transformers_packed.DataCollatorWithFlattening(model=model.config)\n"
+            "print([callback.__name__ for callback in DEFAULT_CALLBACKS])\n"
+            "(warning,) = warned\n"
+            "print(warning.category.__name__, warning.filename, warning.message)\n"
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        self.assertEqual(result.stdout.strip(), "['DefaultFlowCallback', 'PackingGuard']", result.stderr)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        before, after, warning = result.stdout.splitlines()
+        self.assertEqual(before, "['DefaultFlowCallback']")
+        self.assertEqual(after, "['DefaultFlowCallback', 'PackingGuard']")
+        self.assertRegex(warning, r"^FutureWarning <string> .*pass DataCollatorWithFlattening\(model=model\)")
 
     def test_on_leak_is_checked(self):
         with self.assertRaisesRegex(ValueError, "expected on_leak"):
             DataCollatorWithFlattening(on_leak="raise")
 
 
-class CacheTest(unittest.TestCase):
-    """What is said of a cache is what a changed first document does to the second one."""
+class BuiltWithModelTest(unittest.TestCase):
+    """`model=` is judged when the collator is built, and nothing of it, of torch or of Transformers changes."""
+
+    def setUp(self):
+        self.callbacks = list(transformers.trainer.DEFAULT_CALLBACKS)
+        caught = warnings.catch_warnings()
+        caught.__enter__()
+        self.addCleanup(caught.__exit__, None, None, None)
+        warnings.filterwarnings("error", "DataCollatorWithFlattening", FutureWarning)
+
+    def tearDown(self):
+        self.assertEqual(transformers.trainer.DEFAULT_CALLBACKS, self.callbacks)
 
     @parameterized.expand(
-        [
-            (model_type, outer, inner)
-            for model_type in ("llama", "qwen3", "gpt_neo", "mllama", "llama4")
-            for outer in (True, False)
-            for inner in (True, False)
-        ]
+        [("bare", lambda model: model), ("compiled", torch.compile), ("inside", torch.nn.Sequential)]
     )
-    def test_documents_leak_exactly_where_said(self, model_type, outer, inner):
-        config = tiny_config(model_type)
-        composite = config.get_text_config() is not config
-        torch.manual_seed(0)
-        model = (AutoModelForImageTextToText if composite else AutoModelForCausalLM).from_config(config).eval()
-        config = model.config
-        config.get_text_config().use_cache = inner
-        config.use_cache = outer
-        rows = torch.randint(5, 20, (2, 24))
-        rows[1, 12:] = rows[0, 12:]
-        with torch.no_grad():
-            first, second = (
-                model(input_ids=row[None], position_ids=torch.arange(12).repeat(2)[None]).logits[0, 12:]
-                for row in rows
-            )
-        leak, _ = guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))
-        self.assertEqual(leak is not None, bool((first - second).abs().max() > 1e-6), str(leak))
-
-    def test_flash_attention_needs_no_mask(self):
-        model = build("llama")
-        self.assertIsNotNone(guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))[0])
-        model.config._attn_implementation_internal = "flash_attention_2"
-        self.assertIsNone(guard.judge(model, DataCollatorWithFlattening(on_leak="ignore"))[0])
-
-
-class JudgeTest(unittest.TestCase):
-    """What is made of an entry of the matrix, for a Qwen3.5 model."""
-
-    def judge(self, builtin: dict, *, options=ALL, ours="isolated", model=None, model_type="qwen3_5_text"):
-        entry = {
-            "class": "Qwen3_5ForCausalLM",
-            "attention": "sdpa",
-            "builtin": builtin,
-            "ours": {"position_ids": {"verdict": ours}, "all": {"verdict": ours}},
-        }
-        matrix = SupportMatrix("0", "0", {model_type: entry})
-        model = model or build()
-        # As Trainer leaves it, and as the audits were.
-        model.config.use_cache = model.config.get_text_config().use_cache = False
-        with mock.patch.object(guard, "load_support_matrix", return_value=matrix):
-            leak, doubt = guard.judge(model, DataCollatorWithFlattening(**options))
-        return str(leak or ""), doubt or ""
-
-    leaks = {"verdict": "leaks", "module": "Qwen3_5Attention", "kind": "attention"}
-    isolated = {"verdict": "isolated"}
-
-    def test_a_flag_of_the_collator_is_enough(self):
-        builtin = {"position_ids": self.leaks, "all": self.isolated, "position_ids+seq_idx": self.leaks}
-        self.assertEqual(self.judge(builtin), ("", ""))
-        leak, _ = self.judge(builtin, options={"return_seq_idx": True}, ours="refused")
-        self.assertIn("given position_ids and seq_idx", leak)
-        self.assertIn("Pass return_flash_attn_kwargs=True and return_seq_idx=True to the collator. ", leak)
-        self.assertNotIn("patch_model", leak)
-
-    def test_cu_seqlens_for_a_vision_tower(self):
-        """It would take them for boundaries of images; by Transformers' own names they stay out of it."""
-        isolated = {"position_ids": self.isolated, "all": self.isolated}
-        model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
-        leak, _ = self.judge(isolated, options={**ALL, "return_cu_seqlens": True}, model=model)
-        self.assertIn("whose vision tower takes them for boundaries of images", leak)
-        self.assertNotIn("vision tower", "".join(self.judge(isolated, model=model)))
-
-    def test_nothing_helps(self):
-        leak, _ = self.judge({"position_ids": self.leaks, "all": self.leaks}, ours="refused")
-        self.assertIn("Train it on padded batches.", leak)
-
-    def test_sources_between_isolated_ends(self):
-        builtin = {"position_ids": self.isolated, "all": self.isolated}
-        self.assertEqual(self.judge(builtin, options={"return_seq_idx": True}), ("", ""))
-
-    def test_not_causal(self):
-        refused = {"verdict": "refused", "reason": "not causal: later tokens change earlier ones"}
-        leak, _ = self.judge({"position_ids": refused, "all": refused}, ours="refused")
-        self.assertIn("in which tokens change earlier ones", leak)
-
-    def test_doubts(self):
-        refused = {"verdict": "refused", "reason": "ValueError: no kernel"}
-        ends = {"position_ids": self.leaks, "all": self.leaks}
-        for expected, judged in (
-            ("the audit of its type ended with ValueError: no kernel", self.judge({**ends, "all": refused})),
-            ("no model of the type qwen3_5_text", self.judge(ends, model_type="llama")),
-            ("gives no position_ids", self.judge(ends, options={"return_position_ids": False})),
-            (
-                "leaks in Mamba2Mixer, which this model does not have",
-                self.judge({**ends, "all": {**self.leaks, "module": "Mamba2Mixer"}}),
-            ),
-        ):
-            self.assertEqual(judged[0], "")
-            self.assertIn(expected, judged[1])
-
-    def test_another_attention_implementation(self):
+    def test_a_model_that_leaks(self, _, wrap):
         model = build()
-        ends = {"position_ids": self.leaks, "all": self.leaks}
-        model.set_attn_implementation("eager")
-        self.assertIn("Qwen3_5Attention", self.judge(ends, model=model)[0])
-        # Set only when it is installed.
-        model.config._attn_implementation_internal = "flash_attention_2"
-        self.assertIn("not audited with flash_attention_2", self.judge(ends, model=model)[1])
-        states = {**self.leaks, "module": "Qwen3_5GatedDeltaNet", "kind": "state"}
-        self.assertIn("carries its state", self.judge({"position_ids": states, "all": states}, model=model)[0])
+        wrapped = wrap(model)
+        before = snapshot(model)
+        message = r"got Qwen3_5ForCausalLM, in which model.layers.0.linear_attn .*Call transformers_packed.patch_model"
+        with self.assertRaisesRegex(ValueError, message):
+            DataCollatorWithFlattening(model=wrapped)
+        with mock.patch.object(verdict.logger, "warning") as warning:
+            DataCollatorWithFlattening(model=wrapped, on_leak="warn")
+            DataCollatorWithFlattening(model=wrapped, on_leak="ignore")
+        self.assertEqual(warning.call_count, 1)
+        self.assertRegex(warning.call_args[0][0], message)
+        self.assertEqual(snapshot(model), before)
 
-    def test_a_model_around_one_that_is_isolated_alone(self):
-        model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
-        ends = {"position_ids": self.isolated, "all": self.isolated}
-        self.assertEqual(self.judge(ends, model=model)[1], "its type was not audited, only qwen3_5_text")
+    def test_what_the_collator_gives_counts(self):
+        model = build("llama")
+        with self.assertRaisesRegex(ValueError, "vision tower takes them for boundaries of images"):
+            DataCollatorWithFlattening(
+                model=AutoModelForImageTextToText.from_config(tiny_config("gemma3")), return_cu_seqlens=True
+            )
+        with mock.patch.object(verdict.logger, "warning") as warning:
+            DataCollatorWithFlattening(model=model, return_position_ids=False)
+        self.assertIn("LlamaForCausalLM gets packed rows, and nothing is known", warning.call_args[0][0])
 
-    def test_every_leak_in_the_matrix_names_a_module(self):
-        for name, entry in load_support_matrix().types.items():
-            for found in entry.get("builtin", {}).values():
-                if found["verdict"] == "leaks":
-                    self.assertNotEqual(found["module"], "not found", name)
+    def test_models_of_ours_and_isolated_ones_pass_without_a_word(self):
+        stock = build("llama")
+        stock.config.use_cache = False
+        with self.assertNoLogs("transformers_packed", "WARNING"):
+            for model in (patch_model(build()), stock):
+                with mock.patch.object(verdict.logger, "warning") as warning:
+                    collator = DataCollatorWithFlattening(model=model)
+                warning.assert_not_called()
+                self.assertIs(collator.config, model.config)
+
+    def test_a_cache_is_a_warning(self):
+        """Trainer turns it off afterwards; a model of ours makes none on packed rows."""
+        with mock.patch.object(collator_module.logger, "warning_once") as warning:
+            DataCollatorWithFlattening(model=patch_model(build()))
+            warning.assert_not_called()
+            DataCollatorWithFlattening(model=build("llama"))
+        self.assertIn(
+            "LlamaForCausalLM keeps documents apart by its masks, and beside a cache", warning.call_args[0][0]
+        )
+
+    def test_prompt_learning(self):
+        with self.assertRaisesRegex(ValueError, "got PEFT prompt learning .*virtual tokens stand once"):
+            DataCollatorWithFlattening(model=prompt_learning(patch_model(build()), "prompt_tuning"))
+
+    def test_trains_in_a_stock_trainer(self):
+        with tempfile.TemporaryDirectory() as directory:
+            args = TrainingArguments(directory, max_steps=1, report_to="none", save_strategy="no", use_cpu=True)
+            model = patch_model(build())
+            trainer = Trainer(model, args, DataCollatorWithFlattening(model=model, **ALL), train_dataset=Samples(6))
+            trainer.train()
+        self.assertEqual(trainer.state.global_step, 1)

@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ...boundaries import SequenceBoundaries
-from ...models.inputs import METADATA, resolve_boundaries
+from ..boundaries import SequenceBoundaries
+from ..models.inputs import METADATA, resolve_boundaries
 
 
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")

@@ -19,8 +19,8 @@ from transformers_packed import (
     patch_model,
 )
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.data.neftune import document_lengths
 from transformers_packed.parallel.shard import RowShard
-from transformers_packed.training.callbacks.neftune import document_lengths
 
 
 ALPHA = 5.0
@@ -98,7 +98,7 @@ class NeftuneTest(unittest.TestCase):
         self.check_documents(configure_packing(self.trainer(make(model_type), **arguments)))
 
     def test_rows(self):
-        self.check_documents(configure_packing(self.trainer(make()), "packing", 128))
+        self.check_documents(configure_packing(self.trainer(make()), True, 128))
 
     def test_packed_trainer(self):
         self.check_documents(self.trainer(make(), cls=PackedTrainer))
@@ -115,7 +115,7 @@ class NeftuneTest(unittest.TestCase):
     def test_collator_in_a_plain_trainer(self, model_type):
         model = make(model_type)
         model = patch_model(model) if model_type == "qwen3_5" else model
-        self.check_documents(self.trainer(model, DataCollatorWithFlattening()))
+        self.check_documents(self.trainer(model, DataCollatorWithFlattening(on_leak="warn")))
 
     @parameterized.expand(["qwen3_5", "llama", "gpt_oss"])
     def test_documents_alone_get_the_built_in_noise(self, model_type):
