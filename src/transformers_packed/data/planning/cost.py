@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 from ...errors import input_error
 
 
-_CHUNK_SIZE = 64
+# Tokens of a chunk of the gated delta rule.
+CHUNK = 64
 _NEEDED = (
     "layer_types",
     "hidden_size",
@@ -100,7 +101,7 @@ class PackingCost:
         mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
         # Within a chunk: key and query products, the triangular inverse and its two products, the output; then the
         # state is read twice and written once.
-        within = _CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + _CHUNK_SIZE**2 / 3
+        within = CHUNK * (3 * key_dim + 2 * value_dim) + CHUNK**2 / 3
         core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
         # The query projection also makes the output gate.
         attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
@@ -116,7 +117,7 @@ class PackingCost:
     def documents(self, lengths: ArrayLike) -> np.ndarray:
         """The cost of each document, float64, for lengths in tokens of any shape."""
         lengths = np.asarray(lengths, np.float64)
-        whole_chunks = np.ceil(lengths / _CHUNK_SIZE) * _CHUNK_SIZE
+        whole_chunks = np.ceil(lengths / CHUNK) * CHUNK
         return self.linear * lengths + self.chunked * whole_chunks + self.quadratic * lengths**2
 
 
