@@ -282,10 +282,10 @@ class IterablePackingDatasetTest(unittest.TestCase):
     def test_refusals(self):
         samples = samples_of([3, 20, 4])
         for arguments, message in (
-            ({"max_length": 0}, "max_length of at least 1"),
-            ({"overlong": "cut"}, "overlong"),
+            ({"max_length": 0}, "max_length as a whole number of at least 1, got 0"),
+            ({"overlong": "cut"}, "overlong .*, got 'cut'"),
             ({"truncation_side": "middle"}, "truncation_side"),
-            ({"buffer_size": 0}, "buffer_size"),
+            ({"buffer_size": 0}, "buffer_size .*, got 0"),
             ({"rank": 1}, "rank and world_size"),
             ({"rank": 2, "world_size": 2}, "rank and world_size"),
             ({"dataset": iter(samples)}, "more than once"),

@@ -332,8 +332,13 @@ class ErrorsTest(unittest.TestCase):
         ]
     )
     def test_plan_packing(self, _, arguments, message):
-        with self.assertRaisesRegex(ValueError, f"^(plan_packing|PackingCost.from_config): expected .*{message}"):
+        with self.assertRaisesRegex(ValueError, f"^expected .*{message}"):
             plan_packing(**{"lengths": [3, 4], "max_length": 10, **arguments})
+
+    def test_the_one_strategy_is_deprecated(self):
+        with self.assertWarnsRegex(DeprecationWarning, "one strategy"):
+            plan = plan_packing([3, 4], 10, strategy="best_fit")
+        assert_same(self, plan, plan_packing([3, 4], 10))
 
     def test_the_plan(self):
         plan = plan_packing([3, 4, 5, 6], 10, world_size=2)

@@ -13,8 +13,6 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Patterns:
@@ -174,10 +172,3 @@ def open_rows(patterns: Patterns, cost: list[float], rows: int) -> Patterns:
         whole += [(row, number) for _, row, number in heap]
         patterns = Patterns([row for row, _ in whole], [number for _, number in whole])
     return patterns
-
-
-def as_arrays(patterns: Patterns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of each pattern `[P]`, documents of each pattern `[P]`, and their lengths one after another, all int64."""
-    sizes = np.array([len(row) for row in patterns.documents], np.int64)
-    flat = np.fromiter((length for row in patterns.documents for length in row), np.int64, int(sizes.sum()))
-    return np.array(patterns.rows, np.int64), sizes, flat
