@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..parallel.vision import TOKEN_TYPES, VISION_KINDS
+
+
+__all__ = ["IGNORED_LABEL", "TOKEN_TYPES", "VISION_COLUMNS", "VISION_GRIDS", "cut_sample", "has_items"]
 
 # The label of a token without loss.
 IGNORED_LABEL = -100
-TOKEN_TYPES = "mm_token_type_ids"
+VISION_GRIDS = tuple(grid for _, _, grid in VISION_KINDS.values())
 # Their first dimension counts patches or images; it may equal a sample's length by accident.
-VISION_COLUMNS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in names)
 
 
 def has_items(dataset: Any) -> bool:
