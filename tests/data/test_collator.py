@@ -120,6 +120,7 @@ class PaddingTest(unittest.TestCase):
 
     @parameterized.expand(itertools.product(KINDS, ("pt", "np"), (-100, 7)))
     def test_padding_is_one_document(self, kind, return_tensors, separator_id):
+        # Elsewhere: empty or one-token documents at the end of a row break kernels.
         batch = self.collate(
             make_features(kind), return_tensors=return_tensors, separator_id=separator_id, position_ids_start=2
         )

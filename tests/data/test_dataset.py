@@ -59,6 +59,7 @@ class PackingDatasetTest(unittest.TestCase):
 
     @parameterized.expand([("right", [0, 1, 2, 3]), ("left", [6, 7, 8, 9])])
     def test_truncates_every_per_token_column(self, side, kept):
+        # Elsewhere: most tokens are lost to truncation, silently: it has to be asked for and is counted.
         ids = list(range(10))
         sample = {
             "input_ids": ids,
@@ -80,6 +81,7 @@ class PackingDatasetTest(unittest.TestCase):
             self.assertIs(cut[name], sample[name])
 
     def test_splits_and_drops(self):
+        # Elsewhere: conversations are cut in two: it has to be asked for.
         samples = samples_of([3, 150, 20])
         parts = collections.defaultdict(list)
         for row in PackingDataset(samples, MAX_LENGTH, overlong="split"):

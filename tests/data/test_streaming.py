@@ -135,6 +135,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
     @parameterized.expand(SOURCES)
     def test_every_source_resumes_twice(self, source):
         """With states of the source behind it, too: more samples than lie between two of them."""
+        # Elsewhere: a second resume of a stream starts at zero, or a sample in flight is lost.
         samples = samples_of(LENGTHS)
 
         def dataset():
@@ -186,6 +187,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
 
     @parameterized.expand(SOURCES)
     def test_ranks_share_the_samples(self, source):
+        # Elsewhere: training hangs at the end of an epoch, as processes have different numbers of rows.
         samples = samples_of(LENGTHS[:90])
         rows = []
         for rank in range(3):

@@ -1,6 +1,7 @@
 """Flatten a batch of samples, or of rows of samples, to one packed row."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -134,8 +135,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         except TypeError:
             # Looked for only now, as it takes as long as the rest.
             for index, feature in enumerate(features):
-                names = (*_COLUMNS, *self.token_columns)
-                _refuse_none(index, {name: feature[name] for name in names if name in feature})
+                known = {*_COLUMNS, *self.token_columns}
+                _refuse_none(index, {name: column for name, column in feature.items() if name in known})
             raise
 
     def _flatten(
@@ -230,12 +231,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return columns
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
-        known = {*_COLUMNS, "position_ids", *self.token_columns}
-        left_out = []
-        for name, column in feature.items():
-            values = None if name in known else _as_list(column)
-            if isinstance(values, list) and len(values) == len(feature["input_ids"]):
-                left_out += [name] if isinstance(values[0], int | float) else []
+        tokens = len(feature["input_ids"])
+        known = {*_COLUMNS, *VISION_COLUMNS, "position_ids", *self.token_columns}
+        others = {name: _as_list(column) for name, column in feature.items() if name not in known}
+        alike = [name for name, values in others.items() if isinstance(values, list) and len(values) == tokens]
+        left_out = [name for name in alike if isinstance(others[name][0], int | float)]
         if left_out:
             logger.warning_once(
                 f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
@@ -254,10 +254,8 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         if sum(lengths) != total:
             fix = "Pass the rows as pack_dataset made them."
             raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
-        start = 0
-        for length in lengths:
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             yield cut_sample(columns, start, length)
-            start += length
     else:
         yield feature
 

@@ -120,7 +120,13 @@ class PackingDataset(torch.utils.data.Dataset):
             options = {"overlong": overlong, "truncation_side": truncation_side, "world_size": world_size}
             options |= {"gradient_accumulation_steps": gradient_accumulation_steps, "balance": balance, "seed": seed}
             lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc))
-            plan = _cached_plan(dataset, lengths, max_length, length_column, cache, options)
+            path = _cache_path(cache, dataset, lengths, [length_column, max_length], options) if cache else None
+            plan = None if path is None else _load(path)
+            if plan is None:
+                plan = plan_packing(lengths(), max_length, **options)
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    plan.save(path)
         wanted = {"input_samples": len(dataset), "max_length": max_length, "world_size": world_size, "rank": None}
         wanted["gradient_accumulation_steps"] = gradient_accumulation_steps
         for name, value in wanted.items():
@@ -177,11 +183,9 @@ def _check_documents(plan: PackingPlan, documents: slice, sample_tokens: np.ndar
     if len(wrong):
         at = documents.start + wrong[0]
         start = 0 if plan.starts is None else plan.starts[at]
-        raise input_error(
-            f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned",
-            f"a sample of {sample_tokens[wrong[0]]} tokens",
-            "Plan for this dataset: its lengths, or those in length_column, are others.",
-        )
+        expected = f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned"
+        fix = "Plan for this dataset: its lengths, or those in length_column, are others."
+        raise input_error(expected, f"a sample of {sample_tokens[wrong[0]]} tokens", fix)
 
 
 def pack_dataset(dataset: Any, max_length: int, **kwargs):
@@ -302,11 +306,9 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     given = np.asarray(dataset.with_format("numpy")[column])
     if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
         sample = np.flatnonzero(given != lengths)[0]
-        raise input_error(
-            f"the tokens of each sample in length_column {column!r}",
-            f"{given[sample]} for sample {sample}, which has {lengths[sample]}",
-            "Compute the column anew, or leave length_column out.",
-        )
+        got = f"{given[sample]} for sample {sample}, which has {lengths[sample]}"
+        fix = "Compute the column anew, or leave length_column out."
+        raise input_error(f"the tokens of each sample in length_column {column!r}", got, fix)
     return given
 
 
@@ -353,16 +355,8 @@ def _list_lengths(column: Any) -> np.ndarray | None:
     return np.concatenate([np.empty(0, np.int64), *chunks])
 
 
-def _cached_plan(
-    dataset: Any,
-    lengths: Callable[[], np.ndarray],
-    max_length: int,
-    length_column: str | None,
-    cache: bool | str | os.PathLike,
-    options: dict,
-) -> PackingPlan:
-    if not cache:
-        return plan_packing(lengths(), max_length, **options)
+def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], sizes: list, options: dict) -> Path:
+    """The file of the plan for this data and these arguments."""
     if cache is True:
         files = getattr(dataset, "cache_files", None)
         if not files:
@@ -374,17 +368,18 @@ def _cached_plan(
     if data is None:
         data = hashlib.sha256(np.ascontiguousarray(lengths(), np.int64).tobytes()).hexdigest()
     options_text = {name: repr(value) for name, value in options.items()}
-    key = json.dumps([data, len(dataset), length_column, max_length, options_text])
-    path = Path(cache) / f"packing-plan-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
-    if path.exists():
-        try:
-            return PackingPlan.load(path)
-        except ValueError as error:
-            logger.warning(f"PackingDataset: {path} is not used: {error}")
-    plan = plan_packing(lengths(), max_length, **options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plan.save(path)
-    return plan
+    key = json.dumps([data, len(dataset), *sizes, options_text])
+    return Path(cache) / f"packing-plan-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+
+
+def _load(path: Path) -> PackingPlan | None:
+    try:
+        return PackingPlan.load(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning(f"PackingDataset: {path} is not used: {error}")
+        return None
 
 
 def _shuffles(loader: Any) -> bool:

@@ -118,10 +118,8 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         self.dataset = dataset
         self.max_length = max_length
         self.buffer_size = buffer_size
-        self.overlong = overlong
-        self.truncation_side = truncation_side
-        self.rank = rank
-        self.world_size = world_size
+        self.overlong, self.truncation_side = overlong, truncation_side
+        self.rank, self.world_size = rank, world_size
         self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker
         self._shard_by_rank = rank is not None and not own_shards
         # In shared memory, for workers that outlive an epoch.
@@ -172,9 +170,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         """
         version, settings = state.get("version"), self._settings()
         if version != _STATE_VERSION:
-            raise input_error(
-                f"a state of version {_STATE_VERSION}", repr(version), "Load what state_dict() returned."
-            )
+            raise input_error(f"a state of version {_STATE_VERSION}", repr(version))
         if state["settings"] != settings:
             raise input_error(f"a state with the settings {settings}", state["settings"], "Pass the same arguments.")
         self._stream = None
@@ -243,13 +239,10 @@ class _Stream:
 
     def start(self, state: dict | None) -> None:
         """Open the source, and with a state get its samples back."""
-        entries = [] if state is None else [entry for row in state["open"] + state["ready"] for entry in row]
-        if state is not None:
-            self.position, self.exhausted = state["position"], state["exhausted"]
-            self.counts = dict(state["counts"])
-        samples = self._read_again({entry[0] for entry in entries}, None if state is None else state["source"])
-        if state is None:
-            return
+        state = state or self.state_dict()
+        self.position, self.exhausted, self.counts = state["position"], state["exhausted"], dict(state["counts"])
+        needed = {position for row in state["open"] + state["ready"] for position, _, _ in row}
+        samples = self._read_again(needed, state["source"])
 
         def restore(row):
             return [(at, start, length, self._cut(samples[at], at, start, length)) for at, start, length in row]
@@ -324,15 +317,19 @@ class _Stream:
                 f"There are samples of more than {config.max_length} tokens, such as one of {length} "
                 f"(overlong={config.overlong!r}). `IterablePackingDataset.counts` says how many."
             )
-        pieces = overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
+        pieces = self._pieces(length)
         counts[_COUNTED[config.overlong]] += 1
         counts["tokens_cut"] += length - sum(size for _, size in pieces)
         for start, size in pieces:
             self._place((self.position, start, size, cut_sample(sample, start, size)), size)
 
+    def _pieces(self, length: int) -> list[tuple[int, int]]:
+        config = self.config
+        return overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
+
     def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
-        config, total = self.config, len(sample["input_ids"])
-        if (start, length) not in overlong_pieces(total, config.max_length, config.overlong, config.truncation_side):
+        total = len(sample["input_ids"])
+        if (start, length) not in self._pieces(total):
             raise self._changed(f"sample {self.first + position * self.stride} with {total} tokens")
         return cut_sample(sample, start, length)
 

@@ -36,14 +36,9 @@ class Parameters:
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(config)
-        owners = {"root": 0}
-        for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            numbered = next((at for at, part in enumerate(parts) if part in ("layers", "blocks")), None)
-            owner = "root" if numbered is None else ".".join(parts[: numbered + 2])
-            owners[owner] = owners.get(owner, 0) + parameter.numel()
-        total, root = sum(owners.values()), owners.pop("root")
-        return cls(total, root, max(owners.values()))
+        stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
+        layers = [_count(layer) for stack in stacks for layer in stack]
+        return cls(_count(model), _count(model) - sum(layers), max(layers))
 
 
 @dataclass(frozen=True)
@@ -369,6 +364,10 @@ def exchanges(
 def _attention_method(text: PreTrainedConfig, size: int, attention: str | None) -> str:
     # Most rows are cut in short pieces; for these on GPUs.
     return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, True)
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _fits(need: StepMemory, memory: float) -> bool:
