@@ -107,6 +107,7 @@ class GuardTest(unittest.TestCase):
             self.assertTrue(torch.equal(parameter, before[name]), name)
 
     def test_a_model_that_leaks_stops_before_the_first_step(self):
+        # Elsewhere: a hybrid model trains on rows with position_ids alone, and its linear layers mix documents silently.
         message = (
             r"got Qwen3_5ForCausalLM, in which model.layers.0.linear_attn \(Qwen3_5GatedDeltaNet\) carries its state .*"
             r"position_ids only. Call transformers_packed.patch_model\(model\) before building the Trainer"

@@ -179,6 +179,7 @@ class PackedModelTesterMixin:
         ]
     )
     def test_alone_equals_together(self, _, source, attention, checkpointing):
+        # Elsewhere: boundaries reach the convolution and not the delta rule, or the other way round.
         logits, loss, expected, bars = self.oracle(attention)
         _, model = self.models(attention)
         if checkpointing != "no_checkpointing":
@@ -546,6 +547,7 @@ class PackedModelTesterMixin:
 
     def test_boundaries_are_made_once_for_all_layers(self):
         """On a GPU each time would be a wait for the device."""
+        # Elsewhere: metadata is made again in every layer.
         _, model = self.models("sdpa")
         made = mock.Mock(wraps=SequenceBoundaries._checked)
         with mock.patch.object(SequenceBoundaries, "_checked", made):
@@ -553,6 +555,7 @@ class PackedModelTesterMixin:
         self.assertEqual(made.call_count, 1)
 
     def test_bad_input(self):
+        # Elsewhere: a layer overwrites the boundaries when there is an attention mask, too.
         total, longest = sum(self.lengths), max(self.lengths)
         batch = packed_batch(self.documents)
         bounds = batch["cu_seqlens"]

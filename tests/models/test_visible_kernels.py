@@ -29,6 +29,7 @@ class VisibleKernelsTest(unittest.TestCase):
 
     def test_ours_trains_and_generates(self):
         """Packed, padded, unpacked, generating and classifying, forward and backward, all with fla imported."""
+        # Elsewhere: without the compiled convolution there are no boundaries, or an error.
         result = self.run_python(
             self.SETUP + "for family, name in ((dense, 'Qwen3_5'), (moe, 'Qwen3Next')):\n"
             "    model = getattr(family.packed, name + 'ForCausalLM')(family.tiny_config())\n"

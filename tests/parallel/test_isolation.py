@@ -88,6 +88,7 @@ class ParallelIsolationTest(unittest.TestCase):
 
     @parameterized.expand([(2, tuple(CASES), FEW), (4, ("states and heads",), ("cut",))])
     def test_documents_stay_apart(self, size, cases, rows):
+        # Elsewhere: state crosses documents, or the convolution starts anew, where a row is cut over processes.
         self.check(size, cases, rows)
 
     @parameterized.expand([2, 4])

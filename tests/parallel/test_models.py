@@ -139,6 +139,7 @@ def arms(size):
 class ParallelModelTest(unittest.TestCase):
     @parameterized.expand(arms(2))
     def test_equals_the_whole_row(self, _, case, row):
+        # Elsewhere: state crosses documents, or the convolution starts anew, where a row is cut over processes.
         self.check(case, row, 2)
 
     @parameterized.expand(arms(4))

@@ -199,6 +199,7 @@ class ReasonsTest(ConfigureTestCase):
             self.check(trainer, "sees 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
 
     def test_context_parallelism(self):
+        # Elsewhere: the denominator is wrong under accelerate's context parallelism.
         trainer = self.trainer()
         trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
         self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
@@ -255,6 +256,7 @@ class ReasonsTest(ConfigureTestCase):
         ]
     )
     def test_bad_arguments(self, _, arguments, message):
+        # Elsewhere: most tokens are lost to truncation, silently.
         trainer = self.trainer(dataset=Samples(24))
         before = self.state(trainer)
         with self.assertRaisesRegex(ValueError, message):

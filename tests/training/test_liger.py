@@ -130,6 +130,7 @@ class KeptTest(LigerTestCase):
         self.assertNotIn("forward", vars(model))
 
     def test_a_model_that_has_it_already_is_refused(self):
+        # Elsewhere: a model is patched twice.
         model = self.build(ours=False)
         model.forward = MethodType(lce_forward, model)
         with self.assertRaisesRegex(ValueError, "a forward of its own. Call patch_model before .*Liger"):
@@ -223,6 +224,7 @@ class LigerTest(LigerTestCase):
     @parameterized.expand(["qwen3_5", "vision_language", "falcon_h1", "gpt_oss"])
     def test_targets_stay_within_their_documents(self, kind):
         """Labels of a row made by hand, where the first token of a document is one: Liger's forward would take it."""
+        # Elsewhere: a model behind another library's patches leaks.
         torch.manual_seed(1)
         row = {"input_ids": torch.randint(1, 61, (1, 20)), "cu_seqlens": torch.tensor([0, 7, 20], dtype=torch.int32)}
         row["labels"] = row["input_ids"]

@@ -240,6 +240,7 @@ class LossNormalizationTest(unittest.TestCase):
 
     def test_sample_mean_of_packed_rows_equals_that_of_padded_batches(self):
         """10 steps of SGD with accumulation over unequal rows; another mean moves the parameters elsewhere."""
+        # Elsewhere: a mean over samples is wanted, not over tokens.
         want = updates_and_losses(build_sample_trainer("padded", self.directory, max_steps=10))
         trainer = build_sample_trainer("packed", self.directory, max_steps=10)
         got = updates_and_losses(trainer)

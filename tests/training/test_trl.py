@@ -244,6 +244,7 @@ class PreferenceTest(TRLTestCase):
             set_loss_normalization(trainers[0], "sample")
 
     def test_grpo(self):
+        # Elsewhere: padding-free reinforcement learning scores lower.
         trainers, completions = [], {"packed": [], "padded": []}
         for arm in completions:
             tokenizer = make_tokenizer()

@@ -1,6 +1,7 @@
 """Flatten a batch of samples, or of rows of samples, to one packed row."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,14 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..models.base import has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
-from .samples import cut_sample
+from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
 
 logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
-_IGNORED_LABEL = -100
-_TOKEN_TYPES = "mm_token_type_ids"
-_VISION_COLUMNS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+# The columns of a sample that this collator or its parent flattens in any case.
+_COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
@@ -163,65 +163,60 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         except TypeError:
             # Looked for only now, as it takes as long as the rest.
             for index, feature in enumerate(features):
-                names = ("input_ids", "labels", "attention_mask", _TOKEN_TYPES, *self.token_columns)
-                _refuse_none(index, {name: feature[name] for name in names if name in feature})
+                known = {*_COLUMNS, *self.token_columns}
+                _refuse_none(index, {name: column for name, column in feature.items() if name in known})
             raise
 
     def _flatten(
         self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
     ) -> dict[str, Any]:
         if not features:
-            raise input_error("at least one sample", "an empty batch", "Check the sampler.")
+            raise input_error("at least one sample", "an empty batch")
         labelled = {"labels" in feature for feature in features}
         if len(labelled) > 1:
             raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
         token_columns = self.token_columns
-        if any(_TOKEN_TYPES in feature for feature in features) and _TOKEN_TYPES not in token_columns:
+        if any(TOKEN_TYPES in feature for feature in features) and TOKEN_TYPES not in token_columns:
             # A sample of text alone may come without the column: all its tokens are text.
-            token_columns += (_TOKEN_TYPES,)
-            features = [{_TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
+            token_columns += (TOKEN_TYPES,)
+            features = [{TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
         samples = [self._sample(index, feature, token_columns) for index, feature in enumerate(features)]
         self._note_left_out_columns(features[0])
         scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
         if any(scalar) and not all(scalar):
-            raise input_error(
-                "one label per token in all samples, or one number per sample in all of them",
-                "both",
-                "Make the labels column uniform.",
-            )
+            raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
         document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
 
         real_tokens = sum(len(sample["input_ids"]) for sample in samples)
         padding = -real_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if padding:
-            samples.append(self._padding_document(padding, document_labels))
+            samples.append({"input_ids": [self.pad_token_id] * padding, "labels": [IGNORED_LABEL] * padding})
             for sample in samples:
                 sample.setdefault("labels", sample["input_ids"])
         batch = super().__call__(samples, return_tensors, separator_id)
         if padding:
             # The parent puts the separator before every document; padding has no label at all.
-            batch["labels"][0, real_tokens:] = _IGNORED_LABEL
+            batch["labels"][0, real_tokens:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 
         tensors = return_tensors or self.return_tensors
         to_tensor = np.asarray if tensors == "np" else torch.as_tensor
         if document_labels is not None:
-            batch["labels"] = to_tensor(_as_array(document_labels))
+            if padding and any(isinstance(label, float) for label in document_labels):
+                expected = "integer labels beside pad_to_multiple_of, as only they can mark padding with -100"
+                raise input_error(expected, "floating-point labels", "Leave pad_to_multiple_of out for regression.")
+            batch["labels"] = to_tensor(_as_array(document_labels + [IGNORED_LABEL] * bool(padding)))
         for name in token_columns:
             column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         lengths = [len(sample["input_ids"]) for sample in samples]
         if self.return_cu_seqlens:
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
-        for name in _VISION_COLUMNS:
+        for name in VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
             if parts:
                 batch[name] = torch.cat(parts) if tensors == "pt" else torch.cat(parts).numpy()
-        if (
-            self.config is not None
-            and self.return_position_ids
-            and ("image_grid_thw" in batch or "video_grid_thw" in batch)
-        ):
+        if self.config is not None and self.return_position_ids and not batch.keys().isdisjoint(VISION_GRIDS):
             batch["position_ids"] = self._vision_position_ids(batch, lengths)
         return batch
 
@@ -229,40 +224,26 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         # Only rows with images need the models' side of the package.
         from ..models.vision import packed_mrope_position_ids
 
-        names = ("input_ids", _TOKEN_TYPES, "image_grid_thw", "video_grid_thw")
-        position_ids = packed_mrope_position_ids(
-            _CALL,
-            self.config,
-            SequenceBoundaries.from_lengths(lengths),
-            **{name: torch.as_tensor(batch[name]) if name in batch else None for name in names},
-        )
+        names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
+        columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        position_ids = packed_mrope_position_ids(_CALL, self.config, boundaries, **columns)
         return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
 
     def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
         """The feature's columns as lists without masked-out tokens; a label per sample stays a number."""
-        columns = {"input_ids": feature["input_ids"]}
-        for name in ("labels", "attention_mask", *token_columns):
-            if name in feature:
-                columns[name] = feature[name]
-            elif name in token_columns:
-                raise input_error(
-                    f"the token column {name!r} in every sample",
-                    f"none in sample {index}",
-                    "Add it, or take it out of token_columns.",
-                )
-        columns = {name: _as_list(column) for name, column in columns.items()}
+        for name in token_columns:
+            if name not in feature:
+                fix = "Add it, or take it out of token_columns."
+                raise input_error(f"the token column {name!r} in every sample", f"none in sample {index}", fix)
+        names = dict.fromkeys(("input_ids", "labels", "attention_mask", *token_columns))
+        columns = {name: _as_list(feature[name]) for name in names if name == "input_ids" or name in feature}
         if None in columns.values():
             _refuse_none(index, columns)
         length = len(columns["input_ids"])
         for name, column in columns.items():
-            if name == "labels" and np.ndim(column) == 0:
-                continue
-            if len(column) != length:
-                raise input_error(
-                    f"{name} of the length of input_ids, {length}, in sample {index}",
-                    f"{len(column)}",
-                    "Tokenize both together.",
-                )
+            if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
+                raise input_error(f"{name} of the length of input_ids, {length}, in sample {index}", len(column))
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
             _refuse_none(index, {"attention_mask": mask})
@@ -270,38 +251,19 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 if np.ndim(column):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
         if not columns["input_ids"]:
-            raise input_error(
-                f"at least one token in sample {index}",
-                "only masked-out tokens" if length else "an empty input_ids",
-                "Filter such samples out of the dataset.",
-            )
+            got = "only masked-out tokens" if length else "an empty input_ids"
+            raise input_error(f"at least one token in sample {index}", got, "Filter such samples out of the dataset.")
         if np.ndim(columns["input_ids"][0]):
-            raise input_error(
-                f"input_ids [tokens] in sample {index}", "nested ones", "Take the row out of the batch: input_ids[0]."
-            )
+            fix = "Take the row out of the batch: input_ids[0]."
+            raise input_error(f"input_ids [tokens] in sample {index}", "nested ones", fix)
         return columns
 
-    def _padding_document(self, length: int, document_labels: list | None) -> dict[str, Any]:
-        if document_labels is not None:
-            if any(isinstance(label, float) for label in document_labels):
-                raise input_error(
-                    "integer labels beside pad_to_multiple_of, as only they can mark padding with -100",
-                    "floating-point labels",
-                    "Leave pad_to_multiple_of out for regression.",
-                )
-            document_labels.append(_IGNORED_LABEL)
-        return {"input_ids": [self.pad_token_id] * length, "labels": [_IGNORED_LABEL] * length}
-
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
-        known = {"input_ids", "labels", "attention_mask", "position_ids", _TOKEN_TYPES, *self.token_columns}
-        length = len(feature["input_ids"])
-        left_out = []
-        for name, column in feature.items():
-            values = _as_list(column)
-            if name in known or not isinstance(values, list) or len(values) != length:
-                continue
-            if isinstance(values[0], int | float):
-                left_out.append(name)
+        tokens = len(feature["input_ids"])
+        known = {*_COLUMNS, *VISION_COLUMNS, "position_ids", *self.token_columns}
+        others = {name: _as_list(column) for name, column in feature.items() if name not in known}
+        alike = [name for name, values in others.items() if isinstance(values, list) and len(values) == tokens]
+        left_out = [name for name in alike if isinstance(others[name][0], int | float)]
         if left_out:
             logger.warning_once(
                 f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
@@ -318,15 +280,10 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         columns = {name: column for name, column in feature.items() if name != "seq_lengths"}
         lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])
         if sum(lengths) != total:
-            raise input_error(
-                f"seq_lengths that sum to the row's {total} tokens",
-                f"{sum(lengths)}",
-                "Pass the rows as pack_dataset made them.",
-            )
-        start = 0
-        for length in lengths:
+            fix = "Pass the rows as pack_dataset made them."
+            raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             yield cut_sample(columns, start, length)
-            start += length
     else:
         yield feature
 
@@ -335,11 +292,8 @@ def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:
     for name, column in columns.items():
         column = _as_list(column)
         if column is None or isinstance(column, list) and None in column:
-            raise input_error(
-                f"{name} without missing values in sample {index}",
-                "None" if column is None else f"None at token {column.index(None)}",
-                "Fill them in, or filter such samples out of the dataset.",
-            )
+            got = "None" if column is None else f"None at token {column.index(None)}"
+            raise input_error(f"{name} without missing values in sample {index}", got, "Filter such samples out.")
 
 
 def _as_list(column: Any) -> Any:

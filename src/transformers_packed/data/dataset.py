@@ -3,27 +3,29 @@
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as cached
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import GradientState
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..errors import input_error
+from .overlong import check_settings
 from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
-from .samples import check_settings, cut_sample
+from .samples import cut_sample, has_items
 
 
 logger = logging.get_logger(__name__)
 
-_CALL = "PackingDataset"
 _PASS_BATCH = 64
 # Rows that are written out at a time.
 _BLOCK_ROWS = 1 << 12
@@ -110,29 +112,31 @@ class PackingDataset(torch.utils.data.Dataset):
         cache: bool | str | os.PathLike = False,
         num_proc: int = 0,
     ):
-        check_settings(_CALL, max_length, overlong, truncation_side)
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise input_error(
-                "a dataset with indices and a length",
-                type(dataset).__name__,
-                "Pack a stream with IterablePackingDataset.",
-            )
-        self.dataset = dataset
-        options = {
-            "overlong": overlong,
-            "truncation_side": truncation_side,
-            "world_size": world_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "balance": balance,
-            "seed": seed,
-        }
+        check_settings(max_length, overlong, truncation_side)
+        if not has_items(dataset):
+            got = type(dataset).__name__
+            raise input_error("a dataset with indices and a length", got, "Pack a stream with IterablePackingDataset.")
         if plan is None:
-            plan = _cached_plan(dataset, max_length, length_column, num_proc, cache, options)
-        self._check_plan(plan, max_length, world_size, gradient_accumulation_steps)
+            options = {"overlong": overlong, "truncation_side": truncation_side, "world_size": world_size}
+            options |= {"gradient_accumulation_steps": gradient_accumulation_steps, "balance": balance, "seed": seed}
+            lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc))
+            path = _cache_path(cache, dataset, lengths, [length_column, max_length], options) if cache else None
+            plan = None if path is None else _load(path)
+            if plan is None:
+                plan = plan_packing(lengths(), max_length, **options)
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    plan.save(path)
+        wanted = {"input_samples": len(dataset), "max_length": max_length, "world_size": world_size, "rank": None}
+        wanted["gradient_accumulation_steps"] = gradient_accumulation_steps
+        for name, value in wanted.items():
+            if getattr(plan, name) != value:
+                raise input_error(f"a plan with {name} {value}", getattr(plan, name), "Plan with the same arguments.")
+        self.dataset = dataset
         self.plan = plan
         # In shared memory, for workers that outlive an epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self._order: tuple[int, np.ndarray] | None = None
+        self._order: tuple[int, np.ndarray | None] = (0, None)
 
     @property
     def epoch(self) -> int:
@@ -142,72 +146,46 @@ class PackingDataset(torch.utils.data.Dataset):
     def set_epoch(self, epoch: int) -> None:
         """Put the rows in the order of an epoch, in the workers of a data loader too."""
         # accelerate calls this for a loader that shuffles by itself before a run, but not when the run is resumed: an
-        # order that came and went with it would lose rows and repeat others.
-        if not _shuffles(sys._getframe(1).f_locals.get("self")):
-            self._epoch.fill_(epoch)
+        # order that came and went with it would lose rows and repeat others. The last call is that of the loader's own
+        # `__iter__`, when accelerate knows it as the active one.
+        loader = GradientState().active_dataloader
+        shuffled = getattr(loader, "dataset", None) is self and _shuffles(loader)
+        self._epoch.fill_(0 if shuffled else epoch)
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> list[Mapping[str, Any]]:
         """The samples of row `index` of the epoch."""
-        plan = self.plan
-        rows = len(plan)
+        plan, rows = self.plan, len(self.plan)
         if not -rows <= index < rows:
-            raise IndexError(f"{_CALL}: row {index} of {rows}")
-        epoch = int(self._epoch)
+            raise IndexError(f"row {index} of {rows}")
+        epoch = self.epoch
         if epoch:
-            if self._order is None or self._order[0] != epoch:
+            if self._order[0] != epoch:
                 self._order = (epoch, plan.epoch_order(epoch))
             index = self._order[1][index]
-        begin, end = plan.row_offsets[index % rows], plan.row_offsets[index % rows + 1]
-        numbers, lengths = plan.samples[begin:end].tolist(), plan.lengths[begin:end].tolist()
-        samples = self._read(numbers)
-        tokens = [_tokens_of(sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        index %= rows
+        documents = slice(plan.row_offsets[index], plan.row_offsets[index + 1])
+        numbers, starts, lengths = (part.tolist() for part in plan.row(index))
+        many = getattr(self.dataset, "__getitems__", None)
+        samples = list(many(numbers)) if many else [self.dataset[number] for number in numbers]
+        tokens = _count_tokens(samples)
         if tokens == lengths and plan.starts is None:
             return samples
-        _check_documents(_CALL, plan, slice(begin, end), np.array(tokens))
-        starts = [0] * len(lengths) if plan.starts is None else plan.starts[begin:end].tolist()
+        _check_documents(plan, documents, _refuse_missing(np.array(tokens), numbers))
         return [cut_sample(*part) for part in zip(samples, starts, lengths, strict=True)]
 
-    def _read(self, numbers: list[int]) -> list[Mapping[str, Any]]:
-        if hasattr(self.dataset, "__getitems__"):
-            return list(self.dataset.__getitems__(numbers))
-        return [self.dataset[number] for number in numbers]
 
-    def _check_plan(self, plan: PackingPlan, max_length: int, world_size: int, accumulation: int) -> None:
-        for name, want, got in (
-            ("samples", len(self.dataset), plan.input_samples),
-            ("max_length", max_length, plan.max_length),
-            ("world_size", world_size, plan.world_size),
-            ("gradient_accumulation_steps", accumulation, plan.gradient_accumulation_steps),
-            ("rank", None, plan.rank),
-        ):
-            if want != got:
-                raise input_error(f"a plan with {name} {want}", f"{got}", "Plan with the same arguments.")
-
-
-def _check_documents(call: str, plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
+def _check_documents(plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
     """Raise a `ValueError` that names the first sample that has not the tokens it was planned with."""
     wrong = np.flatnonzero(plan.misfits(documents, sample_tokens))
     if len(wrong):
         at = documents.start + wrong[0]
         start = 0 if plan.starts is None else plan.starts[at]
-        raise input_error(
-            f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned",
-            f"a sample of {sample_tokens[wrong[0]]} tokens",
-            "Plan for this dataset: its lengths, or those in length_column, are others.",
-        )
-
-
-def _tokens_of(sample: Mapping[str, Any], number: int) -> int:
-    if sample["input_ids"] is None:
-        raise _no_tokens(number)
-    return len(sample["input_ids"])
-
-
-def _no_tokens(number: int) -> ValueError:
-    return input_error(f"input_ids in sample {number}", "None", "Filter such samples out of the dataset.")
+        expected = f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned"
+        fix = "Plan for this dataset: its lengths, or those in length_column, are others."
+        raise input_error(expected, f"a sample of {sample_tokens[wrong[0]]} tokens", fix)
 
 
 def pack_dataset(dataset: Any, max_length: int, **kwargs):
@@ -256,29 +234,25 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
     lengths = arrow_lengths(dataset, "input_ids")
-    _check_documents("pack_dataset", plan, slice(0, len(plan.samples)), lengths[plan.samples])
+    _check_documents(plan, slice(0, len(plan.samples)), lengths[plan.samples])
     columns = _per_token_columns(dataset, lengths)
-    values = {
-        name: table.cast(pa.large_list(table.type.value_type)).combine_chunks().flatten()
-        for name, table in columns.items()
-    }
-    for name, value in values.items():
+    values = {}
+    for name, table in columns.items():
+        value = table.cast(pa.large_list(table.type.value_type)).combine_chunks().flatten()
         if value.null_count:
             token = np.flatnonzero(value.is_null().to_numpy(zero_copy_only=False))[0]
             sample = np.searchsorted(offsets_of(lengths), token, side="right") - 1
             raise _bad_column(name, sample, "a missing value among them")
+        values[name] = value
     first = offsets_of(lengths)[plan.samples] + (0 if plan.starts is None else plan.starts)
     blocks = []
     for begin in range(0, len(plan), _BLOCK_ROWS):
         rows = plan.row_offsets[begin : begin + _BLOCK_ROWS + 1]
         documents = slice(rows[0], rows[-1])
-        tokens = pa.array(ranges(first[documents], plan.lengths[documents]))
-        token_offsets = offsets_of(plan.lengths[documents])[rows - rows[0]]
-        block = {
-            name: _as_lists(columns[name].type, token_offsets, value.take(tokens)) for name, value in values.items()
-        }
-        sizes = pa.array(plan.lengths[documents])
-        block["seq_lengths"] = _as_lists(pa.list_(pa.int32()), rows - rows[0], sizes)
+        sizes, rows = plan.lengths[documents], rows - rows[0]
+        tokens, ends = pa.array(ranges(first[documents], sizes)), offsets_of(sizes)[rows]
+        block = {name: _as_lists(columns[name].type, ends, value.take(tokens)) for name, value in values.items()}
+        block["seq_lengths"] = _as_lists(pa.list_(pa.int32()), rows, pa.array(sizes))
         blocks.append(pa.table(block))
     return datasets.Dataset(pa.concat_tables(blocks))
 
@@ -294,20 +268,17 @@ def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
             columns[name] = column
         elif name == "labels" or fits.mean() >= 0.5:
             sample = np.flatnonzero(~fits)[0]
-            raise _bad_column(name, sample, "no list" if sizes is None or sizes[sample] < 0 else f"{sizes[sample]}")
+            raise _bad_column(name, sample, "no list" if sizes is None or sizes[sample] < 0 else sizes[sample])
         else:
             left_out.append(name)
     if left_out:
-        logger.warning_once(
-            f"pack_dataset: the columns {', '.join(left_out)} do not have one value per token and are left out."
-        )
+        logger.warning_once(f"pack_dataset leaves out columns without one value per token: {', '.join(left_out)}.")
     return columns
 
 
-def _bad_column(name: str, sample: int, got: str) -> ValueError:
-    return input_error(
-        f"{name} with one value per token in sample {sample}", got, "Correct the sample, or remove the column."
-    )
+def _bad_column(name: str, sample: int, got: object) -> ValueError:
+    fix = "Correct the sample, or remove the column."
+    return input_error(f"{name} with one value per token in sample {sample}", got, fix)
 
 
 def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
@@ -320,39 +291,25 @@ def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
 
 def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
     """The samples' lengths in tokens, int64 `[samples]`: from `column`, from the table, or from a pass."""
-    if column is not None:
-        if hasattr(dataset, "column_names"):
-            if column not in dataset.column_names:
-                raise input_error(
-                    "a length_column of the dataset", f"{column!r}", f"Choose one of {dataset.column_names}."
-                )
-            given, lengths = np.asarray(dataset.with_format("numpy")[column]), arrow_lengths(dataset, "input_ids")
-            if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
-                sample = np.flatnonzero(given != lengths)[0]
-                raise input_error(
-                    f"the tokens of each sample in length_column {column!r}",
-                    f"{given[sample]} for sample {sample}, which has {lengths[sample]}",
-                    "Compute the column anew, or leave length_column out.",
-                )
-            return given
-        return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     lengths = arrow_lengths(dataset, "input_ids")
-    if lengths is not None:
+    if column is None and lengths is None:
+        # With a generator of its own it leaves the global one, and so what is drawn in training, as it was.
+        own = {"collate_fn": _count_tokens, "generator": torch.Generator()}
+        counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
+        return _refuse_missing(np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset)))
+    if column is None:
         return lengths
-    # With a generator of its own it leaves the global one, and so what is drawn in training, as it was.
-    loader = DataLoader(
-        dataset, batch_size=_PASS_BATCH, num_workers=num_proc, collate_fn=_count_tokens, generator=torch.Generator()
-    )
-    lengths = np.empty(len(dataset), np.int64)
-    done = 0
-    with _progress(None, len(dataset)) as bar:
-        for batch in loader:
-            lengths[done : done + len(batch)] = batch
-            if min(batch) < 0:
-                raise _no_tokens(done + batch.index(-1))
-            done += len(batch)
-            bar.update(len(batch))
-    return lengths
+    if not hasattr(dataset, "column_names"):
+        return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
+    if column not in dataset.column_names:
+        raise input_error(f"a length_column out of {dataset.column_names}", repr(column))
+    given = np.asarray(dataset.with_format("numpy")[column])
+    if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
+        sample = np.flatnonzero(given != lengths)[0]
+        got = f"{given[sample]} for sample {sample}, which has {lengths[sample]}"
+        fix = "Compute the column anew, or leave length_column out."
+        raise input_error(f"the tokens of each sample in length_column {column!r}", got, fix)
+    return given
 
 
 def _progress(iterable: Any, total: int) -> tqdm:
@@ -360,7 +317,16 @@ def _progress(iterable: Any, total: int) -> tqdm:
 
 
 def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
+    """The samples' lengths, -1 where there is no list."""
     return [-1 if sample["input_ids"] is None else len(sample["input_ids"]) for sample in samples]
+
+
+def _refuse_missing(lengths: np.ndarray, numbers: Sequence[int] | None = None) -> np.ndarray:
+    missing = np.flatnonzero(lengths < 0)
+    if len(missing):
+        sample = missing[0] if numbers is None else numbers[missing[0]]
+        raise input_error(f"input_ids in sample {sample}", "None", "Filter such samples out of the dataset.")
+    return lengths
 
 
 def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
@@ -374,9 +340,7 @@ def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
         return None
     if dataset._indices is not None:
         lengths = lengths[dataset._indices.column(0).to_numpy()]
-    if len(missing := np.flatnonzero(lengths < 0)):
-        raise _no_tokens(missing[0])
-    return lengths
+    return _refuse_missing(lengths)
 
 
 def _list_lengths(column: Any) -> np.ndarray | None:
@@ -391,49 +355,36 @@ def _list_lengths(column: Any) -> np.ndarray | None:
     return np.concatenate([np.empty(0, np.int64), *chunks])
 
 
-def _cached_plan(
-    dataset: Any, max_length: int, length_column: str | None, num_proc: int, cache: Any, options: dict
-) -> PackingPlan:
-    def lengths():
-        return sample_lengths(dataset, length_column, num_proc)
-
-    if not cache:
-        return plan_packing(lengths(), max_length, **options)
+def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], sizes: list, options: dict) -> Path:
+    """The file of the plan for this data and these arguments."""
     if cache is True:
         files = getattr(dataset, "cache_files", None)
         if not files:
-            raise input_error(
-                "a datasets.Dataset that lies in files beside cache=True",
-                type(dataset).__name__,
-                "Pass a directory as cache.",
-            )
+            wanted = "a datasets.Dataset that lies in files beside cache=True"
+            raise input_error(wanted, type(dataset).__name__, "Pass a directory as cache.")
         cache = Path(files[0]["filename"]).parent
     # The fingerprint changes with every transformation and spares the pass over the samples.
     data = getattr(dataset, "_fingerprint", None)
-    known = None
     if data is None:
-        known = lengths()
-        data = hashlib.sha256(np.ascontiguousarray(known, np.int64).tobytes()).hexdigest()
-    key = json.dumps([data, len(dataset), length_column, max_length, {k: repr(v) for k, v in options.items()}])
-    path = Path(cache) / f"packing-plan-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
-    if path.exists():
-        try:
-            return PackingPlan.load(path)
-        except ValueError as error:
-            logger.warning(f"{_CALL}: {path} is not used: {error}")
-    plan = plan_packing(lengths() if known is None else known, max_length, **options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plan.save(path)
-    return plan
+        data = hashlib.sha256(np.ascontiguousarray(lengths(), np.int64).tobytes()).hexdigest()
+    options_text = {name: repr(value) for name, value in options.items()}
+    key = json.dumps([data, len(dataset), *sizes, options_text])
+    return Path(cache) / f"packing-plan-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+
+
+def _load(path: Path) -> PackingPlan | None:
+    try:
+        return PackingPlan.load(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning(f"PackingDataset: {path} is not used: {error}")
+        return None
 
 
 def _shuffles(loader: Any) -> bool:
     """Whether a data loader draws its indices at random, under whatever accelerate wraps around its sampler."""
-    if not isinstance(loader, DataLoader):
-        return False
-    sampler = loader.batch_sampler
-    while sampler is not None:
-        if isinstance(sampler, RandomSampler):
-            return True
+    sampler = loader
+    while sampler is not None and not isinstance(sampler, RandomSampler):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return False
+    return sampler is not None

@@ -1,39 +1,23 @@
-"""What both packing datasets do with one sample: measure it, cut it."""
+"""What collator and datasets do with one sample: measure it, cut it."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.utils import logging
-
-from ..errors import input_error
+from ..parallel.vision import TOKEN_TYPES, VISION_KINDS
 
 
-logger = logging.get_logger(__name__)
+__all__ = ["IGNORED_LABEL", "TOKEN_TYPES", "VISION_COLUMNS", "VISION_GRIDS", "cut_sample", "has_items"]
 
-OVERLONG = ("error", "truncate", "split", "drop")
-SIDES = ("right", "left")
+# The label of a token without loss.
+IGNORED_LABEL = -100
+VISION_GRIDS = tuple(grid for _, _, grid in VISION_KINDS.values())
 # Their first dimension counts patches or images; it may equal a sample's length by accident.
-_VISION_COLUMNS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in names)
 
 
-def check_settings(call: str, max_length: int, overlong: str, truncation_side: str) -> None:
-    """Check the arguments that both datasets share."""
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise input_error("max_length of at least 1 token", f"{max_length!r}", "Pass the tokens of a row.")
-    for name, value, choices in (("overlong", overlong, OVERLONG), ("truncation_side", truncation_side, SIDES)):
-        if value not in choices:
-            raise input_error(f"{name} to be one of {choices}", f"{value!r}", "Choose one.")
-
-
-def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:
-    """Start and length of each document that becomes of a sample."""
-    if length <= max_length:
-        return [(0, length)]
-    if overlong in ("drop", "error"):
-        return []
-    if overlong == "truncate":
-        return [(0 if truncation_side == "right" else length - max_length, max_length)]
-    return [(start, min(max_length, length - start)) for start in range(0, length, max_length)]
+def has_items(dataset: Any) -> bool:
+    """Whether a dataset has indices and a length; a stream has neither."""
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[str, Any]:
@@ -56,13 +40,11 @@ def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[st
         return sample
     cut = slice(start, start + length)
     return {
-        name: column[cut] if name not in _VISION_COLUMNS and _per_token(column, total) else column
+        name: column[cut] if name not in VISION_COLUMNS and _per_token(column, total) else column
         for name, column in sample.items()
     }
 
 
 def _per_token(column: Any, length: int) -> bool:
-    if isinstance(column, list | tuple):
-        return len(column) == length
-    shape = getattr(column, "shape", ())
+    shape = (len(column),) if isinstance(column, list | tuple) else getattr(column, "shape", ())
     return len(shape) > 0 and shape[0] == length

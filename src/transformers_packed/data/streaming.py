@@ -9,23 +9,27 @@ not stored but read again.
 """
 
 import copy
-import itertools
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from .samples import check_settings, cut_sample, overlong_pieces
+from .overlong import check_count, check_settings, overlong_pieces
+from .samples import cut_sample, has_items
 
 
 logger = logging.get_logger(__name__)
 
-_CALL = "IterablePackingDataset"
 _STATE_VERSION = 1
+_SETTINGS = ("max_length", "buffer_size", "overlong", "truncation_side")
+# What `counts` calls the samples that each `overlong` acts on.
+_COUNTED = {"truncate": "truncated", "split": "split", "drop": "dropped"}
 # An open row is one integer, free tokens above, serial number below: the order of integers is that of the search.
 _SERIAL_BITS = 40
 _SERIAL = (1 << _SERIAL_BITS) - 1
@@ -98,21 +102,14 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         world_size: int | None = None,
         shard_by_worker: bool | None = None,
     ):
-        check_settings(_CALL, max_length, overlong, truncation_side)
-        if buffer_size < 1:
-            raise input_error("buffer_size of at least 1 row", f"{buffer_size}", "Change it.")
-        if isinstance(dataset, Iterator) or not (hasattr(dataset, "__iter__") or _has_items(dataset)):
-            raise input_error(
-                "a dataset that can be read more than once, as every epoch, worker and resumed run does",
-                f"{type(dataset).__name__}",
-                "Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__.",
-            )
+        check_settings(max_length, overlong, truncation_side)
+        check_count("buffer_size", buffer_size)
+        if isinstance(dataset, Iterator) or not (hasattr(dataset, "__iter__") or has_items(dataset)):
+            fix = "Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__."
+            raise input_error("a dataset that can be read more than once", type(dataset).__name__, fix)
         if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < world_size:
-            raise input_error(
-                "rank and world_size with 0 <= rank < world_size, or neither",
-                f"rank={rank}, world_size={world_size}",
-                "Pass both in a loop without accelerate, neither in Trainer.",
-            )
+            got, fix = f"rank={rank}, world_size={world_size}", "Pass neither in Trainer."
+            raise input_error("rank and world_size with 0 <= rank < world_size, or neither", got, fix)
         own_shards = _is_hf_iterable(dataset)
         if own_shards and rank is not None:
             from datasets.distributed import split_dataset_by_node
@@ -121,10 +118,8 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         self.dataset = dataset
         self.max_length = max_length
         self.buffer_size = buffer_size
-        self.overlong = overlong
-        self.truncation_side = truncation_side
-        self.rank = rank
-        self.world_size = world_size
+        self.overlong, self.truncation_side = overlong, truncation_side
+        self.rank, self.world_size = rank, world_size
         self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker
         self._shard_by_rank = rank is not None and not own_shards
         # In shared memory, for workers that outlive an epoch.
@@ -142,7 +137,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
     @property
     def counts(self) -> dict[str, int]:
         """Samples truncated, split and dropped, and tokens cut off, by this process since the pass began."""
-        return dict(self._stream.counts) if self._stream is not None else _new_counts()
+        return _new_counts() if self._stream is None else dict(self._stream.counts)
 
     def set_epoch(self, epoch: int) -> None:
         """Hand the epoch on to the source, which may shuffle by it; the packing itself knows no chance."""
@@ -162,11 +157,10 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iteration stands in this process, for JSON. The samples of open rows are in it by position."""
-        if self._stream is None:
-            if self._loaded is not None:
-                return copy.deepcopy(self._loaded)
-            return _Stream(self, *self._shards(), self.epoch).state_dict()
-        return self._stream.state_dict()
+        if self._stream is None and self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        stream = self._stream or _Stream(self, *self._shards(), self.epoch)
+        return stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on where `state` was taken; what follows is the same as without the interruption.
@@ -174,16 +168,11 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         Samples of open rows are read again: by index where the dataset has indices; after loading the source's own
         state where it has one that is exact; else by reading the source from its beginning.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise input_error(
-                f"a state of version {_STATE_VERSION}", f"{state.get('version')!r}", "Load what state_dict() returned."
-            )
-        if state["settings"] != self._settings():
-            raise input_error(
-                f"a state taken with the arguments {self._settings()}",
-                f"{state['settings']}",
-                "Build the dataset with the same arguments as before.",
-            )
+        version, settings = state.get("version"), self._settings()
+        if version != _STATE_VERSION:
+            raise input_error(f"a state of version {_STATE_VERSION}", repr(version))
+        if state["settings"] != settings:
+            raise input_error(f"a state with the settings {settings}", state["settings"], "Pass the same arguments.")
         self._stream = None
         self._loaded = copy.deepcopy(state)
 
@@ -200,14 +189,13 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         self._epoch.fill_(epoch)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("max_length", "buffer_size", "overlong", "truncation_side")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _SETTINGS}
 
     def _shards(self) -> tuple[list[int], tuple[int, int]]:
         """This reader and their number, and its share of what it reads: first sample and stride."""
-        worker = torch.utils.data.get_worker_info()
-        worker, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        rank, world_size = (self.rank, self.world_size) if self.rank is not None else (0, 1)
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        rank, world_size = (0, 1) if self.rank is None else (self.rank, self.world_size)
         first, stride = (rank, world_size) if self._shard_by_rank else (0, 1)
         if self.shard_by_worker:
             first, stride = first * workers + worker, stride * workers
@@ -218,12 +206,9 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         if state is None and self._resumed is not None and self._resumed[0] == self.epoch:
             state = self._resumed[1].get(str(shard[0]))
         if state is not None and state["shard"] != shard:
-            raise input_error(
-                f"a state of reader {shard[0]} of {shard[1]} (processes x workers)",
-                "one of reader {} of {}".format(*state["shard"]),
-                "Resume with as many workers and processes; with workers, through a StatefulDataLoader or "
-                "PackingStateCallback, which keep the state of each.",
-            )
+            expected = f"a state of reader {shard[0]} of {shard[1]} (processes x workers)"
+            fix = "Resume with as many of both; a StatefulDataLoader or PackingStateCallback keep each worker's state."
+            raise input_error(expected, "one of reader {} of {}".format(*state["shard"]), fix)
         return state
 
 
@@ -249,18 +234,15 @@ class _Stream:
         self.counts = _new_counts()
         # States of the source by position, oldest first. Without any, a resumed stream reads from the beginning.
         self.snapshots: deque[tuple[int, Any]] = deque()
-        self.keeps_snapshots = not _has_items(self.source) and _has_exact_state(self.source)
+        self.keeps_snapshots = not has_items(self.source) and _has_exact_state(self.source)
         self.samples: Iterator = iter(())
 
     def start(self, state: dict | None) -> None:
         """Open the source, and with a state get its samples back."""
-        entries = [] if state is None else [entry for row in state["open"] + state["ready"] for entry in row]
-        if state is not None:
-            self.position, self.exhausted = state["position"], state["exhausted"]
-            self.counts = dict(state["counts"])
-        samples = self._read_again({entry[0] for entry in entries}, None if state is None else state["source"])
-        if state is None:
-            return
+        state = state or self.state_dict()
+        self.position, self.exhausted, self.counts = state["position"], state["exhausted"], dict(state["counts"])
+        needed = {position for row in state["open"] + state["ready"] for position, _, _ in row}
+        samples = self._read_again(needed, state["source"])
 
         def restore(row):
             return [(at, start, length, self._cut(samples[at], at, start, length)) for at, start, length in row]
@@ -273,10 +255,9 @@ class _Stream:
             self.serial += 1
 
     def rows(self) -> Iterator[list]:
-        """The rows. At a `yield` the state is complete: no sample is neither in it nor still to be read."""
-        max_length, ready = self.config.max_length, self.ready
-        while ready:
-            yield [entry[3] for entry in ready.popleft()]
+        """The rows. At each `yield` the state is complete: it holds every sample that was read and not handed out."""
+        max_length = self.config.max_length
+        yield from self._hand_out()
         try:
             for sample in self.samples:
                 length = len(sample["input_ids"])
@@ -287,18 +268,25 @@ class _Stream:
                 self.position += 1
                 if self.keeps_snapshots and self.position % _SNAPSHOT_EVERY == 0:
                     self._take_snapshot()
-                while ready:
-                    yield [entry[3] for entry in ready.popleft()]
+                yield from self._hand_out()
         except Exception as error:
-            self._name_sample(error)
+            index = self.first + self.position * self.stride if has_items(self.source) else self.index
+            part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
+            error.add_note(f"IterablePackingDataset: this happened at sample {index} of {part}the dataset.")
             raise
-        self._check_end()
+        # A source that raises StopIteration in `__getitem__` would end the stream early.
+        end = self.first + self.position * self.stride
+        if has_items(self.source) and end < len(self.source):
+            raise RuntimeError(f"the dataset stopped at sample {end} of {len(self.source)}")
         self.exhausted = True
         # The fullest first, as while reading.
-        ready.extend(self.open.pop(row & _SERIAL) for row in self.free)
+        self.ready.extend(self.open.pop(row & _SERIAL) for row in self.free)
         self.free.clear()
-        while ready:
-            yield [entry[3] for entry in ready.popleft()]
+        yield from self._hand_out()
+
+    def _hand_out(self) -> Iterator[list]:
+        while self.ready:
+            yield [entry[3] for entry in self.ready.popleft()]
 
     def _place(self, entry: tuple, length: int) -> None:
         """Put an entry into the open row with the least room that suffices, or into a new one."""
@@ -322,32 +310,33 @@ class _Stream:
     def _place_pieces(self, sample: Any, length: int) -> None:
         config, counts = self.config, self.counts
         if length == 0 or config.overlong == "error":
-            raise input_error(
-                f"samples of 1 to {config.max_length} tokens",
-                f"{length}",
-                "Filter out empty samples." if length == 0 else 'Pass overlong="truncate", "split" or "drop".',
-            )
-        if not counts["truncated"] + counts["split"] + counts["dropped"]:
+            fix = 'Pass overlong="truncate", "split" or "drop".' if length else "Filter out empty samples."
+            raise input_error(f"samples of 1 to {config.max_length} tokens", length, fix)
+        if not any(counts.values()):
             logger.warning_once(
-                f"{_CALL}: there are samples of more than {config.max_length} tokens, such as one of {length} "
-                f"(overlong={config.overlong!r}). `counts` says how many."
+                f"There are samples of more than {config.max_length} tokens, such as one of {length} "
+                f"(overlong={config.overlong!r}). `IterablePackingDataset.counts` says how many."
             )
-        pieces = overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
-        counts[{"truncate": "truncated", "split": "split", "drop": "dropped"}[config.overlong]] += 1
+        pieces = self._pieces(length)
+        counts[_COUNTED[config.overlong]] += 1
         counts["tokens_cut"] += length - sum(size for _, size in pieces)
         for start, size in pieces:
             self._place((self.position, start, size, cut_sample(sample, start, size)), size)
 
+    def _pieces(self, length: int) -> list[tuple[int, int]]:
+        config = self.config
+        return overlong_pieces(length, config.max_length, config.overlong, config.truncation_side)
+
     def _cut(self, sample: Any, position: int, start: int, length: int) -> Any:
-        config, total = self.config, len(sample["input_ids"])
-        if (start, length) not in overlong_pieces(total, config.max_length, config.overlong, config.truncation_side):
+        total = len(sample["input_ids"])
+        if (start, length) not in self._pieces(total):
             raise self._changed(f"sample {self.first + position * self.stride} with {total} tokens")
         return cut_sample(sample, start, length)
 
     def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
         """Put the source at `self.position`, and return the earlier samples that are `needed`."""
         source, first, stride, position = self.source, self.first, self.stride, self.position
-        if _has_items(source):
+        if has_items(source):
             self.samples = map(source.__getitem__, range(first + position * stride, len(source), stride))
             if needed and first + max(needed) * stride >= len(source):
                 raise self._changed(f"{len(source)} samples")
@@ -381,30 +370,17 @@ class _Stream:
                 yield sample
             self.index += 1
 
-    def _name_sample(self, error: Exception) -> None:
-        index = self.first + self.position * self.stride if _has_items(self.source) else self.index
-        part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
-        note = f"{_CALL}: this happened at sample {index} of {part}the dataset."
-        error.add_note(note)
-
     def _changed(self, got: str) -> ValueError:
         return input_error("the dataset as it was", got, "Resume with the same data.")
 
     def _take_snapshot(self) -> None:
-        oldest = self._oldest()
-        snapshots = self.snapshots
+        oldest, snapshots = self._oldest(), self.snapshots
         snapshots.append((self.position, self.source.state_dict()))
         while len(snapshots) > 1 and snapshots[1][0] <= oldest:
             snapshots.popleft()
 
     def _oldest(self) -> int:
-        rows = itertools.chain(self.open.values(), self.ready)
-        return min((row[0][0] for row in rows), default=self.position)
-
-    def _check_end(self) -> None:
-        # A source that raises StopIteration in `__getitem__` would end the stream early.
-        if _has_items(self.source) and self.first + self.position * self.stride < len(self.source):
-            raise RuntimeError(f"{_CALL}: the dataset stopped at sample {self.first + self.position * self.stride}.")
+        return min((row[0][0] for row in chain(self.open.values(), self.ready)), default=self.position)
 
     def state_dict(self) -> dict[str, Any]:
         def positions(rows):
@@ -427,18 +403,12 @@ class _Stream:
 
 
 def _new_counts() -> dict[str, int]:
-    return {"truncated": 0, "split": 0, "dropped": 0, "tokens_cut": 0}
-
-
-def _has_items(dataset: Any) -> bool:
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return dict.fromkeys([*_COUNTED.values(), "tokens_cut"], 0)
 
 
 def _is_hf_iterable(dataset: Any) -> bool:
-    return any(
-        f"{base.__module__}.{base.__name__}" == "datasets.iterable_dataset.IterableDataset"
-        for base in type(dataset).__mro__
-    )
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.IterableDataset)
 
 
 def _clone(source: Any) -> Any:
@@ -458,11 +428,6 @@ def _has_exact_state(source: Any) -> bool:
     if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
         return False
     stages = [getattr(source, "_ex_iterable", None)] if _is_hf_iterable(source) else []
-    while stages:
-        stage = stages.pop()
-        if type(stage).__name__ == "BufferShuffledExamplesIterable":
-            return False
-        stages += [
-            inner for inner in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())) if inner
-        ]
-    return True
+    for stage in stages:
+        stages += filter(None, (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())))
+    return all(type(stage).__name__ != "BufferShuffledExamplesIterable" for stage in stages)

@@ -15,10 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..parallel.vision import VISION_KINDS
 
 
 # `mm_token_type_ids` of a vision token, and the argument with the grids of such tokens.
-_GRIDS = {1: ("image", "image_grid_thw"), 2: ("video", "video_grid_thw")}
+_GRIDS = {token_type: (kind, grid) for kind, (token_type, _, grid) in VISION_KINDS.items()}
 
 
 def packed_mrope_position_ids(

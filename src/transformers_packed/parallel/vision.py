@@ -17,8 +17,8 @@ from .collectives import redistribute
 from .groups import SequenceParallel
 
 
-# Value in `mm_token_type_ids`, pixels and grids.
-_KINDS = {
+# The columns of images and of videos: value in `mm_token_type_ids`, pixels and grids.
+VISION_KINDS = {
     "image": (1, "pixel_values", "image_grid_thw"),
     "video": (2, "pixel_values_videos", "video_grid_thw"),
 }
@@ -57,7 +57,7 @@ def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[s
         `ValueError`: tokens and patches that do not belong together.
     """
     found = {}
-    for kind, (token_type, pixels_name, grid_name) in _KINDS.items():
+    for kind, (token_type, pixels_name, grid_name) in VISION_KINDS.items():
         pixels, grid = batch.get(pixels_name), batch.get(grid_name)
         if pixels is None and grid is None:
             continue

@@ -21,6 +21,7 @@ from ..cli.env import planned_implementations
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
 from ..data.guard import unshifted_smoothing
+from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.auto import FAMILIES
@@ -38,7 +39,7 @@ from ..models.verdict import (
 )
 
 
-_VISION = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
+_VISION = {*VISION_COLUMNS, TOKEN_TYPES}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 # Collators that lay samples into a padded batch and do nothing else to them. The second list makes the labels, too.
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")

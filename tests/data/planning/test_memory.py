@@ -19,9 +19,8 @@ from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.cli import main
 from transformers_packed.data.planning.memory import (
     Parameters,
-    backward_elements,
     exchanges,
-    layer_elements,
+    layer_memory,
     loss_memory,
     plan_sequence_parallel,
     step_memory,
@@ -132,13 +131,14 @@ def expected_peak(model, row_length, size, checkpointing):
     config = Qwen3_5TextConfig(**SIZES[model])
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
     need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing)
-    kept = [2 * layer_elements(config, n, row_length, size, None) for n in range(layers)]
+    layer = [layer_memory(config, n, row_length, size, None) for n in range(layers)]
+    kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(config, tokens)], 2 * config.hidden_size * tokens
     for number in range(layers):
         # Of the root and of the layers behind this one.
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
         saved = number * given + kept[number] if checkpointing else sum(kept[: number + 1])
-        peaks.append(gradients + saved + 2 * tokens * backward_elements(config, number))
+        peaks.append(gradients + saved + layer[number][1])
     return (need.weights + max(peaks)) / GIB
 
 

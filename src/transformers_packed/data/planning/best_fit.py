@@ -13,8 +13,6 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Patterns:
@@ -52,8 +50,8 @@ def best_fit(
             With `cost`, the most that a row may cost unless it is one document that costs more alone.
     """
     shortest = lengths[0]
-    # A node adds `times` documents of `length` to the rows of its parent; node 0 is the empty row.
-    parents, added, times = [0], [0], [0]
+    # A node `(parent, length, times)` adds so many documents to the rows of its parent; node 0 is the empty row.
+    nodes = [(0, 0, 0)]
     groups: dict[int, list[tuple[int, int, int, float]]] = {}  # the longest that fits: (node, rows, room, cost left)
     fits: list[int] = []  # the keys of `groups`, ascending
     closed: list[tuple[int, int]] = []
@@ -62,17 +60,14 @@ def best_fit(
         longest = room if cost is None else min(room, bisect_right(cost, left) - 1)
         if longest < shortest:
             closed.append((node, rows))
-        elif longest in groups:
-            groups[longest].append((node, rows, room, left))
-        else:
-            groups[longest] = [(node, rows, room, left)]
+            return
+        if longest not in groups:
             insort(fits, longest)
+        groups.setdefault(longest, []).append((node, rows, room, left))
 
     def extend(node: int, length: int, number: int) -> int:
-        parents.append(node)
-        added.append(length)
-        times.append(number)
-        return len(parents) - 1
+        nodes.append((node, length, number))
+        return len(nodes) - 1
 
     for length, remaining in zip(reversed(lengths), reversed(counts), strict=True):
         each = 0.0 if cost is None else cost[length]
@@ -104,8 +99,8 @@ def best_fit(
     for node, _ in closed:
         row: list[int] = []
         while node:
-            row += [added[node]] * times[node]
-            node = parents[node]
+            node, length, number = nodes[node]
+            row += [length] * number
         documents.append(row[::-1])
     return Patterns(documents, [rows for _, rows in closed])
 
@@ -174,10 +169,3 @@ def open_rows(patterns: Patterns, cost: list[float], rows: int) -> Patterns:
         whole += [(row, number) for _, row, number in heap]
         patterns = Patterns([row for row, _ in whole], [number for _, number in whole])
     return patterns
-
-
-def as_arrays(patterns: Patterns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of each pattern `[P]`, documents of each pattern `[P]`, and their lengths one after another, all int64."""
-    sizes = np.array([len(row) for row in patterns.documents], np.int64)
-    flat = np.fromiter((length for row in patterns.documents for length in row), np.int64, int(sizes.sum()))
-    return np.array(patterns.rows, np.int64), sizes, flat

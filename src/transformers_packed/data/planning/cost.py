@@ -10,18 +10,11 @@ from numpy.typing import ArrayLike
 from ...errors import input_error
 
 
-_CHUNK_SIZE = 64
+# Tokens of a chunk of the gated delta rule.
+CHUNK = 64
 _NEEDED = (
-    "layer_types",
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
+    *("layer_types", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
 
@@ -62,11 +55,7 @@ class PackingCost:
     def __post_init__(self):
         values = (self.linear, self.quadratic, self.chunked)
         if not (np.isfinite(values).all() and self.linear > 0 and min(values) >= 0):
-            raise input_error(
-                "finite coefficients, linear above 0 and the others at least 0",
-                f"linear={self.linear}, quadratic={self.quadratic}, chunked={self.chunked}",
-                "Correct them.",
-            )
+            raise input_error("finite coefficients, linear above 0 and the others at least 0", self)
 
     @classmethod
     def from_config(cls, config: Any) -> "PackingCost":
@@ -85,11 +74,9 @@ class PackingCost:
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         missing = [name for name in _NEEDED if getattr(config, name, None) is None]
         if missing:
-            raise input_error(
-                "the configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model",
-                f"{type(config).__name__} without {', '.join(missing)}",
-                "Give the coefficients instead: PackingCost(linear=..., quadratic=...).",
-            )
+            got = f"{type(config).__name__} without {', '.join(missing)}"
+            fix = "Give the coefficients instead: PackingCost(linear=..., quadratic=...)."
+            raise input_error("the configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model", got, fix)
         hidden, head_dim = config.hidden_size, config.head_dim
         query = config.num_attention_heads * head_dim
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -100,7 +87,7 @@ class PackingCost:
         mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
         # Within a chunk: key and query products, the triangular inverse and its two products, the output; then the
         # state is read twice and written once.
-        within = _CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + _CHUNK_SIZE**2 / 3
+        within = CHUNK * (3 * key_dim + 2 * value_dim) + CHUNK**2 / 3
         core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
         # The query projection also makes the output gate.
         attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
@@ -116,7 +103,7 @@ class PackingCost:
     def documents(self, lengths: ArrayLike) -> np.ndarray:
         """The cost of each document, float64, for lengths in tokens of any shape."""
         lengths = np.asarray(lengths, np.float64)
-        whole_chunks = np.ceil(lengths / _CHUNK_SIZE) * _CHUNK_SIZE
+        whole_chunks = np.ceil(lengths / CHUNK) * CHUNK
         return self.linear * lengths + self.chunked * whole_chunks + self.quadratic * lengths**2
 
 

@@ -12,12 +12,11 @@ import numpy as np
 
 from ...errors import input_error
 from .cost import PackingCost
-from .rows import histogram, offsets_of, ranges, share_rows
+from .rows import PADDED_BATCH, histogram, mean_of_longest, offsets_of, ranges, share_rows
 
 
 _FORMAT, _FORMAT_VERSION = "transformers_packed.PackingPlan", 1
 _ARRAYS = ("row_offsets", "samples", "lengths", "starts")
-PADDED_BATCH = 8
 _BLOCK = 1 << 18
 
 
@@ -80,9 +79,8 @@ class PackingPlan:
     rank: int | None = None
 
     def __post_init__(self):
-        for name in _ARRAYS:
-            if getattr(self, name) is not None:
-                getattr(self, name).flags.writeable = False
+        for array in self._arrays().values():
+            array.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.row_offsets) - 1
@@ -91,9 +89,11 @@ class PackingPlan:
         """The samples, first tokens and lengths of a row's documents, each `[documents in the row]`."""
         if not 0 <= index < len(self):
             raise IndexError(f"PackingPlan.row: expected an index from 0 to {len(self) - 1}, got {index}")
-        part = slice(self.row_offsets[index], self.row_offsets[index + 1])
-        lengths = self.lengths[part]
-        return self.samples[part], np.zeros_like(lengths) if self.starts is None else self.starts[part], lengths
+        documents = slice(self.row_offsets[index], self.row_offsets[index + 1])
+        return self.samples[documents], self._starts(documents), self.lengths[documents]
+
+    def _starts(self, documents: slice) -> np.ndarray:
+        return np.zeros_like(self.lengths[documents]) if self.starts is None else self.starts[documents]
 
     @property
     def steps(self) -> int:
@@ -128,22 +128,18 @@ class PackingPlan:
     @cached_property
     def padding_avoided(self) -> float:
         """The share of padding in right-padded batches of 8 of these documents in random order (the expected value)."""
-        return 1 - self.tokens / (len(self.lengths) * self._mean_of_longest(np.arange(self.lengths.max() + 1.0)))
+        return 1 - self.tokens / (len(self.lengths) * mean_of_longest(self.lengths))
 
     @cached_property
     def estimated_speedup(self) -> float:
         """What padded batches of 8 documents in random order cost, over what the rows cost, by `cost`."""
         each = self._cost_by_length
-        return float(self._mean_of_longest(each) * len(self.lengths) / (histogram(self.lengths) @ each))
+        padded = mean_of_longest(self.lengths, values=each)
+        return float(padded * len(self.lengths) / (histogram(self.lengths) @ each))
 
     @cached_property
     def _cost_by_length(self) -> np.ndarray:
         return self.cost.documents(np.arange(self.lengths.max() + 1))
-
-    def _mean_of_longest(self, values: np.ndarray) -> float:
-        """The expectation of `values[longest document of a batch]`."""
-        share_up_to = np.cumsum(histogram(self.lengths)) / len(self.lengths)
-        return float(np.diff(share_up_to ** min(PADDED_BATCH, len(self.lengths)), prepend=0.0) @ values)
 
     def misfits(self, documents: slice, sample_tokens: np.ndarray) -> np.ndarray:
         """Which of some documents cannot be what `overlong` makes of their samples, bool `[documents]`.
@@ -154,8 +150,7 @@ class PackingPlan:
             sample_tokens (`np.ndarray`):
                 The tokens that their samples really have, `[documents]`.
         """
-        lengths = self.lengths[documents]
-        starts = np.zeros_like(lengths) if self.starts is None else self.starts[documents]
+        lengths, starts = self.lengths[documents], self._starts(documents)
         if self.overlong == "split":
             return self._planned_tokens[self.samples[documents]] != sample_tokens
         fits = (starts == 0) & (lengths == sample_tokens)
@@ -168,7 +163,7 @@ class PackingPlan:
     def _planned_tokens(self) -> np.ndarray:
         """Where each sample's last document ends, int32 `[samples]`."""
         ends = np.zeros(self.input_samples, np.int32)
-        np.maximum.at(ends, self.samples, self.lengths if self.starts is None else self.starts + self.lengths)
+        np.maximum.at(ends, self.samples, self._starts(slice(None)) + self.lengths)
         return ends
 
     @property
@@ -197,14 +192,11 @@ class PackingPlan:
         return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
 
     def _fate_of_overlong(self) -> str:
-        parts = []
         if self.truncated_samples:
-            parts.append(f"{self.truncated_samples:,} samples truncated, {self.truncated_tokens:,} tokens lost")
+            return f"{self.truncated_samples:,} samples truncated, {self.truncated_tokens:,} tokens lost"
         if self.dropped_samples:
-            parts.append(f"{self.dropped_samples:,} samples dropped, {self.dropped_tokens:,} tokens lost")
-        if self.split_samples:
-            parts.append(f"{self.split_samples:,} samples split, no token lost")
-        return "; ".join(parts) or "none"
+            return f"{self.dropped_samples:,} samples dropped, {self.dropped_tokens:,} tokens lost"
+        return f"{self.split_samples:,} samples split, no token lost" if self.split_samples else "none"
 
     def shard(self, rank: int, world_size: int) -> "PackingPlan":
         """The rows of one rank: every `world_size`-th, from row `rank` on.
@@ -214,15 +206,12 @@ class PackingPlan:
         Raises:
             `ValueError`: `rank` is out of range, the plan is for another number of ranks, or it is a shard already.
         """
-        self._check_whole("shard")
+        self._check_whole()
         if world_size != self.world_size:
-            raise input_error(
-                f"world_size={self.world_size}, which the rows are arranged for",
-                world_size,
-                f"Give world_size={world_size} to plan_packing.",
-            )
+            fix = f"Give world_size={world_size} to plan_packing."
+            raise input_error(f"world_size={self.world_size}, which the rows are arranged for", world_size, fix)
         if not 0 <= rank < world_size:
-            raise input_error(f"a rank from 0 to {world_size - 1}", rank, "Correct it.")
+            raise input_error(f"a rank from 0 to {world_size - 1}", rank)
         return replace(self._take(np.arange(rank, len(self), world_size)), world_size=1, rank=rank)
 
     def epoch_order(self, epoch: int) -> np.ndarray:
@@ -231,9 +220,9 @@ class PackingPlan:
         Epoch 0 has the plan's own order. In every other epoch the rows come in another random order, in which they are
         arranged in steps anew; the documents of a row stay together.
         """
-        self._check_whole("shuffled")
+        self._check_whole()
         if epoch < 0:
-            raise input_error("an epoch from 0 on", epoch, "Correct it.")
+            raise input_error("an epoch from 0 on", epoch)
         if epoch == 0:
             return np.arange(len(self))
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
@@ -246,25 +235,25 @@ class PackingPlan:
     def _share(self, order: np.ndarray) -> np.ndarray:
         return share_rows(order, self.row_cost, self.world_size, self.gradient_accumulation_steps)
 
-    def _check_whole(self, call: str) -> None:
+    def _check_whole(self) -> None:
         if self.rank is not None:
-            raise input_error(
-                "the whole plan, as all ranks have to choose alike",
-                f"the shard of rank {self.rank}",
-                "Shuffle the whole plan, then take the shard.",
-            )
+            got, fix = f"the shard of rank {self.rank}", "Shuffle the whole plan, then take the shard."
+            raise input_error("the whole plan, as all ranks have to choose alike", got, fix)
 
     def _take(self, rows: np.ndarray) -> "PackingPlan":
         sizes = self.documents_per_row[rows]
         offsets = offsets_of(sizes)
-        names = [name for name in _ARRAYS[1:] if getattr(self, name) is not None]
-        taken = {name: np.empty(offsets[-1], getattr(self, name).dtype) for name in names}
+        given = {name: array for name, array in self._arrays().items() if name != "row_offsets"}
+        taken = {name: np.empty(offsets[-1], array.dtype) for name, array in given.items()}
         for first in range(0, len(rows), _BLOCK):
             block = slice(first, first + _BLOCK)
             index = ranges(self.row_offsets[rows[block]], sizes[block])
-            for name in names:
-                taken[name][offsets[first] : offsets[first] + len(index)] = getattr(self, name)[index]
+            for name, array in given.items():
+                taken[name][offsets[first] : offsets[first] + len(index)] = array[index]
         return replace(self, row_offsets=offsets, **taken)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole.
@@ -272,19 +261,16 @@ class PackingPlan:
         Raises:
             `OSError`: the file cannot be written, or `path` is a directory.
         """
-        header = {"format": _FORMAT, "version": _FORMAT_VERSION}
-        for field in fields(self):
-            if field.name not in _ARRAYS:
-                value = getattr(self, field.name)
-                header[field.name] = vars(value) if isinstance(value, PackingCost) else value
-        arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
+        names = [field.name for field in fields(self) if field.name not in _ARRAYS]
+        header = {"format": _FORMAT, "version": _FORMAT_VERSION, **{name: getattr(self, name) for name in names}}
         path = Path(path)
         if path.is_dir():
-            raise IsADirectoryError(f"PackingPlan.save: expected a file, got the directory {path}")
+            raise IsADirectoryError(f"expected a file, got the directory {path}")
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
-                np.savez(file, header=np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays)
+                text = json.dumps(header, default=vars)
+                np.savez(file, header=np.frombuffer(text.encode(), np.uint8), **self._arrays())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -318,8 +304,7 @@ class PackingPlan:
         return plan
 
     def _check_arrays(self) -> None:
-        offsets = self.row_offsets
-        documents = [getattr(self, name) for name in _ARRAYS[1:] if getattr(self, name) is not None]
+        offsets, *documents = self._arrays().values()
         sound = (
             all(array.ndim == 1 and array.dtype.kind == "i" for array in (offsets, *documents))
             and len(offsets) > 1

@@ -6,21 +6,21 @@ order, and what they hold is mixed (`mixing.py`). The search takes as long as th
 sample there remain a sort by length and array operations.
 """
 
-from dataclasses import dataclass
+import warnings
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ...errors import input_error
-from .best_fit import Patterns, as_arrays, best_fit, even_out, open_rows
+from ..overlong import check_count, check_settings
+from .best_fit import Patterns, best_fit, even_out, open_rows
 from .cost import PackingCost, default_cost
 from .mixing import mix_rows
 from .plan import PackingPlan
 from .rows import histogram, offsets_of, ranges
 
 
-_CALL = "plan_packing"
 # The most rows, as a share, that may be opened to make rows alike in cost.
 _EXTRA_ROWS = 0.005
 # How much more than the average a row may cost to have its documents mixed with those of others.
@@ -29,26 +29,17 @@ _BLOCK = 1 << 18
 _LONGEST = np.iinfo(np.int32).max
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """What is to be packed: each document's length, and its sample and first token where these are not all alike."""
-
-    lengths: np.ndarray
-    samples: np.ndarray | None = None
-    starts: np.ndarray | None = None
-
-
 def plan_packing(
     lengths: ArrayLike,
     max_length: int,
     *,
-    strategy: Literal["best_fit"] = "best_fit",
     overlong: Literal["error", "truncate", "split", "drop"] = "error",
     truncation_side: Literal["right", "left"] = "right",
     world_size: int = 1,
     gradient_accumulation_steps: int = 1,
     balance: bool | PackingCost | Any = True,
     seed: int = 0,
+    strategy: str | None = None,
 ) -> PackingPlan:
     """Plan packed rows of at most `max_length` tokens over all samples.
 
@@ -64,8 +55,6 @@ def plan_packing(
             The samples' lengths in tokens, integers of at least 1, `[samples]`.
         max_length (`int`):
             The most tokens of a row.
-        strategy (`str`, *optional*, defaults to `"best_fit"`):
-            `"best_fit"`: best-fit decreasing over the whole dataset.
         overlong (`str`, *optional*, defaults to `"error"`):
             What becomes of samples of more than `max_length` tokens: `"error"`; `"truncate"` cuts them; `"split"` makes
             several documents of them, each of which starts afresh; `"drop"` leaves them out. The plan counts them.
@@ -80,6 +69,8 @@ def plan_packing(
             configuration that of its model. `False` balances nothing; every rank gets as many rows all the same.
         seed (`int`, *optional*, defaults to 0):
             Of all random choices: the same arguments and seed give the same plan.
+        strategy (`str`, *optional*):
+            Deprecated. It can only be `"best_fit"`, best-fit decreasing over the whole dataset.
 
     Raises:
         `ValueError`: malformed lengths or arguments, a sample that is too long with `overlong="error"`, or fewer
@@ -97,16 +88,14 @@ def plan_packing(
 
     ```
     """
-    for name, value in (
-        ("max_length", max_length),
-        ("world_size", world_size),
-        ("gradient_accumulation_steps", gradient_accumulation_steps),
-    ):
-        _check_count(name, value, 1)
-    _check_count("seed", seed, 0)
-    _check_choice("strategy", strategy, ("best_fit",))
-    _check_choice("overlong", overlong, ("error", "truncate", "split", "drop"))
-    _check_choice("truncation_side", truncation_side, ("right", "left"))
+    if strategy is not None:
+        warnings.warn("plan_packing has one strategy; leave strategy out", DeprecationWarning, stacklevel=2)
+        if strategy != "best_fit":
+            raise input_error("strategy 'best_fit'", repr(strategy))
+    check_settings(max_length, overlong, truncation_side)
+    check_count("world_size", world_size)
+    check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    check_count("seed", seed, 0)
     if isinstance(balance, PackingCost):
         cost = balance
     else:
@@ -114,20 +103,18 @@ def plan_packing(
     balanced = balance is not False and world_size > 1
     max_length = min(int(max_length), _LONGEST)
 
-    lengths = _check_lengths(lengths)
-    documents, counters = _cut_overlong(lengths, max_length, overlong, truncation_side)
-    patterns = _find_rows(
-        documents.lengths, max_length, cost, int(world_size) * int(gradient_accumulation_steps), balanced
-    )
+    given = _check_lengths(lengths)
+    lengths, samples, starts, counters = _cut_overlong(given, max_length, overlong, truncation_side)
+    patterns = _find_rows(lengths, max_length, cost, int(world_size) * int(gradient_accumulation_steps), balanced)
     rng = np.random.default_rng(seed)
-    taken, offsets = _deal(documents.lengths, patterns, rng)
-    longest = _longest_to_mix(documents.lengths, cost) if balanced else max_length
-    offsets = mix_rows(taken, documents.lengths, offsets, max_length, longest, rng)
+    taken, offsets = _deal(lengths, patterns, rng)
+    longest = _longest_to_mix(lengths, cost) if balanced else max_length
+    offsets = mix_rows(taken, lengths, offsets, max_length, longest, rng)
     plan = PackingPlan(
         row_offsets=offsets,
-        samples=taken if documents.samples is None else documents.samples[taken],
-        lengths=documents.lengths[taken],
-        starts=None if documents.starts is None else documents.starts[taken],
+        samples=taken if samples is None else samples[taken],
+        lengths=lengths[taken],
+        starts=None if starts is None else starts[taken],
         max_length=max_length,
         cost=cost,
         balanced=balanced,
@@ -135,22 +122,11 @@ def plan_packing(
         world_size=int(world_size),
         gradient_accumulation_steps=int(gradient_accumulation_steps),
         overlong=overlong,
-        input_samples=len(lengths),
-        input_tokens=int(lengths.sum(dtype=np.int64)),
+        input_samples=len(given),
+        input_tokens=int(given.sum(dtype=np.int64)),
         **counters,
     )
     return plan._take(plan._share(np.arange(len(plan)))) if balanced and gradient_accumulation_steps > 1 else plan
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise input_error(f"{name} as a whole number of at least {least}", repr(value), "Correct it.")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = " or ".join(map(repr, choices))
-        raise input_error(f"{name} {expected}", repr(value), "Choose one of these.")
 
 
 def _check_lengths(lengths: ArrayLike) -> np.ndarray:
@@ -159,59 +135,49 @@ def _check_lengths(lengths: ArrayLike) -> np.ndarray:
     try:
         lengths = np.asarray(lengths)
     except (TypeError, ValueError) as error:
-        raise input_error(expected, str(error), "Give one number per sample.") from error
+        raise input_error(expected, error) from error
     if lengths.size == 0:
-        raise input_error(expected, "no sample", "Check the dataset.")
+        raise input_error(expected, "no sample")
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        got = f"an array of {lengths.dtype} with shape {lengths.shape}"
-        raise input_error(expected, got, "Give one number per sample.")
+        raise input_error(expected, f"an array of {lengths.dtype} with shape {lengths.shape}")
     if lengths.min() < 1:
         short = np.flatnonzero(lengths < 1)
-        raise input_error(
-            expected,
-            f"{lengths[short[0]]} at sample {short[0]} ({len(short)} of {len(lengths)} samples are empty or wrong)",
-            "Leave empty samples out.",
-        )
+        got = f"{lengths[short[0]]} at sample {short[0]} ({len(short)} of {len(lengths)} are like that)"
+        raise input_error(expected, got, "Leave empty samples out.")
     if lengths.max() > _LONGEST:
-        raise input_error(f"lengths up to {_LONGEST}", lengths.max(), "Check the lengths.")
+        raise input_error(f"lengths up to {_LONGEST}", lengths.max())
     return lengths.astype(np.int32, copy=False)
 
 
 def _cut_overlong(
     lengths: np.ndarray, max_length: int, overlong: str, truncation_side: str
-) -> tuple[_Documents, dict[str, int]]:
-    """The documents to pack, and the plan's counters of what was done to samples that are too long."""
-    too_long = np.flatnonzero(lengths > max_length)
-    if not len(too_long):
-        return _Documents(lengths), {}
-    tokens = int(lengths[too_long].sum(dtype=np.int64))
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, int]]:
+    """The documents to pack: lengths, samples and first tokens (`None` where all are alike), and the plan's counters."""
+    long = lengths > max_length
+    too_long = int(long.sum())
+    if not too_long:
+        return lengths, None, None, {}
+    tokens = int(lengths[long].sum(dtype=np.int64))
     if overlong == "error":
-        longest = lengths.argmax()
-        raise input_error(
-            f"samples of at most {max_length} tokens",
-            f"{len(too_long)} longer ones among {len(lengths)}, the longest (sample {longest}) of {lengths[longest]}",
-            'Choose overlong="truncate", "split" or "drop", or raise max_length.',
-        )
+        at = lengths.argmax()
+        got = f"{too_long} longer ones among {len(lengths)}, the longest (sample {at}) of {lengths[at]}"
+        fix = 'Pass overlong="truncate", "split" or "drop", or raise max_length.'
+        raise input_error(f"samples of at most {max_length} tokens", got, fix)
     if overlong == "truncate":
         kept = np.minimum(lengths, np.int32(max_length))
-        starts = lengths - kept if truncation_side == "left" else None
-        lost = tokens - max_length * len(too_long)
-        return _Documents(kept, starts=starts), {"truncated_samples": len(too_long), "truncated_tokens": lost}
+        counters = {"truncated_samples": too_long, "truncated_tokens": tokens - max_length * too_long}
+        return kept, None, lengths - kept if truncation_side == "left" else None, counters
+    index_type = _index_type(len(lengths))
     if overlong == "split":
         parts = -(-lengths // np.int32(max_length))
-        samples = np.repeat(np.arange(len(lengths), dtype=_index_type(len(lengths))), parts)
+        samples = np.repeat(np.arange(len(lengths), dtype=index_type), parts)
         starts = ranges(np.zeros(len(lengths), np.int64), parts) * max_length
         kept = np.minimum(lengths[samples] - starts, max_length).astype(np.int32)
-        return _Documents(kept, samples, starts.astype(np.int32)), {"split_samples": len(too_long)}
-    samples = np.flatnonzero(lengths <= max_length)
-    if not len(samples):
-        raise input_error(
-            f"a sample of at most {max_length} tokens",
-            f"{len(lengths)} samples, all longer",
-            "Raise max_length, or truncate or split them.",
-        )
-    counters = {"dropped_samples": len(too_long), "dropped_tokens": tokens}
-    return _Documents(lengths[samples], samples.astype(_index_type(len(lengths)))), counters
+        return kept, samples, starts.astype(np.int32), {"split_samples": too_long}
+    if too_long == len(lengths):
+        raise input_error(f"a sample of at most {max_length} tokens", f"{too_long} samples, all longer")
+    samples = np.flatnonzero(~long).astype(index_type)
+    return lengths[samples], samples, None, {"dropped_samples": too_long, "dropped_tokens": tokens}
 
 
 def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple: int, balanced: bool) -> Patterns:
@@ -223,20 +189,17 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
     least = _round_up(len(patterns), multiple)
     if least > len(lengths):
         spare = len(lengths) % multiple
+        fix = f"Leave out {spare} samples, or lower" if spare < len(lengths) else "Lower"
         raise input_error(
             f"at least {least} documents, so that {multiple} rows of each step have one each",
             len(lengths),
-            f"Leave out {spare} samples, or lower world_size or gradient_accumulation_steps."
-            if spare < len(lengths)
-            else "Lower world_size or gradient_accumulation_steps.",
+            f"{fix} world_size or gradient_accumulation_steps.",
         )
     if balanced or len(patterns) < least:
         each = cost.documents(np.arange(len(counts))).tolist()
         if balanced:
-            most = min(
-                _round_up(int(len(patterns) * (1 + _EXTRA_ROWS)), multiple), len(lengths) // multiple * multiple
-            )
-            patterns = even_out(*given, each, patterns, least, most)
+            most = _round_up(int(len(patterns) * (1 + _EXTRA_ROWS)), multiple)
+            patterns = even_out(*given, each, patterns, least, min(most, len(lengths) // multiple * multiple))
         patterns = open_rows(patterns, each, _round_up(len(patterns), multiple))
     return patterns
 
@@ -252,7 +215,8 @@ def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
 def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Rows in random order, and documents of one length dealt to them in random order: documents and row offsets."""
     by_length = _shuffle_and_sort(lengths, rng)
-    rows, sizes, lengths = as_arrays(patterns)
+    rows, sizes = np.array(patterns.rows), np.array([len(row) for row in patterns.documents])
+    lengths = np.concatenate(patterns.documents)
     first_row, first_document = offsets_of(rows), offsets_of(sizes)
     # Each document of a pattern takes as many documents of its length as the pattern has rows.
     position = np.argsort(lengths, kind="stable")

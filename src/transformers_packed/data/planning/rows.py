@@ -3,6 +3,8 @@
 import numpy as np
 
 
+# Rows are compared with padded batches of this size.
+PADDED_BATCH = 8
 _BLOCK = 1 << 22
 
 
@@ -25,6 +27,23 @@ def histogram(lengths: np.ndarray) -> np.ndarray:
     for first in range(0, len(lengths), _BLOCK):
         counts += np.bincount(lengths[first : first + _BLOCK], minlength=len(counts))
     return counts
+
+
+def mean_of_longest(lengths: np.ndarray, batch_size: int = PADDED_BATCH, values: np.ndarray | None = None) -> float:
+    """The expected length of the longest document in batches of these documents in random order.
+
+    Args:
+        lengths (`np.ndarray`):
+            Integers `[documents]`.
+        batch_size (`int`, *optional*, defaults to 8):
+            Documents of a batch.
+        values (`np.ndarray`, *optional*):
+            `[longest + 1]`: the expectation of `values[length of the longest]` instead.
+    """
+    # The longest of a batch has at most n tokens with probability (share of documents up to n) ** batch_size.
+    share_up_to = np.cumsum(histogram(lengths)) / len(lengths)
+    chance = np.diff(share_up_to ** min(batch_size, len(lengths)), prepend=0.0)
+    return float(chance @ (np.arange(len(chance), dtype=np.float64) if values is None else values))
 
 
 def share_rows(order: np.ndarray, cost: np.ndarray, world_size: int, accumulation: int) -> np.ndarray:

@@ -23,12 +23,10 @@ ROLES = ("system", "user", "assistant", "tool")
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-def check_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]:
+def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
     """`messages` with each content as one string, or a `ValueError` that says what is wrong with them.
 
     Args:
-        place (`str`):
-            Where the messages come from, for the error.
         name (`str`):
             The column's name, for the error.
         messages (`Any`):
@@ -36,23 +34,20 @@ def check_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]
             parts. A message with `tool_calls` or `reasoning_content` needs no content.
     """
     if not isinstance(messages, list) or not messages:
-        raise input_error(f"{name} as a list of messages", describe(messages), "Correct it.")
+        raise input_error(f"{name} as a list of messages", describe(messages))
     checked = []
     for number, message in enumerate(messages, 1):
         which = f"{name}, message {number}"
         if not isinstance(message, dict):
             raise input_error(f"an object in {which}", describe(message), "Give it role and content.")
         if message.get("role") not in ROLES:
-            raise input_error(
-                f"a role out of {', '.join(ROLES)} in {which}",
-                repr(message["role"]) if "role" in message else "none",
-                "Rename the role.",
-            )
+            got = repr(message["role"]) if "role" in message else "none"
+            raise input_error(f"a role out of {', '.join(ROLES)} in {which}", got)
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(_text_part(place, which, part) for part in content)
+            content = "".join(_text_part(which, part) for part in content)
         elif content is not None and not isinstance(content, str):
-            raise input_error(f"content as a string or a list of parts in {which}", describe(content), "Correct it.")
+            raise input_error(f"content as a string or a list of parts in {which}", describe(content))
         has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
         if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
             raise input_error(f"content in {which}", "none", "Fill it in or leave it out.")
@@ -61,7 +56,7 @@ def check_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]
     return checked
 
 
-def _text_part(place: str, which: str, part: Any) -> str:
+def _text_part(which: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     got = f"type {part['type']!r}" if isinstance(part, dict) and "type" in part else describe(part)
@@ -106,12 +101,8 @@ class AssistantTurns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if not tokenizer.chat_template:
-            raise input_error(
-                "a tokenizer with a chat template, for messages",
-                "one without",
-                "Train the instruct model, set tokenizer.chat_template and save it, or use prompt and completion "
-                "strings.",
-            )
+            fix = "Train the instruct model, save one with tokenizer.chat_template, or use prompt and completion strings."
+            raise input_error("a tokenizer with a chat template, for messages", "one without", fix)
         self.tokenizer = tokenizer
         template = tokenizer.get_chat_template()
         self.template_marks_them = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

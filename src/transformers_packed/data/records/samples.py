@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import input_error
+from ..samples import IGNORED_LABEL
 from .chat import AssistantTurns, check_messages, describe
 
 
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
-IGNORED_LABEL = -100
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
@@ -92,9 +93,7 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
     path = Path(data)
     if path.is_file():
         if split or subset:
-            raise input_error(
-                "a dataset beside --split or --subset", f"the file {data}", "Leave them out.", option="--data"
-            )
+            raise input_error("a dataset beside --split or --subset", f"the file {data}", option="--data")
         yield from (_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)
     elif path.suffix in _FILE_ENDINGS:
         raise FileNotFoundError(f"--data: there is no file {data}")
@@ -112,9 +111,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 if text.strip():
                     yield place, json.loads(text)
             except UnicodeDecodeError as error:
-                raise input_error("UTF-8", str(error), "Convert the file.") from None
+                raise input_error("UTF-8", error, option=place) from None
             except (json.JSONDecodeError, RecursionError) as error:
-                raise input_error("one JSON object per line", f"no JSON ({error})", "Correct the line.") from None
+                raise input_error("one JSON object per line", f"no JSON ({error})", option=place) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -123,15 +122,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    number = 0
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", record
+            records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(1024))
+            for number, record in enumerate(records, 1):
+                yield f"{path}, row {number}", record
     except ArrowException as error:
-        raise input_error("a parquet file", str(error), "Check the file.") from error
+        raise input_error("a parquet file", error, option=path) from error
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -148,10 +145,8 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
     except OSError:
         raise
     except Exception as error:  # datasets raises its own exceptions, and those of the file formats' readers
-        message = " ".join(str(error).split())
-        raise input_error(
-            f"a file or a dataset with the split {split!r}", f"{name}: {message}", "Correct it.", option="--data"
-        ) from error
+        got = f"{name}: {' '.join(str(error).split())}"
+        raise input_error(f"a file or a dataset with the split {split!r}", got, option="--data") from error
     for number, record in enumerate(dataset, 1):
         yield f"{name} [{split}], row {number}", record
 
@@ -181,21 +176,13 @@ def make_samples(
         `ValueError`: a record is malformed or of another format than the first one, the tokenizer cannot serve the
             format, or no sample is left.
     """
-    make = samples = None
+    samples, read = None, _Records(tokenizer, format)
     for place, record in tqdm(records, "tokenizing", unit="record", disable=None):
-        if not isinstance(record, dict):
-            raise input_error("a JSON object", describe(record), "Correct it.")
-        found = _format(place, record, format)
-        if samples is None:
-            samples = Samples(found)
-            make = _Tokenize(tokenizer, found)
-        elif found != samples.format:
-            raise input_error(
-                f"the columns of the first record, {' and '.join(FORMATS[samples.format])}",
-                " and ".join(FORMATS[found]),
-                "Train each format in a run of its own, or bring them to one.",
-            )
-        input_ids, labels = make(place, record)
+        try:
+            input_ids, labels = read(record)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        samples = samples or Samples(read.format)
         samples.truncated += len(input_ids) > max_length
         labels = np.array(labels[:max_length], np.int32)
         if count_targets(labels):
@@ -214,90 +201,71 @@ def make_samples(
     return samples
 
 
-def _format(place: str, record: dict[str, Any], wanted: str | None) -> str:
-    """The one format whose columns the record has."""
-    # datasets fills the columns that a record lacks with None.
-    columns = [name for name, value in record.items() if value is not None]
-    found = [name for name, needed in FORMATS.items() if set(needed) <= set(columns)]
-    if wanted is not None:
-        if wanted in found:
-            return wanted
-        raise input_error(
-            f"{' and '.join(FORMATS[wanted])}, as --format says",
-            f"the columns {', '.join(columns)}" if columns else "no columns",
-            "Correct the record or --format.",
-        )
-    if len(found) == 1:
-        return found[0]
-    raise input_error(
-        "the columns of one format: messages, prompt and completion, or text",
-        f"the columns {', '.join(columns)}" if columns else "no columns",
-        f"Choose one with --format {' or '.join(found)}." if found else "Rename or add columns.",
-    )
+class _Records:
+    """Tokens and labels of one record after another, all of the format that is wanted or that the first one has."""
 
-
-class _Tokenize:
-    """Tokens and labels of one record, by the format of the data."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: str | None):
         self.tokenizer = tokenizer
-        self.by_format = {"messages": self.messages, "prompt-completion": self.pair, "text": self.text}[format]
+        self.wanted = wanted
+        self.format: str | None = None
         self.turns: AssistantTurns | None = None
 
-    def __call__(self, place: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        return self.by_format(place, record)
-
-    def text(self, place: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        text = self._string(place, "text", record["text"])
-        input_ids = self._with_eos(self._encode(place, text, add_special_tokens=True))
-        return input_ids, input_ids
-
-    def pair(self, place: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Each part is tokenized alone, so that the prompt's tokens are those of inference."""
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) or isinstance(completion, list):
-            prompt, completion = (check_messages(place, name, record[name]) for name in FORMATS["prompt-completion"])
-            return self._conversation(place, record, [*prompt, *completion], len(prompt))
-        prompt = self._string(place, "prompt", prompt, may_be_empty=True)
-        completion = self._string(place, "completion", completion)
-        prompt_ids = self._encode(place, prompt, add_special_tokens=True)
-        completion_ids = self._with_eos(self._encode(place, completion, add_special_tokens=False))
+    def __call__(self, record: Any) -> tuple[list[int], list[int]]:
+        if not isinstance(record, dict):
+            raise input_error("a JSON object", describe(record))
+        found = self._format_of(record)
+        self.format = self.format or found
+        if found != self.format:
+            first, got = (" and ".join(FORMATS[name]) for name in (self.format, found))
+            raise input_error(f"the columns of the first record, {first}", got, "Train each format in its own run.")
+        if found == "messages":
+            return self._conversation(record, check_messages("messages", record["messages"]))
+        if found == "text":
+            input_ids = self._with_eos(self._encode(_string("text", record["text"]), add_special_tokens=True))
+            return input_ids, input_ids
+        if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
+            prompt, completion = (check_messages(name, record[name]) for name in FORMATS[found])
+            return self._conversation(record, [*prompt, *completion], len(prompt))
+        # Each part is tokenized alone, so that the prompt's tokens are those of inference.
+        prompt = _string("prompt", record["prompt"], may_be_empty=True)
+        prompt_ids = self._encode(prompt, add_special_tokens=True)
+        completion = _string("completion", record["completion"])
+        completion_ids = self._with_eos(self._encode(completion, add_special_tokens=False))
         return [*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids]
 
-    def messages(self, place: str, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        return self._conversation(place, record, check_messages(place, "messages", record["messages"]))
+    def _format_of(self, record: dict[str, Any]) -> str:
+        """The format that is wanted, or the one whose columns the record has."""
+        # datasets fills the columns that a record lacks with None.
+        columns = [name for name, value in record.items() if value is not None]
+        found = [name for name, needed in FORMATS.items() if set(needed) <= set(columns)]
+        if self.wanted in found or self.wanted is None and len(found) == 1:
+            return self.wanted or found[0]
+        got = f"the columns {', '.join(columns)}" if columns else "no columns"
+        if self.wanted is not None:
+            raise input_error(f"{' and '.join(FORMATS[self.wanted])}, as --format says", got)
+        fix = f"Choose one with --format {' or '.join(found)}." if found else "Rename or add columns."
+        raise input_error("the columns of one format: messages, prompt and completion, or text", got, fix)
 
     def _conversation(
-        self, place: str, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
+        self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
     ) -> tuple[list[int], list[int]]:
         """Loss on the assistant's turns, from message number `first` on when that is given."""
-        if self.turns is None:
-            self.turns = AssistantTurns(self.tokenizer)
+        self.turns = self.turns or AssistantTurns(self.tokenizer)
         tools = record.get("tools") or None
         if tools is not None and not isinstance(tools, list):
-            raise input_error("tools as a list of JSON schemas", describe(tools), "Correct it.")
+            raise input_error("tools as a list of JSON schemas", describe(tools))
         try:
             if first is None and self.turns.template_marks_them:
-                encoded = self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools,
-                    return_dict=True,
-                    return_assistant_tokens_mask=True,
-                    tokenizer_kwargs={"verbose": False},
-                )
+                flags = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+                encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **flags)
                 input_ids, mask = encoded["input_ids"], encoded["assistant_masks"]
             else:
                 text = self.turns.render(messages, tools)
                 turns = [n for n in range(first or 0, len(messages)) if messages[n]["role"] == "assistant"]
-                spans = self.turns.find(messages, text, turns, tools)
-                input_ids, mask = self._encode_with_mask(text, spans)
+                input_ids, mask = self._encode_with_mask(text, self.turns.find(messages, text, turns, tools))
         except Exception as error:  # a template may raise anything
-            message = " ".join(str(error).split())
-            raise input_error(
-                "a conversation that the chat template renders",
-                f"an error ({message or type(error).__name__})",
-                "Correct the record or the template.",
-            ) from error
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise input_error("a conversation that the chat template renders", f"an error ({message})") from error
         return input_ids, [token if keep else IGNORED_LABEL for token, keep in zip(input_ids, mask, strict=True)]
 
     def _encode_with_mask(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -310,26 +278,23 @@ class _Tokenize:
                 mask[token] = 1
         return input_ids, mask
 
-    def _encode(self, place: str, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         except (TypeError, UnicodeError) as error:
-            raise input_error("text that is valid Unicode", str(error), "Correct it.") from error
+            raise input_error("text that is valid Unicode", error) from error
 
     def _with_eos(self, input_ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         if eos is None:
-            raise input_error(
-                "a tokenizer with an EOS token, which ends each sample",
-                "one without",
-                "Set tokenizer.eos_token and save the tokenizer beside the model.",
-            )
+            fix = "Set tokenizer.eos_token and save the tokenizer beside the model."
+            raise input_error("a tokenizer with an EOS token, which ends each sample", "one without", fix)
         return input_ids if input_ids[-1:] == [eos] else [*input_ids, eos]
 
-    @staticmethod
-    def _string(place: str, name: str, value: Any, may_be_empty: bool = False) -> str:
-        if not isinstance(value, str):
-            raise input_error(f"{name} as a string", describe(value), "Correct it.")
-        if not value.strip() and not may_be_empty:
-            raise input_error(f"some text in {name}", repr(value[:20]), "Leave the record out.")
-        return value
+
+def _string(name: str, value: Any, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise input_error(f"{name} as a string", describe(value))
+    if not value.strip() and not may_be_empty:
+        raise input_error(f"some text in {name}", repr(value[:20]), "Leave the record out.")
+    return value

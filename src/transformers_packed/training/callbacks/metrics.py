@@ -6,14 +6,13 @@ waits for the GPU. The lengths of documents stay on the device until the log, wh
 
 import time
 
-import numpy as np
 import torch
 from accelerate.utils import gather
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
 from ...data.planning.cost import PackingCost
-from ...data.planning.plan import PADDED_BATCH
+from ...data.planning.rows import mean_of_longest
 from ...models.base import transformers_model
 from ...ops.dispatch import implementations_used
 
@@ -140,7 +139,7 @@ class PackingMetricsCallback(TrainerCallback):
         lengths = torch.cat(self._lengths).cpu()
         if self._packed:
             # To the first step, as only the sum over steps is looked at.
-            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy(), PADDED_BATCH))
+            self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy()))
         by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.tensor(self._steps, dtype=torch.long, device=args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
@@ -202,13 +201,6 @@ def known_cost(model: torch.nn.Module) -> PackingCost | None:
         return PackingCost.from_config(model.config)
     except ValueError:
         return None
-
-
-def mean_of_longest(lengths: np.ndarray, batch_size: int) -> float:
-    """The expected length of the longest document in batches of these documents in random order."""
-    # The longest of a batch is at most the i-th shortest with probability (i / n) ** batch_size.
-    up_to = (np.arange(1, len(lengths) + 1) / len(lengths)) ** min(batch_size, len(lengths))
-    return float(np.diff(up_to, prepend=0.0) @ np.sort(lengths))
 
 
 def _peak(args, model) -> float | None:

@@ -1,0 +1,36 @@
+"""What becomes of samples that are longer than a row, and the checks of arguments that planners and datasets share."""
+
+from numbers import Integral
+from typing import Any
+
+from ..errors import input_error
+
+
+OVERLONG = ("error", "truncate", "split", "drop")
+TRUNCATION_SIDES = ("right", "left")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise a `ValueError` unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise input_error(f"{name} as a whole number of at least {least}", repr(value))
+
+
+def check_settings(max_length: int, overlong: str, truncation_side: str) -> None:
+    """Check the arguments that say what a row holds."""
+    check_count("max_length", max_length)
+    choices = ("overlong", overlong, OVERLONG), ("truncation_side", truncation_side, TRUNCATION_SIDES)
+    for name, value, known in choices:
+        if value not in known:
+            raise input_error(f"{name} {' or '.join(map(repr, known))}", repr(value))
+
+
+def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:
+    """Start and length of each document that a sample becomes."""
+    if length <= max_length:
+        return [(0, length)]
+    if overlong == "truncate":
+        return [(0 if truncation_side == "right" else length - max_length, max_length)]
+    if overlong == "split":
+        return [(start, min(max_length, length - start)) for start in range(0, length, max_length)]
+    return []
