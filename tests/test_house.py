@@ -73,7 +73,9 @@ class HouseTest(unittest.TestCase):
             shutil.copy(ROOT / "pyproject.toml", folder)
             self.assertEqual(_lint(folder), 0)
             planted = copy / "ops" / "dispatch.py"
-            planted.write_text(f"from ..models import registry\n{planted.read_text(encoding='utf-8')}", encoding="utf-8")
+            planted.write_text(
+                f"from ..models import registry\n{planted.read_text(encoding='utf-8')}", encoding="utf-8"
+            )
             self.assertEqual(_lint(folder), 1)
 
 

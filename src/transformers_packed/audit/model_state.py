@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..models.base import transformers_model
+from ..models.registry import transformers_model
 
 
 def text_config(model: transformers.PreTrainedModel) -> transformers.PreTrainedConfig:

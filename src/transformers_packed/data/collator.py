@@ -203,7 +203,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
         names = ("input_ids", _TOKEN_TYPES, "image_grid_thw", "video_grid_thw")
         position_ids = packed_mrope_position_ids(
-            _CALL,
             self.config,
             SequenceBoundaries.from_lengths(lengths),
             **{name: torch.as_tensor(batch[name]) if name in batch else None for name in names},

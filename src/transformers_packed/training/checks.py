@@ -23,10 +23,9 @@ from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.auto import FAMILIES
-from ..models.base import transformers_model
-from ..models.families import MIXERS, UNPACKED
-from ..models.mixers import families_of, family_of
+from ..models.families import FAMILIES, MIXERS, UNPACKED
+from ..models.generic import families_of, family_of
+from ..models.registry import transformers_model
 from .callbacks.guard import (
     LANGUAGE_MODELS,
     SEPARATE,

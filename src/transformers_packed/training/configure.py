@@ -20,8 +20,7 @@ from ..data.dataset import PackingDataset, arrow_lengths
 from ..data.planning.cost import PackingCost
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
-from ..models.patch import patch_model
+from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from .callbacks.guard import LANGUAGE_MODELS, SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, mean_of_longest
 from .callbacks.neftune import DocumentNoise

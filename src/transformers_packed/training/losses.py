@@ -308,7 +308,6 @@ class _SampleMeanTrainer:
 
 def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
     """The documents of a packed row, or the rows of a batch as documents of one row."""
-    call = "set_loss_normalization"
     labels = batch.get("labels")
     if labels is None or "shift_labels" in batch or labels.ndim != 2:
         raise input_error(
@@ -316,13 +315,8 @@ def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
             "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}",
             "Use DataCollatorWithFlattening or a collator that pads.",
         )
-    boundaries = resolve_boundaries(
-        call,
-        {name: batch.get(name) for name in METADATA},
-        use_cache=None,
-        **{n: batch.get(n) for n in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")},
-        past_key_values=None,
-    )
+    names = (*METADATA, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    boundaries = resolve_boundaries({name: batch.get(name) for name in names})
     if boundaries is None:
         boundaries = SequenceBoundaries.from_lengths([labels.shape[1]] * labels.shape[0], device=labels.device)
     return boundaries

@@ -18,7 +18,7 @@ from ...audit.matrix import load_support_matrix
 from ...audit.model_state import text_config
 from ...data.collator import DataCollatorWithFlattening
 from ...errors import input_error
-from ...models.base import has_our_classes, transformers_model
+from ...models.registry import has_our_classes, transformers_model
 from .neftune import DocumentNoise
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...data.planning.cost import PackingCost
 from ...data.planning.plan import PADDED_BATCH
-from ...models.base import transformers_model
+from ...models.registry import transformers_model
 from ...ops.dispatch import implementations_used
 
 
