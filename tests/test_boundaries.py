@@ -177,9 +177,8 @@ class SequenceBoundariesTest(unittest.TestCase):
 
     def test_a_model_takes_boundaries_on_the_host_to_its_tokens(self):
         tokens = torch.zeros(1, 5, dtype=torch.long, device="meta")
-        inputs = dict.fromkeys(("inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"))
         for given in ({"cu_seqlens": ids(0, 2, 5)}, {"boundaries": SequenceBoundaries.from_lengths([2, 3])}):
-            boundaries = resolve_boundaries("forward", given, input_ids=tokens, **inputs)
+            boundaries = resolve_boundaries({**given, "input_ids": tokens})
             self.assertEqual(boundaries.cu_seqlens.device.type, "meta")
             self.assertEqual(boundaries.lengths, [2, 3])
 

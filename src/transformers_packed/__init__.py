@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from .data.planning.plan import PackingPlan
     from .data.planning.planner import plan_packing
     from .data.streaming import IterablePackingDataset
-    from .models.auto import register, registered, unregister
     from .models.cuda_graphs import use_cuda_graphs
-    from .models.patch import patch_model, unpatch_model
+    from .models.registry import patch_model, register, registered, unpatch_model, unregister
     from .training.callbacks.metrics import PackingMetricsCallback
     from .training.callbacks.resume import PackingStateCallback
     from .training.configure import configure_packing
@@ -37,9 +36,8 @@ _MODULES = {
     "data.planning.plan": ("PackingPlan",),
     "data.planning.planner": ("plan_packing",),
     "data.streaming": ("IterablePackingDataset",),
-    "models.auto": ("register", "registered", "unregister"),
     "models.cuda_graphs": ("use_cuda_graphs",),
-    "models.patch": ("patch_model", "unpatch_model"),
+    "models.registry": ("patch_model", "register", "registered", "unpatch_model", "unregister"),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
     "training.callbacks.metrics": ("PackingMetricsCallback",),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import transformers_packed
-from transformers_packed.models import auto
+from transformers_packed.models import families, registry
 
 
 TINY = {**TINY_TEXT, "num_labels": 3}
@@ -42,7 +42,7 @@ BY_NAME["Qwen3_5Config"] = Qwen3_5Config(**vision_config(TINY))
 BY_NAME["Qwen3_5MoeConfig"] = Qwen3_5MoeConfig(**vision_config({**TINY, **EXPERTS}))
 REGISTERED = [
     (f"{config}_{auto_name}", family, config, auto_name, class_name)
-    for family, configs in auto.FAMILIES.items()
+    for family, configs in families.FAMILIES.items()
     for config, classes in configs.items()
     for auto_name, class_name in classes.items()
 ]
@@ -155,7 +155,7 @@ class RegisterTest(unittest.TestCase):
             del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
 
     def test_other_transformers_releases_are_refused_clearly(self):
-        with mock.patch.dict(auto._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+        with mock.patch.dict(registry._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
             with self.assertRaisesRegex(
                 ImportError, "lacks transformers.cache_utils.Cache.no_such_method.*pip install"
             ):
@@ -180,8 +180,8 @@ class RegisterTest(unittest.TestCase):
 
 class ModularTest(unittest.TestCase):
     def test_importing_a_modular_file_replaces_nothing(self):
-        from transformers_packed.models.base import REPLACEMENTS
         from transformers_packed.models.qwen3_next import modeling_qwen3_next
+        from transformers_packed.models.registry import REPLACEMENTS
 
         before = dict(REPLACEMENTS)
         from transformers_packed.models.qwen3_next import modular_qwen3_next

@@ -16,7 +16,8 @@ from mixins.vision import alone_batch, document
 from parameterized import parameterized
 
 import transformers_packed
-from transformers_packed.models.auto import FAMILIES, modeling_module
+from transformers_packed.models.families import FAMILIES
+from transformers_packed.models.registry import modeling_module
 
 
 # Family, whether the checkpoint is a composite one, and whether each expert has tensors of its own.

@@ -26,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
-from transformers_packed.models import mixers
-from transformers_packed.models.auto import FAMILIES as FAMILIES_OF_OURS
+from transformers_packed.models import generic
+from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
 
@@ -204,7 +204,7 @@ class KernelsTest(unittest.TestCase):
         module = inspect.getmodule(type(unpatch_model(model)))
         patch_model(model)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(mixers, "_on_gpu", lambda tensors: True))
+            stack.enter_context(mock.patch.object(generic, "_on_gpu", lambda tensors: True))
             for name, keyword in kernels.items():
                 # Without the other ones a kernel alone must not be used: it would leave the rest to a reference.
                 if calls:
@@ -306,7 +306,7 @@ class RefusalTest(unittest.TestCase):
         self.check("without use_cache=True", model, **batch, use_cache=True)
         self.check("one packed row", model, **{**batch, "input_ids": ids.repeat(2, 1)})
         cache = model(ids, use_cache=True).cache_params
-        self.check("without past_key_values", model, **batch, cache_params=cache)
+        self.check("without cache_params", model, **batch, cache_params=cache)
         self.check("describe the same documents", model, input_ids=ids, cu_seq_lens_q=torch.tensor([0, 35]),
                    cu_seq_lens_k=torch.tensor([0, 5, 35]))  # fmt: skip
 
@@ -341,4 +341,4 @@ class RefusalTest(unittest.TestCase):
         names = [*MIXERS, *UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]
         self.assertEqual(len(names), len(set(names)))
         for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            self.assertIn(mixers.family_of(getattr(transformers, name)), names, "a family in no table")
+            self.assertIn(generic.family_of(getattr(transformers, name)), names, "a family in no table")

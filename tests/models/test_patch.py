@@ -25,8 +25,7 @@ from transformers import set_seed
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
-from transformers_packed.models.auto import modeling_module
-from transformers_packed.models.base import ONLY_FASTER, REPLACEMENTS
+from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, modeling_module
 
 
 class PatchTest(PatchTestCase):
@@ -60,7 +59,7 @@ class PatchTest(PatchTestCase):
         self.assertIs(patch_model(model), model)
         self.assertIn("", ours(model))
         self.assertEqual(len(ours(model)), 2 + 2)  # the model, its base model, an attention and a linear layer
-        faster = [type(module).__name__ for module in model.modules() if type(module) in ONLY_FASTER]
+        faster = [type(module).__name__ for module in model.modules() if type(module) in FAST_PATHS]
         self.assertEqual(sum(name.endswith("DecoderLayer") for name in faster), 2)
         self.assertEqual(sum(name.endswith("RMSNorm") for name in faster), 2 * 2 + 2 + 1)
         self.assertEqual(sum(name.endswith("RMSNormGated") for name in faster), 1)

@@ -19,7 +19,7 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_packed import patch_model, unpatch_model
-from transformers_packed.models import auto
+from transformers_packed.models import registry
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
 from transformers_packed.ops import linear_cross_entropy
 
@@ -186,14 +186,14 @@ class ProcessGroupTest(PatchTestCase):
                 distributed.fsdp.fully_shard(module, mesh=mesh)
             return model
 
-        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Call patch_model before sharding")
+        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Convert the model before sharding")
         model = builtin_model()
         logits, _ = alone(model, documents())
         shard(patch_model(model))
         self.assertIs(patch_model(model), model)
         output = model(**packed_batch(documents()))
         self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
-        self.assert_refused(unpatch_model, model, "under FSDP .* Call unpatch_model before sharding")
+        self.assert_refused(unpatch_model, model, "under FSDP .* Convert the model before sharding")
 
     @parameterized.expand([("alone", False, False), ("with_the_last_norm", True, False), ("hooked", False, True)])
     def test_the_loss_of_a_head_that_is_sharded_apart(self, _, with_norm, hooked):
@@ -229,7 +229,7 @@ class ProcessGroupTest(PatchTestCase):
                 model, device_id=torch.device("cpu"), use_orig_params=True
             )
 
-        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Call patch_model before sharding")
+        self.assert_refused(patch_model, shard(builtin_model()), "under FSDP .* Convert the model before sharding")
         model = builtin_model()
         logits, _ = alone(model, documents())
         model = shard(patch_model(model))
@@ -361,13 +361,13 @@ class RefusalTest(PatchTestCase):
         self.assert_refused(patch_model, vision, "got Qwen3_5VisionModel")
         self.assertIs(unpatch_model(llama), llama)
         for call in (patch_model, unpatch_model):
-            with self.assertRaisesRegex(ValueError, f"{call.__name__}: expected a torch.nn.Module, got str"):
+            with self.assertRaisesRegex(ValueError, "^expected a torch.nn.Module, got str"):
                 call("Qwen/Qwen3.5-0.8B")
 
     def test_other_transformers_releases(self):
         model = builtin_model()
-        with mock.patch.dict(auto._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
-            with self.assertRaisesRegex(ImportError, "^patch_model: transformers .* lacks .*no_such_method"):
+        with mock.patch.dict(registry._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+            with self.assertRaisesRegex(ImportError, "^transformers .* lacks .*no_such_method"):
                 patch_model(model)
         self.assertEqual(ours(model), set())
 

@@ -12,7 +12,7 @@ from parameterized import parameterized
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from transformers_packed import patch_model
-from transformers_packed.models.auto import modeling_module
+from transformers_packed.models.registry import modeling_module
 
 
 MODELS = {

@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
-from transformers_packed.models.base import project
+from transformers_packed.models.untouched import project
 from transformers_packed.ops import linear
 
 

@@ -20,7 +20,7 @@ from transformers_packed import (
     configure_packing,
     patch_model,
 )
-from transformers_packed.models.base import has_our_classes
+from transformers_packed.models.registry import has_our_classes
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import metrics
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..models.base import transformers_model
+from ..models.registry import transformers_model
 
 
 @contextmanager

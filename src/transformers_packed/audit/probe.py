@@ -26,7 +26,7 @@ import transformers
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
-from ..models.base import transformers_model
+from ..models.registry import transformers_model
 from .locate import NOT_FINITE, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult

@@ -21,7 +21,7 @@ _MEMORY_LIMIT = 8 * 2**30
 
 def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
     """The entry of the support matrix for a model type: verdicts by source, of the built-in model and of ours."""
-    from ..models.patch import patch_model
+    from ..models.registry import patch_model
     from ..models.verdict import text_config
     from .probe import audit_model, conv_width
     from .tiny import load_model

@@ -35,7 +35,7 @@ def run_audit(args: argparse.Namespace) -> int:
 
     from ..audit.probe import audit_model
     from ..audit.tiny import load_model
-    from ..models.auto import registered
+    from ..models.registry import registered
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

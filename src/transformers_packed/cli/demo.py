@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
-from ..models.auto import registered
+from ..models.registry import registered
 from ..ops import implementations_used
 from .demo_data import choose_pairs, read_pairs, tokenize, train_tokenizer
 

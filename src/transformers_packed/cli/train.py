@@ -28,7 +28,8 @@ from transformers import (
 from ..data.collator import DataCollatorWithFlattening
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
-from ..models.auto import FAMILIES, registered
+from ..models.families import FAMILIES
+from ..models.registry import registered
 from ..ops import implementations_used
 from ..training.run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
 from .checkpoint import has_own_code, load_tokenizer

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.base import has_our_classes, transformers_model
+from ..models.registry import has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
@@ -226,8 +226,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
         names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
         columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
-        boundaries = SequenceBoundaries.from_lengths(lengths)
-        position_ids = packed_mrope_position_ids(_CALL, self.config, boundaries, **columns)
+        position_ids = packed_mrope_position_ids(self.config, SequenceBoundaries.from_lengths(lengths), **columns)
         return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
 
     def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:

@@ -11,10 +11,7 @@ from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ..boundaries import SequenceBoundaries
-from ..models.inputs import METADATA, resolve_boundaries
-
-
-_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
+from ..models.inputs import resolve_boundaries
 
 
 class DocumentNoise(TrainerCallback):
@@ -48,12 +45,8 @@ class DocumentNoise(TrainerCallback):
         self._lengths = None
         if not model.training:
             return
-        boundaries = resolve_boundaries(
-            "neftune_noise_alpha",
-            # Stock models take position_ids alone, beside which tail padding cannot stand by itself.
-            {name: batch.get(name) for name in (*METADATA, "boundaries") if name != "padding_tokens"},
-            **{name: batch.get(name) for name in _INPUTS},
-        )
+        # Stock models take position_ids alone, beside which tail padding cannot stand by itself.
+        boundaries = resolve_boundaries({name: batch[name] for name in batch if name != "padding_tokens"})
         if boundaries is not None:
             self._lengths = document_lengths(boundaries)
 

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..boundaries import DeviceBoundaries, SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import first_order
-from .base import hooks_of
+from .untouched import hooks_of
 
 
 logger = logging.get_logger(__name__)

@@ -1,7 +1,7 @@
 """Which families of Transformers keep documents apart, how, and why the others do not.
 
 A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have
-classes of their own (`auto.FAMILIES`). Here are all others, each in one of four lists:
+classes of their own (`FAMILIES`). Here are all others, each in one of four lists:
 
 * `MIXERS`: the modules that mix along the row and do not stop at documents are run on each document alone.
 * `UNPACKED`: the whole model runs on the documents as a right-padded batch.
@@ -10,6 +10,46 @@ classes of their own (`auto.FAMILIES`). Here are all others, each in one of four
 """
 
 from dataclasses import dataclass
+
+
+# Families with classes of ours: per configuration the class that each Auto class builds.
+FAMILIES = {
+    "qwen3_next": {
+        "Qwen3NextConfig": {
+            "AutoModel": "Qwen3NextModel",
+            "AutoModelForCausalLM": "Qwen3NextForCausalLM",
+            "AutoModelForSequenceClassification": "Qwen3NextForSequenceClassification",
+            "AutoModelForTokenClassification": "Qwen3NextForTokenClassification",
+            "AutoModelForQuestionAnswering": "Qwen3NextForQuestionAnswering",
+        },
+    },
+    "qwen3_5": {
+        "Qwen3_5TextConfig": {
+            "AutoModel": "Qwen3_5TextModel",
+            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+            "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+        },
+        "Qwen3_5Config": {
+            "AutoModel": "Qwen3_5Model",
+            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+            "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
+            "AutoModelForSequenceClassification": "Qwen3_5ForSequenceClassification",
+            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+        },
+    },
+    "qwen3_5_moe": {
+        "Qwen3_5MoeTextConfig": {
+            "AutoModel": "Qwen3_5MoeTextModel",
+            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+        },
+        "Qwen3_5MoeConfig": {
+            "AutoModel": "Qwen3_5MoeModel",
+            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+            "AutoModelForImageTextToText": "Qwen3_5MoeForConditionalGeneration",
+        },
+    },
+}
 
 
 @dataclass(frozen=True)

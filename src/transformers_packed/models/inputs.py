@@ -6,8 +6,12 @@ read shapes, dtypes and host copies; contents of tensors on a device are compare
 anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation.
 """
 
+import inspect
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -40,6 +44,8 @@ class PackingKwargs(TransformersKwargs, total=False):
 
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
+# How a forward may call its cache.
+CACHES = ("past_key_values", "cache_params", "state")
 _NOT_FOR_VISION = {*METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
@@ -116,65 +122,97 @@ def _with_padding(call: str, boundaries: SequenceBoundaries, padding: int | None
     return replace(boundaries, padding_tokens=padding)
 
 
-def resolve_boundaries(
-    call: str,
-    kwargs: dict[str, Any],
-    *,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    attention_mask: Any,
-    position_ids: torch.Tensor | None,
-    past_key_values: Any,
-    use_cache: bool | None,
-) -> SequenceBoundaries | None:
+def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     """Decide once, at the top of a model, whether its input is a packed row and where its documents are.
 
-    The packing keywords are taken out of `kwargs`, so that a row that is not packed leaves no trace of them. Boundaries
-    that come on the host, which saves a wait for the device, go to where the tokens are.
+    `inputs` are the arguments of a model's forward. The packing keywords are taken out, so that a row that is not packed
+    leaves no trace of them. Boundaries on the host, which save a wait for the device, go to where the tokens are.
 
     Raises:
         `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
         malformed or contradictory.
     """
-    given = kwargs.pop("boundaries", None)
-    metadata = {name: kwargs.pop(name, None) for name in METADATA}
+    given = inputs.pop("boundaries", None)
+    metadata = {name: inputs.pop(name, None) for name in METADATA}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
-    tokens = input_ids if input_ids is not None else inputs_embeds
-    if given is not None:
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if given is not None or tokens is None:
         return given if tokens is None else given.to(tokens.device, non_blocking=True)
-    if tokens is None:
-        return None
-    rows, total_length = tokens.shape[:2]
+    total_length = tokens.shape[1]
+    position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    caches = [name for name in CACHES if inputs.get(name) is not None]
     explicit = [name for name, value in metadata.items() if value is not None]
     # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
-    inferred = position_ids is not None and attention_mask is None and past_key_values is None
-    inferred = inferred and not is_torchdynamo_compiling()
+    inferred = position_ids is not None and mask is None and not caches and not is_torchdynamo_compiling()
+    text_row = None if position_ids is None else text_position_ids(position_ids)
+    if text_row is not None and text_row.shape[-1] != total_length:
+        text_row = None
     # The collator's default has positions alone, and a number beside them when some of the row is padding.
     if explicit and not (inferred and explicit == ["padding_tokens"]):
         source = " and ".join(explicit)
-        _check_one_row(call, source, rows)
-        boundaries = boundaries_from_metadata(call, total_length, metadata)
-        if position_ids is not None and _may_read(position_ids):
-            text_row = text_position_ids(position_ids)
-            if text_row is not None and text_row.shape[-1] == total_length:
-                _agree_documents(call, boundaries, "position_ids", SequenceBoundaries.from_position_ids(text_row[:1]))
+        _check_one_row(source, tokens)
+        boundaries = boundaries_from_metadata("forward", total_length, metadata)
+        if text_row is not None and _may_read(position_ids):
+            others = SequenceBoundaries.from_position_ids(text_row[:1])
+            _agree_documents("forward", boundaries, "position_ids", others)
+    elif not inferred or text_row is None or bool((text_row.diff() == 1).all()):
+        return None
     else:
-        text_row = text_position_ids(position_ids) if inferred else None
-        if text_row is None or text_row.shape[-1] != total_length:
-            return None
-        if bool((text_row.diff() == 1).all()):
-            return None
         source = "position_ids that restart"
-        _check_one_row(call, source, rows)
-        boundaries = _with_padding(call, SequenceBoundaries.from_position_ids(text_row), metadata["padding_tokens"])
-    for name, value, fix in (
-        ("attention_mask", attention_mask, "Leave attention_mask out: the boundaries say all that a mask could."),
-        ("past_key_values", past_key_values, "Run packed rows without a cache, or decode the documents one by one."),
-        ("use_cache=True", use_cache or None, "Leave use_cache out or set it to False."),
-    ):
-        if value is not None:
-            raise input_error(f"a packed row ({source}) without {name}", name, fix)
+        _check_one_row(source, tokens)
+        boundaries = SequenceBoundaries.from_position_ids(text_row)
+        boundaries = _with_padding("forward", boundaries, metadata["padding_tokens"])
+    refused = caches if mask is None else ["attention_mask", *caches]
+    if refused or inputs.get("use_cache"):
+        got = (refused or ["use_cache=True"])[0]
+        raise input_error(
+            f"a packed row ({source}) without {got}", got, "Leave it out: a packed row needs no mask and has no cache."
+        )
     return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
+
+
+def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name; `names` are those that may be given by position."""
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if twice or len(args) > len(names):
+        raise TypeError(f"forward() got {f'two values for {twice[0]}' if twice else f'{len(args)} arguments'}")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iterable[Parameter] = ()) -> Callable:
+    """A forward with the signature of `builtin`, a forward too, that calls `run(self, inputs)`.
+
+    Trainer drops the columns of a dataset that a signature does not name, so it is kept. Parameters `added`, keywords
+    that the built-in does not name, come last.
+    """
+    parameters = inspect.signature(builtin).parameters
+    names = [name for name, p in list(parameters.items())[1:] if p.kind is not Parameter.VAR_KEYWORD]
+
+    @wraps(builtin)
+    def forward(self, *args, **kwargs):
+        return run(self, named_arguments(names, args, kwargs))
+
+    added = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in added if p.name not in parameters]
+    if added:
+        rest = [p for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD]
+        named = [p for p in parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        forward.__signature__ = inspect.signature(builtin).replace(parameters=[*named, *added, *rest])
+    return forward
+
+
+def with_boundaries(cls: type, builtin: type) -> Callable:
+    """The forward of `cls`: that of `builtin`, with boundaries in the place of the packing keywords.
+
+    It calls `forward_with_boundaries(boundaries, **inputs)` of `cls`, whose keyword arguments are added to its own.
+    """
+
+    def run(model: Any, inputs: dict[str, Any]) -> Any:
+        boundaries = resolve_boundaries(inputs)
+        return model.forward_with_boundaries(boundaries, **inputs)
+
+    parameters = inspect.signature(cls.forward_with_boundaries).parameters.values()
+    return forward_like(builtin.forward, run, [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY])
 
 
 def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
@@ -183,14 +221,10 @@ def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
     return bool(next((value for value in said if value is not None), True))
 
 
-def check_causal(call: str, config: Any, kwargs: dict[str, Any]) -> None:
+def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
     """Raise unless attention is causal, as that of packed rows is."""
     if not is_causal(config, kwargs):
-        raise input_error(
-            "causal attention for a packed row",
-            "is_causal=False",
-            "Leave is_causal out, also of the configuration, or use a padded batch.",
-        )
+        raise input_error("causal attention for a packed row", "is_causal=False", "Use a padded batch.")
 
 
 def mask_targets_across_documents(
@@ -199,16 +233,13 @@ def mask_targets_across_documents(
     """`labels` `[1, T]` without targets that would make one document's last token predict the next one's first.
 
     The same is done to `shift_labels` in `kwargs`, whose targets stand one token earlier. A document alone has no
-    target for its first token either, so its own loss is untouched. A part of a row has to come with `shift_labels`, as the
-    target of its last token stands elsewhere; who cut them saw to what is done here.
+    target for its first token either, so its own loss is untouched. A part of a row has to come with `shift_labels`: the
+    target of its last token is in another part, and whoever cut the row has masked them already.
     """
     if boundaries.is_shard:
         if labels is not None and kwargs.get("shift_labels") is None:
-            raise input_error(
-                "shift_labels beside labels for a part of a row",
-                "labels alone",
-                "Cut the batch with transformers_packed.parallel.shard_batch.",
-            )
+            fix = "Cut the batch with transformers_packed.parallel.shard_batch."
+            raise input_error("shift_labels beside labels for a part of a row", "labels alone", fix)
         return labels
     if labels is not None:
         starts = boundaries.cu_seqlens[:-1].long()
@@ -234,13 +265,10 @@ def _may_read(value: Any) -> bool:
     return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
 
 
-def _check_one_row(call: str, source: str, rows: int) -> None:
-    if rows != 1:
-        raise input_error(
-            f"one packed row (batch size 1) beside {source}",
-            f"batch size {rows}",
-            "Flatten the batch to one row, or pass an attention_mask if the rows are padded.",
-        )
+def _check_one_row(source: str, tokens: torch.Tensor) -> None:
+    if len(tokens) != 1:
+        fix = "Flatten the batch to one row, or pass an attention_mask if the rows are padded."
+        raise input_error(f"one packed row (batch size 1) beside {source}", f"batch size {len(tokens)}", fix)
 
 
 def _agree(call: str, name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

@@ -14,92 +14,95 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
+from transformers.utils import ModelOutput, can_return_tuple
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
-from .base import is_bare_linear, is_sharded_linear
+from .inputs import mask_targets_across_documents
+from .padding import PackedGenerationMixin
+from .registry import PackedModelMixin
+from .untouched import is_bare_linear, is_sharded_linear
 
 
-def classify_documents(
-    call: str, model: Any, boundaries: SequenceBoundaries, labels: torch.Tensor | None, **inputs: Any
-) -> SequenceClassifierOutputWithPast:
-    """One result per document of a packed row, from its last token: `labels` `[N]`, logits `[N, num_labels]`.
+class LanguageModelMixin(PackedGenerationMixin):
+    """For language models: targets within documents, and in training a loss without logits."""
 
-    Args:
-        call (`str`):
-            Who asks, for messages.
-        model (`PreTrainedModel`):
-            A model for sequence classification.
-        boundaries ([`SequenceBoundaries`]):
-            The documents of the row.
-        labels (`torch.LongTensor` of shape `[N]`, *optional*):
-            One label per document; -100 keeps a document out of the loss.
-        inputs:
-            Arguments of the base model.
+    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
+    accepts_loss_kwargs = True
 
-    Raises:
-        `ValueError`: not one label per document.
-    """
-    if boundaries.is_shard:
-        raise input_error(
-            "a whole row, as one result per document comes from its last token",
-            "a part of one",
-            "Train classifiers without sequence parallelism.",
+    @can_return_tuple
+    def forward_with_boundaries(
+        self,
+        boundaries: SequenceBoundaries | None,
+        *,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **inputs: Any,
+    ) -> ModelOutput:
+        if boundaries is not None:
+            inputs["boundaries"] = boundaries
+            labels = mask_targets_across_documents(boundaries, labels, inputs)
+        if _skips_logits(self, labels, logits_to_keep, inputs):
+            return loss_without_logits(self, labels, **inputs)
+        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+
+
+class DocumentClassifierMixin(PackedModelMixin):
+    """For sequence classification: of a packed row one result per document, from its last token."""
+
+    @can_return_tuple
+    def forward_with_boundaries(
+        self,
+        boundaries: SequenceBoundaries | None,
+        *,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **inputs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """As the built-in, and for a packed row `labels` `[N]`, of which -100 counts for nothing, and logits `[N, num_labels]`."""
+        if boundaries is None:
+            return super().forward(labels=labels, use_cache=use_cache, **inputs)
+        if boundaries.is_shard:
+            expected = "a whole row, as one result per document comes from its last token"
+            raise input_error(expected, "a part of one", "Train classifiers without sequence parallelism.")
+        outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
+        last_tokens = boundaries.cu_seqlens[1:].long() - 1
+        logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
+        loss = None
+        if labels is not None:
+            if labels.shape[0] != boundaries.num_documents:
+                expected = f"labels for the row's {boundaries.num_documents} documents"
+                raise input_error(
+                    expected, f"shape {tuple(labels.shape)}", "Tail padding is one, with the label -100."
+                )
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-    outputs = getattr(model, model.base_model_prefix)(boundaries=boundaries, **inputs)
-    last_tokens = boundaries.cu_seqlens[1:].long() - 1
-    logits = model.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
-    loss = None
-    if labels is not None:
-        if labels.shape[0] != boundaries.num_documents:
-            raise input_error(
-                f"labels for the row's {boundaries.num_documents} documents",
-                f"shape {tuple(labels.shape)}",
-                "Give one label per document; a document of tail padding carries -100.",
-            )
-        loss = model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
-    return SequenceClassifierOutputWithPast(
-        loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-    )
 
 
-def skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, kwargs: dict) -> bool:
-    """Whether this forward of a language model gives its loss alone. Takes `skip_logits` out of `kwargs`.
+def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
+    """Whether this forward of a language model gives its loss alone. Takes `skip_logits` out of `inputs`.
 
     By default that is so in training, where labels are given. It needs Transformers' own loss and a plain linear head,
     which FSDP2 may have sharded: not one of PEFT, or one that accelerate moves.
     """
-    skip = kwargs.pop("skip_logits", None)
-    boundaries = kwargs.get("boundaries")
-    if skip is None:
-        skip = model.training
-    head = model.lm_head
+    skip = inputs.pop("skip_logits", None)
+    skip = model.training if skip is None else skip
+    boundaries, head = inputs.get("boundaries"), model.lm_head
     possible = (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
-    if (
-        boundaries is not None
-        and boundaries.is_shard
-        and hasattr(model.config.get_text_config(), "router_aux_loss_coef")
-    ):
-        # Only here is the loss of the routers, which is one for the whole row, taken once.
+    sparse = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+    if boundaries is not None and boundaries.is_shard and sparse:
+        # The routers have one loss for the whole row, and only `loss_without_logits` counts it once.
         skip = True
         if labels is not None and not possible:
-            raise input_error(
-                "a plain linear lm_head and Transformers' own loss for a part of a row",
-                f"{type(model.lm_head).__name__}",
-                "Leave lm_head out of what is adapted, or train without sequence parallelism.",
-            )
-    if (
-        not skip
-        or labels is None
-        or torch.compiler.is_compiling()
-        or is_transformed()
-        or not isinstance(logits_to_keep, int)
-        or logits_to_keep
-    ):
+            expected = "a plain linear lm_head and Transformers' own loss for a part of a row"
+            raise input_error(expected, type(head).__name__, "Do not adapt lm_head.")
+    if not skip or labels is None or not isinstance(logits_to_keep, int) or logits_to_keep:
         return False
-    return possible
+    return possible and not (torch.compiler.is_compiling() or is_transformed())
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -129,11 +132,8 @@ class _LogitsOnDemand:
         if self.make_logits is not None:
             self.logits = self.make_logits()
         if "_logits" not in vars(self):
-            error = input_error(
-                "the output that the model itself returned",
-                "a copy, as accelerate makes one under mixed precision",
-                "Pass skip_logits=False to the model.",
-            )
+            got, fix = "a copy, as accelerate makes one under mixed precision", "Pass skip_logits=False to the model."
+            error = input_error("the output that the model itself returned", got, fix)
             # So that `hasattr` is an answer.
             raise AttributeError(str(error))
         return vars(self)["_logits"]
@@ -183,11 +183,9 @@ def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Cal
         if not changed and sample is not None:
             changed = not torch.allclose(_some_rows(weight), sample, rtol=0, atol=0, equal_nan=True)
         if changed:
-            raise input_error(
-                "the head and the hidden states of the forward",
-                "ones that were changed in place since, as by optimizer.step()",
-                "Read logits before that, or pass skip_logits=False to the model.",
-            )
+            got = "ones that were changed in place since, as by optimizer.step()"
+            fix = "Read logits before that, or pass skip_logits=False to the model."
+            raise input_error("the head and the hidden states of the forward", got, fix)
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
             # Not the layer, which may have another weight or hooks by now, unless it has to gather its weight.
             return F.linear(hidden_states, weight, bias) if bare else head(hidden_states)
@@ -195,11 +193,11 @@ def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Cal
     return make
 
 
-class LanguageModelLoss(_LogitsOnDemand, CausalLMOutputWithPast):
+class CausalLMOutputWithoutLogits(_LogitsOnDemand, CausalLMOutputWithPast):
     """The output of a language model that made no logits."""
 
 
-class MoeLanguageModelLoss(_LogitsOnDemand, MoeCausalLMOutputWithPast):
+class MoeCausalLMOutputWithoutLogits(_LogitsOnDemand, MoeCausalLMOutputWithPast):
     """The output of a mixture of experts that made no logits."""
 
 
@@ -207,10 +205,10 @@ def loss_without_logits(
     model: Any,
     labels: torch.Tensor,
     *,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     output_router_logits: bool | None = None,
     **inputs: Any,
-) -> LanguageModelLoss | MoeLanguageModelLoss:
+) -> CausalLMOutputWithoutLogits | MoeCausalLMOutputWithoutLogits:
     """The output of a language model, with the loss of the built-in forward; logits are made if somebody looks at them.
 
     Args:
@@ -262,19 +260,14 @@ def loss_without_logits(
             del head.forward
     fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
-    if sparse:
-        aux_loss = None
-        if output_router_logits:
-            aux_loss = load_balancing_loss_func(
-                outputs.router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
-            )
-            boundaries = inputs.get("boundaries")
-            if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
-                # Every rank has that of the whole row, and losses that are part of one sum are added up.
-                aux_loss = aux_loss / boundaries.size
-            loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
-        router_logits = outputs.get("router_logits")
-        result = MoeLanguageModelLoss(loss=loss, aux_loss=aux_loss, router_logits=router_logits, **fields)
-    else:
-        result = LanguageModelLoss(loss=loss, **fields)
-    return result
+    if not sparse:
+        return CausalLMOutputWithoutLogits(loss=loss, **fields)
+    aux_loss, routers = None, outputs.get("router_logits")
+    if output_router_logits:
+        aux_loss = load_balancing_loss_func(routers, config.num_experts, config.num_experts_per_tok, attention_mask)
+        boundaries = inputs.get("boundaries")
+        if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
+            # Every rank has that of the whole row, and losses that are part of one sum are added up.
+            aux_loss = aux_loss / boundaries.size
+        loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+    return MoeCausalLMOutputWithoutLogits(loss=loss, aux_loss=aux_loss, router_logits=routers, **fields)

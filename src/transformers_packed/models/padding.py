@@ -15,8 +15,8 @@ from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
-from .base import PackedModelMixin
 from .inputs import is_causal
+from .registry import PackedModelMixin
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,11 @@ class PaddedBatch:
         slots = real.flatten().nonzero()[:, 0]
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), tuple(mask.shape))
 
-    def pack(self, padded: torch.Tensor | None) -> torch.Tensor | None:
-        """Tokens `[B, T, ...]` to `[1, N, ...]`; nothing stays nothing."""
-        return None if padded is None else padded.flatten(0, 1).index_select(0, self.slots)[None]
+    def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The tokens `[B, T, ...]` and position ids of a forward's arguments, as those of the row."""
+        tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
+        tokens = {name: x.flatten(0, 1).index_select(0, self.slots)[None] for name, x in tokens.items()}
+        return tokens | {"position_ids": self.pack_position_ids(inputs.get("position_ids"))}
 
     def pack_position_ids(self, position_ids: torch.Tensor | None) -> torch.Tensor:
         """Ids `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]` to those of the row; without any each document counts from 0."""
@@ -72,37 +74,29 @@ class PaddedBatch:
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
 
 
-def padded_batch(
-    model: Any,
-    kwargs: dict[str, Any],
-    *,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    attention_mask: Any,
-    past_key_values: Any,
-    use_cache: bool | None,
-) -> PaddedBatch | None:
-    """What to pack of these arguments of a text model's forward, or `None` to run them as they are.
+def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
+    """What to pack of `inputs`, the arguments of a text model's forward, or `None` to run them as they are.
 
-    Takes `packs_padding` out of `kwargs`, with which a call overrides the model's own.
+    Takes `packs_padding` out of them, with which a call overrides the model's own.
     """
-    allowed = kwargs.pop("packs_padding", None)
+    allowed = inputs.pop("packs_padding", None)
     if not (model.packs_padding if allowed is None else allowed):
         return None
-    tokens = input_ids if inputs_embeds is None else inputs_embeds
-    if tokens is None or past_key_values is not None:
+    inputs_embeds, attention_mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
+    tokens = inputs.get("input_ids") if inputs_embeds is None else inputs_embeds
+    if tokens is None or inputs.get("past_key_values") is not None:
         return None
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
         return None
     config = model.config
     # As the built-in forward settles it.
-    cached = config.use_cache if use_cache is None else use_cache
+    cached = config.use_cache if inputs.get("use_cache") is None else inputs["use_cache"]
     if cached and not (model.gradient_checkpointing and model.training):
         return None
-    if any(kwargs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
+    if any(inputs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
         return None
     attentions = (getattr(layer, "self_attn", None) for layer in model.layers)
-    if not is_causal(config, kwargs) or not all(getattr(module, "is_causal", True) for module in attentions):
+    if not is_causal(config, inputs) or not all(getattr(module, "is_causal", True) for module in attentions):
         return None
     if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         # Trainer's hook there makes noise by the length of the padded rows.

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 
 from ..errors import input_error
-from .base import has_our_classes, transformers_model
+from .registry import has_our_classes, transformers_model
 
 
 logger = logging.get_logger(__name__)

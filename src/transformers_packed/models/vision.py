@@ -23,7 +23,6 @@ _GRIDS = {token_type: (kind, grid) for kind, (token_type, _, grid) in VISION_KIN
 
 
 def packed_mrope_position_ids(
-    call: str,
     config: Any,
     boundaries: SequenceBoundaries,
     *,
@@ -37,8 +36,6 @@ def packed_mrope_position_ids(
     Works on the host, so tensors on a device cost a synchronisation: let the collator call this.
 
     Args:
-        call (`str`):
-            Who asks, for messages.
         config (`PreTrainedConfig`):
             A composite configuration, such as `Qwen3_5Config`.
         boundaries ([`SequenceBoundaries`]):
@@ -60,22 +57,17 @@ def packed_mrope_position_ids(
         `ValueError`: an image or video that a boundary cuts, vision tokens that do not match the grids, or a part of a row.
     """
     if boundaries.is_shard:
-        raise input_error(
-            "position_ids [4, 1, T] beside images or videos in a part of a row",
-            "none of the images' dimensions",
-            "Pass model= to DataCollatorWithFlattening.",
-        )
+        expected = "position_ids [4, 1, T] beside images or videos in a part of a row"
+        raise input_error(expected, "none", "Pass model= to DataCollatorWithFlattening.")
     for name, tensor in (("input_ids", input_ids), ("mm_token_type_ids", mm_token_type_ids)):
         if tensor is None or tensor.shape != (1, boundaries.total_length):
-            raise input_error(
-                f"{name} of shape [1, {boundaries.total_length}] beside images or videos in a packed row",
-                "none" if tensor is None else f"{tuple(tensor.shape)}",
-                "Pass what the processor returned, or position_ids of shape [4, 1, T].",
-            )
+            expected = f"{name} of shape [1, {boundaries.total_length}] beside images or videos in a packed row"
+            got = None if tensor is None else tuple(tensor.shape)
+            raise input_error(expected, got, "Pass the processor's, or position_ids of shape [4, 1, T].")
     grids = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
     grids = {name: None if grid is None else grid.to("cpu") for name, grid in grids.items()}
     token_types = mm_token_type_ids.to("cpu")
-    _check_vision_tokens(call, config.vision_config.spatial_merge_size, boundaries, token_types, grids)
+    _check_vision_tokens(config.vision_config.spatial_merge_size, boundaries, token_types, grids)
 
     host = boundaries.to("cpu")
     model_class = MODEL_MAPPING[type(config)]
@@ -92,6 +84,14 @@ def packed_mrope_position_ids(
     return torch.stack(rows).to(input_ids.device)
 
 
+def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> torch.Tensor:
+    """The position ids of a packed row with the arguments `inputs`: those of M-RoPE if there are images or videos."""
+    if inputs.get("image_grid_thw") is None and inputs.get("video_grid_thw") is None:
+        return boundaries.position_ids
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
+    return packed_mrope_position_ids(config, boundaries, **{name: inputs.get(name) for name in names})
+
+
 def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:
     """The vision tower's `outputs` with the features of the tokens that this process has, if it has a part of a row."""
     boundaries = kwargs.get("boundaries")
@@ -101,7 +101,7 @@ def features_of_tokens(kind: str, outputs: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_vision_tokens(
-    call: str, merge: int, boundaries: SequenceBoundaries, token_types: torch.Tensor, grids: dict[str, Any]
+    merge: int, boundaries: SequenceBoundaries, token_types: torch.Tensor, grids: dict[str, Any]
 ) -> None:
     """Every run of vision tokens is one whole image or one frame of a video, in the order of the grids."""
     expected = {}
@@ -121,16 +121,12 @@ def _check_vision_tokens(
             length, place = len(list(run)), seen[token_type]
             wanted = expected[token_type][place] if place < len(expected[token_type]) else 0
             if length != wanted:
-                raise input_error(
-                    f"{wanted} {kind} tokens for entry {place} of {name}'s {len(expected[token_type])}",
-                    f"{length} in document {document}",
-                    "A document boundary may cut it, or tokens were truncated: keep each image in one document.",
-                )
+                entries = f"{wanted} {kind} tokens for entry {place} of {name}'s {len(expected[token_type])}"
+                fix = "A document boundary may cut it, or tokens were truncated: keep each image in one document."
+                raise input_error(entries, f"{length} in document {document}", fix)
             seen[token_type] += 1
     for token_type, (kind, name) in _GRIDS.items():
         if seen[token_type] != len(expected[token_type]):
-            raise input_error(
-                f"tokens for all {len(expected[token_type])} entries of {name} ({kind}s; frames count singly)",
-                f"{seen[token_type]} in the row's {boundaries.num_documents} documents",
-                "Pass the grids of the images and videos that stand in this row, and no others.",
-            )
+            entries = f"tokens for all {len(expected[token_type])} entries of {name} ({kind}s; frames count singly)"
+            got = f"{seen[token_type]} in the row's {boundaries.num_documents} documents"
+            raise input_error(entries, got, "Pass the grids of this row's images and videos only.")

@@ -24,10 +24,9 @@ from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.auto import FAMILIES
-from ..models.base import transformers_model
-from ..models.families import MIXERS, UNPACKED
-from ..models.mixers import families_of, family_of
+from ..models.families import FAMILIES, MIXERS, UNPACKED
+from ..models.generic import families_of, family_of
+from ..models.registry import transformers_model
 from ..models.verdict import (
     LANGUAGE_MODELS,
     SEPARATE,

@@ -22,8 +22,7 @@ from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.base import REPLACEMENTS, has_our_classes, transformers_model
-from ..models.patch import patch_model
+from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from ..models.verdict import LANGUAGE_MODELS, SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation

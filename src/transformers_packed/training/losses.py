@@ -300,13 +300,8 @@ def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
         got = "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}"
         fix = "Use DataCollatorWithFlattening or a collator that pads."
         raise input_error("batches with labels [rows, tokens] and without shift_labels", got, fix)
-    boundaries = resolve_boundaries(
-        "set_loss_normalization",
-        {name: batch.get(name) for name in METADATA},
-        use_cache=None,
-        **{n: batch.get(n) for n in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")},
-        past_key_values=None,
-    )
+    names = (*METADATA, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    boundaries = resolve_boundaries({name: batch.get(name) for name in names})
     if boundaries is None:
         boundaries = SequenceBoundaries.from_lengths([labels.shape[1]] * labels.shape[0], device=labels.device)
     return boundaries

@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..errors import input_error
-from ..models.base import transformers_model
+from ..models.registry import transformers_model
 from ..parallel import RowShard, SequenceParallel, shard_batch
 from .callbacks.metrics import PackingMetricsCallback
 from .checks import check_devices

@@ -2,15 +2,17 @@
 # Do not edit it: change the modular file and run `make modular`.
 """Qwen3.5 that keeps the documents of a packed row apart, text and vision. Only what differs from Qwen3-Next is here."""
 
+from functools import wraps
+
 import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
+from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import (
     attention,
@@ -26,19 +28,13 @@ from ...ops import (
     swiglu,
     swiglu_linear,
 )
-from ..base import PackedModelMixin, computed_before, is_untouched, only_faster, project, replaces_builtin
 from ..cuda_graphs import layers_as_graphs
-from ..inputs import (
-    PackingKwargs,
-    boundaries_from_metadata,
-    check_causal,
-    mask_targets_across_documents,
-    resolve_boundaries,
-    without_packing,
-)
-from ..outputs import classify_documents, loss_without_logits, skips_logits
-from ..padding import PackedGenerationMixin, padded_batch
-from ..vision import features_of_tokens, packed_mrope_position_ids
+from ..inputs import PackingKwargs, boundaries_from_metadata, check_causal, without_packing
+from ..outputs import DocumentClassifierMixin, LanguageModelMixin
+from ..padding import padded_batch
+from ..registry import PackedModelMixin, fast_path, replaces_builtin
+from ..untouched import can_fuse_linear, is_untouched, project
+from ..vision import features_of_tokens, packed_position_ids
 
 
 @replaces_builtin
@@ -120,7 +116,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         norm = self.norm
-        if is_untouched(norm, Qwen3_5RMSNormGated) and computed_before(self.out_proj, output):
+        if is_untouched(norm, Qwen3_5RMSNormGated) and can_fuse_linear(self.out_proj, output):
             return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
@@ -171,12 +167,12 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        if computed_before(self.o_proj, output):
+        if can_fuse_linear(self.o_proj, output):
             return sigmoid_gate_linear(gate, output, self.o_proj.weight), weights
         return self.o_proj(sigmoid_gate(gate, output)), weights
 
 
-@only_faster
+@fast_path
 class Qwen3_5RMSNorm(builtin.Qwen3_5RMSNorm):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -185,24 +181,24 @@ class Qwen3_5RMSNorm(builtin.Qwen3_5RMSNorm):
         return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
-@only_faster
+@fast_path
 class Qwen3_5RMSNormGated(builtin.Qwen3_5RMSNormGated):
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon)
 
 
-@only_faster
+@fast_path
 class Qwen3_5MLP(builtin.Qwen3_5MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
-        if computed_before(self.down_proj, gate):
+        if can_fuse_linear(self.down_proj, gate):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
 
-@only_faster
+@fast_path
 class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
     def forward(
         self,
@@ -249,114 +245,36 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
     runs_in_graphs = True
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        padded = padded_batch(
-            self,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
+        padded = padded_batch(self, inputs)
         if padded is not None:
             boundaries = padded.boundaries
-            input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
-            position_ids = padded.pack_position_ids(position_ids)
+            inputs |= padded.packed(inputs)
         if boundaries is not None:
-            check_causal(call, self.config, kwargs)
-            wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
-            if wants_weights and self.config._attn_implementation != "eager":
-                raise input_error(
-                    'attn_implementation="eager" for the attention weights of a packed row',
-                    f'"{self.config._attn_implementation}"',
-                    'Load the model with attn_implementation="eager", or leave output_attentions out.',
-                )
+            check_causal(self.config, inputs)
+            wants_weights = inputs.get("output_attentions", self.config.output_attentions)
+            implementation = self.config._attn_implementation
+            if wants_weights and implementation != "eager":
+                expected = 'attn_implementation="eager" for the attention weights of a packed row'
+                raise input_error(expected, f'"{implementation}"', "Or leave output_attentions out.")
             # The boundaries take the masks' place, and a packed row has no cache.
-            attention_mask = {"full_attention": None, "linear_attention": None}
-            use_cache = False
-            position_ids = boundaries.position_ids if position_ids is None else position_ids
-            kwargs.update(boundaries.layer_kwargs())
-        with layers_as_graphs(self, boundaries, kwargs):
-            outputs = super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
+            inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
+            if inputs.get("position_ids") is None:
+                inputs["position_ids"] = boundaries.position_ids
+            inputs |= boundaries.layer_kwargs()
+        with layers_as_graphs(self, boundaries, inputs):
+            outputs = super().forward(**inputs)
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
-            if outputs.get("router_logits") is not None:
-                outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
-        elif boundaries is not None and outputs.get("router_logits") is not None:
-            outputs.router_logits = tuple(boundaries.real_tokens(layer) for layer in outputs.router_logits)
+        if boundaries is not None and outputs.get("router_logits") is not None:
+            restored = boundaries.real_tokens if padded is None else padded.unpack
+            outputs.router_logits = tuple(restored(layer) for layer in outputs.router_logits)
         return outputs
 
 
 @replaces_builtin
-class Qwen3_5ForCausalLM(PackedGenerationMixin, builtin.Qwen3_5ForCausalLM):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if boundaries is not None:
-            kwargs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **kwargs,
-        }
-        if skip_logits:
-            return loss_without_logits(self, labels, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+class Qwen3_5ForCausalLM(LanguageModelMixin, builtin.Qwen3_5ForCausalLM):
+    pass
 
 
 @replaces_builtin
@@ -379,245 +297,38 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    def compute_3d_position_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: torch.Tensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-    ):
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, **kwargs):
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
-            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
-            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(
-            input_ids,
-            inputs_embeds,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            mm_token_type_ids=mm_token_type_ids,
-        )
+            first = mask[:, :1].masked_fill(~mask.any(1, keepdim=True), 1)
+            kwargs["attention_mask"] = torch.cat([first, mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(*args, **kwargs)
 
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
-            kwargs["boundaries"] = boundaries
+            position_ids = inputs.get("position_ids")
+            # Two dimensions say where documents are; where images are, M-RoPE needs more.
             if position_ids is None or position_ids.ndim == 2:
-                # Two dimensions say where documents are; where images are, M-RoPE needs more.
-                position_ids = boundaries.position_ids
-                if image_grid_thw is not None or video_grid_thw is not None:
-                    position_ids = packed_mrope_position_ids(
-                        call,
-                        self.config,
-                        boundaries,
-                        input_ids=input_ids,
-                        mm_token_type_ids=mm_token_type_ids,
-                        image_grid_thw=image_grid_thw,
-                        video_grid_thw=video_grid_thw,
-                    )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            mm_encoder_outputs=mm_encoder_outputs,
-            **kwargs,
-        )
+                inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
+            inputs["boundaries"] = boundaries
+        return super().forward(**inputs)
 
 
 @replaces_builtin
-class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForConditionalGeneration):
-    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
-    accepts_loss_kwargs = True
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=kwargs.get("use_cache"),
-        )
-        if boundaries is not None:
-            kwargs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "pixel_values": pixel_values,
-            "pixel_values_videos": pixel_values_videos,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "mm_token_type_ids": mm_token_type_ids,
-            "mm_encoder_outputs": mm_encoder_outputs,
-            **kwargs,
-        }
-        if skip_logits:
-            return loss_without_logits(self, labels, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+class Qwen3_5ForConditionalGeneration(LanguageModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+    pass
 
 
 @replaces_builtin
-class Qwen3_5TextForSequenceClassification(PackedModelMixin, builtin.Qwen3_5TextForSequenceClassification):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> SequenceClassifierOutputWithPast:
-        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if boundaries is None:
-            return super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return classify_documents(
-            call,
-            self,
-            boundaries,
-            labels,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+class Qwen3_5TextForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5TextForSequenceClassification):
+    pass
 
 
 @replaces_builtin
-class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSequenceClassification):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> SequenceClassifierOutputWithPast:
-        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        inputs = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            "pixel_values": pixel_values,
-            "pixel_values_videos": pixel_values_videos,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "mm_token_type_ids": mm_token_type_ids,
-            **kwargs,
-        }
-        if boundaries is not None:
-            return classify_documents(call, self, boundaries, labels, **inputs)
-        return super().forward(
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            **inputs,
-        )
+class Qwen3_5ForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3_5ForSequenceClassification):
+    pass
 
 
 @replaces_builtin

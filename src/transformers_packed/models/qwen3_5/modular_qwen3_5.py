@@ -1,19 +1,18 @@
 """Qwen3.5 that keeps the documents of a packed row apart, text and vision. Only what differs from Qwen3-Next is here."""
 
+from functools import wraps
+
 import torch
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.processing_utils import Unpack
-from transformers.utils import can_return_tuple
 
-from ..base import PackedModelMixin, project, replaces_builtin
-from ..inputs import PackingKwargs, mask_targets_across_documents, resolve_boundaries, without_packing
-from ..outputs import classify_documents, loss_without_logits, skips_logits
-from ..padding import PackedGenerationMixin
+from ...boundaries import SequenceBoundaries
+from ..inputs import PackingKwargs, without_packing
+from ..outputs import LanguageModelMixin
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
     Qwen3NextDecoderLayer,
+    Qwen3NextForCausalLM,
     Qwen3NextForSequenceClassification,
     Qwen3NextForTokenClassification,
     Qwen3NextGatedDeltaNet,
@@ -22,7 +21,9 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNorm,
     Qwen3NextRMSNormGated,
 )
-from ..vision import features_of_tokens, packed_mrope_position_ids
+from ..registry import PackedModelMixin, replaces_builtin
+from ..untouched import project
+from ..vision import features_of_tokens, packed_position_ids
 
 
 class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):
@@ -56,47 +57,8 @@ class Qwen3_5TextModel(Qwen3NextModel):
     pass
 
 
-@replaces_builtin
-class Qwen3_5ForCausalLM(PackedGenerationMixin, builtin.Qwen3_5ForCausalLM):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if boundaries is not None:
-            kwargs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **kwargs,
-        }
-        if skip_logits:
-            return loss_without_logits(self, labels, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
+    pass
 
 
 @replaces_builtin
@@ -119,200 +81,36 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    def compute_3d_position_ids(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: torch.Tensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-    ):
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
+    def compute_3d_position_ids(self, *args, **kwargs):
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
-            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
-            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(
-            input_ids,
-            inputs_embeds,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            mm_token_type_ids=mm_token_type_ids,
-        )
+            first = mask[:, :1].masked_fill(~mask.any(1, keepdim=True), 1)
+            kwargs["attention_mask"] = torch.cat([first, mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(*args, **kwargs)
 
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
-            kwargs["boundaries"] = boundaries
+            position_ids = inputs.get("position_ids")
+            # Two dimensions say where documents are; where images are, M-RoPE needs more.
             if position_ids is None or position_ids.ndim == 2:
-                # Two dimensions say where documents are; where images are, M-RoPE needs more.
-                position_ids = boundaries.position_ids
-                if image_grid_thw is not None or video_grid_thw is not None:
-                    position_ids = packed_mrope_position_ids(
-                        call,
-                        self.config,
-                        boundaries,
-                        input_ids=input_ids,
-                        mm_token_type_ids=mm_token_type_ids,
-                        image_grid_thw=image_grid_thw,
-                        video_grid_thw=video_grid_thw,
-                    )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            pixel_values=pixel_values,
-            pixel_values_videos=pixel_values_videos,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            mm_encoder_outputs=mm_encoder_outputs,
-            **kwargs,
-        )
+                inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
+            inputs["boundaries"] = boundaries
+        return super().forward(**inputs)
 
 
 @replaces_builtin
-class Qwen3_5ForConditionalGeneration(PackedGenerationMixin, builtin.Qwen3_5ForConditionalGeneration):
-    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
-    accepts_loss_kwargs = True
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        mm_encoder_outputs: dict[str, BaseModelOutputWithPooling] | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=kwargs.get("use_cache"),
-        )
-        if boundaries is not None:
-            kwargs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "pixel_values": pixel_values,
-            "pixel_values_videos": pixel_values_videos,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "mm_token_type_ids": mm_token_type_ids,
-            "mm_encoder_outputs": mm_encoder_outputs,
-            **kwargs,
-        }
-        if skip_logits:
-            return loss_without_logits(self, labels, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+class Qwen3_5ForConditionalGeneration(LanguageModelMixin, builtin.Qwen3_5ForConditionalGeneration):
+    pass
 
 
 class Qwen3_5TextForSequenceClassification(Qwen3NextForSequenceClassification):
     pass
 
 
-@replaces_builtin
-class Qwen3_5ForSequenceClassification(PackedModelMixin, builtin.Qwen3_5ForSequenceClassification):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.LongTensor | None = None,
-        video_grid_thw: torch.LongTensor | None = None,
-        mm_token_type_ids: torch.IntTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> SequenceClassifierOutputWithPast:
-        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        inputs = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-            "pixel_values": pixel_values,
-            "pixel_values_videos": pixel_values_videos,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            "mm_token_type_ids": mm_token_type_ids,
-            **kwargs,
-        }
-        if boundaries is not None:
-            return classify_documents(call, self, boundaries, labels, **inputs)
-        return super().forward(
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            labels=labels,
-            use_cache=use_cache,
-            **inputs,
-        )
+class Qwen3_5ForSequenceClassification(Qwen3NextForSequenceClassification):
+    pass
 
 
 class Qwen3_5ForTokenClassification(Qwen3NextForTokenClassification):

@@ -6,11 +6,12 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
-from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
 from transformers.processing_utils import Unpack
 from transformers.utils import can_return_tuple
 
+from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import (
     attention,
@@ -26,17 +27,12 @@ from ...ops import (
     swiglu,
     swiglu_linear,
 )
-from ..base import PackedModelMixin, computed_before, is_untouched, only_faster, project, replaces_builtin
 from ..cuda_graphs import layers_as_graphs
-from ..inputs import (
-    PackingKwargs,
-    boundaries_from_metadata,
-    check_causal,
-    mask_targets_across_documents,
-    resolve_boundaries,
-)
-from ..outputs import classify_documents, loss_without_logits, skips_logits
-from ..padding import PackedGenerationMixin, padded_batch
+from ..inputs import PackingKwargs, boundaries_from_metadata, check_causal
+from ..outputs import DocumentClassifierMixin, LanguageModelMixin
+from ..padding import padded_batch
+from ..registry import PackedModelMixin, fast_path, replaces_builtin
+from ..untouched import can_fuse_linear, is_untouched, project
 
 
 @replaces_builtin
@@ -120,7 +116,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
         norm = self.norm
-        if is_untouched(norm, Qwen3NextRMSNormGated) and computed_before(self.out_proj, output):
+        if is_untouched(norm, Qwen3NextRMSNormGated) and can_fuse_linear(self.out_proj, output):
             return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
@@ -171,12 +167,12 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        if computed_before(self.o_proj, output):
+        if can_fuse_linear(self.o_proj, output):
             return sigmoid_gate_linear(gate, output, self.o_proj.weight), weights
         return self.o_proj(sigmoid_gate(gate, output)), weights
 
 
-@only_faster
+@fast_path
 class Qwen3NextRMSNorm(builtin.Qwen3NextRMSNorm):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -185,24 +181,24 @@ class Qwen3NextRMSNorm(builtin.Qwen3NextRMSNorm):
         return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
-@only_faster
+@fast_path
 class Qwen3NextRMSNormGated(builtin.Qwen3NextRMSNormGated):
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return gated_rms_norm(hidden_states, gate, self.weight, self.variance_epsilon)
 
 
-@only_faster
+@fast_path
 class Qwen3NextMLP(builtin.Qwen3NextMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
-        if computed_before(self.down_proj, gate):
+        if can_fuse_linear(self.down_proj, gate):
             return swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(swiglu(gate, up))
 
 
-@only_faster
+@fast_path
 class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
     def forward(
         self,
@@ -249,165 +245,41 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
     runs_in_graphs = True
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        padded = padded_batch(
-            self,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
+        padded = padded_batch(self, inputs)
         if padded is not None:
             boundaries = padded.boundaries
-            input_ids, inputs_embeds = padded.pack(input_ids), padded.pack(inputs_embeds)
-            position_ids = padded.pack_position_ids(position_ids)
+            inputs |= padded.packed(inputs)
         if boundaries is not None:
-            check_causal(call, self.config, kwargs)
-            wants_weights = kwargs.get("output_attentions", self.config.output_attentions)
-            if wants_weights and self.config._attn_implementation != "eager":
-                raise input_error(
-                    'attn_implementation="eager" for the attention weights of a packed row',
-                    f'"{self.config._attn_implementation}"',
-                    'Load the model with attn_implementation="eager", or leave output_attentions out.',
-                )
+            check_causal(self.config, inputs)
+            wants_weights = inputs.get("output_attentions", self.config.output_attentions)
+            implementation = self.config._attn_implementation
+            if wants_weights and implementation != "eager":
+                expected = 'attn_implementation="eager" for the attention weights of a packed row'
+                raise input_error(expected, f'"{implementation}"', "Or leave output_attentions out.")
             # The boundaries take the masks' place, and a packed row has no cache.
-            attention_mask = {"full_attention": None, "linear_attention": None}
-            use_cache = False
-            position_ids = boundaries.position_ids if position_ids is None else position_ids
-            kwargs.update(boundaries.layer_kwargs())
-        with layers_as_graphs(self, boundaries, kwargs):
-            outputs = super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
+            inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
+            if inputs.get("position_ids") is None:
+                inputs["position_ids"] = boundaries.position_ids
+            inputs |= boundaries.layer_kwargs()
+        with layers_as_graphs(self, boundaries, inputs):
+            outputs = super().forward(**inputs)
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
-            if outputs.get("router_logits") is not None:
-                outputs.router_logits = tuple(padded.unpack(layer) for layer in outputs.router_logits)
-        elif boundaries is not None and outputs.get("router_logits") is not None:
-            outputs.router_logits = tuple(boundaries.real_tokens(layer) for layer in outputs.router_logits)
+        if boundaries is not None and outputs.get("router_logits") is not None:
+            restored = boundaries.real_tokens if padded is None else padded.unpack
+            outputs.router_logits = tuple(restored(layer) for layer in outputs.router_logits)
         return outputs
 
 
 @replaces_builtin
-class Qwen3NextForCausalLM(PackedGenerationMixin, builtin.Qwen3NextForCausalLM):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        output_router_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if boundaries is not None:
-            kwargs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, kwargs)
-        skip_logits = skips_logits(self, labels, logits_to_keep, kwargs)
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            "output_router_logits": output_router_logits,
-            **kwargs,
-        }
-        if skip_logits:
-            return loss_without_logits(self, labels, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+class Qwen3NextForCausalLM(LanguageModelMixin, builtin.Qwen3NextForCausalLM):
+    pass
 
 
 @replaces_builtin
-class Qwen3NextForSequenceClassification(PackedModelMixin, builtin.Qwen3NextForSequenceClassification):
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> SequenceClassifierOutputWithPast:
-        """As the built-in, and for a packed row one result per document: `labels` `[N]`, logits `[N, num_labels]`."""
-        call = f"{type(self).__name__}.forward"
-        boundaries = resolve_boundaries(
-            call,
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
-        if boundaries is None:
-            return super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                labels=labels,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return classify_documents(
-            call,
-            self,
-            boundaries,
-            labels,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+class Qwen3NextForSequenceClassification(DocumentClassifierMixin, builtin.Qwen3NextForSequenceClassification):
+    pass
 
 
 @replaces_builtin
@@ -417,46 +289,14 @@ class Qwen3NextForTokenClassification(PackedModelMixin, builtin.Qwen3NextForToke
 
 @replaces_builtin
 class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuestionAnswering):
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        start_positions: torch.LongTensor | None = None,
-        end_positions: torch.LongTensor | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ) -> QuestionAnsweringModelOutput:
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs) -> QuestionAnsweringModelOutput:
         """As the built-in. A packed row is a `ValueError`: its answer spans compete over the whole row."""
-        boundaries = resolve_boundaries(
-            f"{type(self).__name__}.forward",
-            kwargs,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=None,
-        )
         if boundaries is not None:
-            raise input_error(
-                "documents in rows of their own, as start and end are chosen among all tokens of a row",
-                f"a packed row of {boundaries.num_documents} documents",
-                "Use a padded batch for question answering.",
-            )
+            expected = "documents in rows of their own, as start and end are chosen among all tokens of a row"
+            got = f"a packed row of {boundaries.num_documents} documents"
+            raise input_error(expected, got, "Use a padded batch for question answering.")
         # The loss is over all tokens of a row, so what stands at padding counts.
-        kwargs["packs_padding"] = False
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            start_positions=start_positions,
-            end_positions=end_positions,
-            **kwargs,
-        )
+        return super().forward(**{**inputs, "packs_padding": False})
 
 
 __all__ = [

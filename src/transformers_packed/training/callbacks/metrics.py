@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
-from ...models.base import transformers_model
+from ...models.registry import transformers_model
 from ...ops.dispatch import implementations_used
 
 

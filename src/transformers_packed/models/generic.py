@@ -1,0 +1,472 @@
+"""All families of Transformers but those with classes of their own: models whose layers know nothing of boundaries.
+
+Classes are derived from the built-in ones by the tables in `families`, when a family is first asked for:
+
+* a model (`root_class`) takes the packing keywords, settles where documents are, and runs the built-in forward with what
+  that knows: position ids that restart, no mask, no cache. One of `UNPACKED` runs it on each document alone instead.
+* a mixer (`mixer_class`), a module that mixes along the row, runs the built-in forward on each document alone, or once on
+  the row where its kernels can be told of boundaries.
+
+Layers between the two pass no boundaries on, so a context variable holds them while a model runs. Input that is not
+packed goes to the built-in as it came. The classes are pickled by name: this module finds `bamba__BambaMixer`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.utils import ModelOutput
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from ..ops.dispatch import record
+from ..ops.per_document import per_document
+from .families import MIXERS, UNPACKED, Mixer
+from .inputs import (
+    CACHES,
+    METADATA,
+    check_causal,
+    forward_like,
+    mask_targets_across_documents,
+    resolve_boundaries,
+)
+from .registry import REPLACEMENTS, PackedModelMixin
+
+
+_AUTO_CLASSES = (
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+)
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_NO_TEXT = ("VisionModel", "AudioModel")
+# What a packed row of text cannot have beside it.
+_NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
+_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_EXPLICIT = (*METADATA, "boundaries")
+# Named in signatures, as Trainer drops what a signature does not name.
+_KEYWORDS = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    for name in ("position_ids", *METADATA)
+    if name != "padding_tokens"
+]
+# Where Transformers and PyTorch keep the function that runs a layer under checkpointing.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+def family_of(cls: type) -> str | None:
+    """The family of a class of Transformers: the name of its modeling module."""
+    parts = cls.__module__.split(".")
+    if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
+        return parts[-2]
+    return None
+
+
+def families_of(model: torch.nn.Module) -> set[str]:
+    """The families of all modules of a model, and of the classes that theirs derive from."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    return {family_of(base) for base in bases} - {None}
+
+
+def announce(family: str) -> None:
+    """Put our classes of a family of `MIXERS` or `UNPACKED` into `registry.REPLACEMENTS`, once."""
+    for name in (*MIXERS.get(family, ()), *language_models(family)):
+        _replace(family, name)
+
+
+def announce_families_of(model: torch.nn.Module) -> None:
+    """Put our classes of the families that `model` is of into `registry.REPLACEMENTS`."""
+    families = families_of(model) & {*MIXERS, *UNPACKED}
+    for family in families:
+        announce(family)
+    # A model around one of them, such as a vision-language model, masks targets and makes positions.
+    texts = tuple(_text_model(family) for family in families)
+    for outer in model.modules() if families else ():
+        cls = type(outer)
+        if isinstance(outer, PreTrainedModel) and cls not in REPLACEMENTS and family_of(cls):
+            # Not wrappers around a decoder, which hand on whatever they are given.
+            named = inspect.signature(cls.forward).parameters
+            if "input_ids" in named and any(isinstance(module, texts) for module in outer.modules()):
+                packed_class(family_of(cls), cls.__name__)
+
+
+def packed_class(family: str, name: str) -> type:
+    """Our class for a built-in one, which may also be that of a model around one of the families."""
+    if family in MIXERS or family in UNPACKED:
+        announce(family)
+    return _replace(family, name)
+
+
+def auto_entries() -> Iterator[tuple]:
+    """(mapping of an Auto class, configuration class, our class) for all models that the Auto classes build."""
+    for auto_name in _AUTO_CLASSES:
+        mapping = getattr(modeling_auto, auto_name)._model_mapping
+        for model_type, class_name in mapping._model_mapping.items():
+            family = model_type_to_module_name(model_type)
+            if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
+                # Not CONFIG_MAPPING's: flash-linear-attention puts its own Mamba there when it is imported.
+                config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
+                yield mapping, config, packed_class(family, class_name)
+
+
+def language_models(family: str) -> dict[str, type]:
+    """The built-in models of a family that take text, by name."""
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    return {
+        name: cls
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
+        if cls.forward is not PreTrainedModel.forward
+        if "For" in name or (name.endswith("Model") and not name.endswith(_NO_TEXT)) or _is_unpacked(family, name)
+    }
+
+
+def _text_model(family: str) -> type:
+    """The built-in base model of a family: of one with images, that of its text."""
+    models = {name: cls for name, cls in language_models(family).items() if "For" not in name}
+    if family in UNPACKED:
+        return models[UNPACKED[family].base]
+    return next((cls for name, cls in models.items() if name.endswith("TextModel")), next(iter(models.values())))
+
+
+def _is_unpacked(family: str, name: str) -> bool:
+    return family in UNPACKED and UNPACKED[family].base == name
+
+
+def _replace(family: str, name: str) -> type:
+    builtin = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    ours = REPLACEMENTS.get(builtin)
+    if ours is None:
+        mixers = MIXERS.get(family, {})
+        if name in mixers:
+            ours = mixer_class(builtin, mixers[name])
+        else:
+            unpacked = _is_unpacked(family, name)
+            masked = any(mixer.masked for mixer in mixers.values())
+            shifts_labels = family not in UNPACKED or UNPACKED[family].shifts_labels
+            ours = root_class(Root(builtin, unpacked, not (unpacked or masked), shifts_labels))
+        ours.__module__, ours.__qualname__ = __name__, f"{family}__{name}"
+        REPLACEMENTS[builtin] = ours
+    return ours
+
+
+def __getattr__(name: str) -> type:
+    family, _, cls = name.partition("__")
+    if family and cls:
+        return packed_class(family, cls)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# The boundaries of the packed row that is being computed. Nothing above or outside of this file reads it.
+_current: ContextVar[SequenceBoundaries | None] = ContextVar("packed_row", default=None)
+
+
+class _Running:
+    """How many packed forwards run in this process: all that a compiled graph needs to look at, and can guard on."""
+
+    count = 0
+
+
+running = _Running()
+
+
+@contextmanager
+def _boundaries_set_to(boundaries: SequenceBoundaries | None) -> Iterator[None]:
+    token = _current.set(boundaries)
+    running.count += 1
+    try:
+        yield
+    finally:
+        running.count -= 1
+        _current.reset(token)
+
+
+@contextmanager
+def _packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Iterator[None]:
+    """Announce `boundaries` to the modules of `model` inside the `with` block.
+
+    Gradient checkpointing runs layers again in backward, when that forward has ended and others may have followed: what
+    runs again gets the boundaries of its own forward.
+    """
+    changed = []
+    for module in model.modules() if model.training else ():
+        for name in _CHECKPOINTS:
+            checkpoint = vars(module).get(name)
+            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
+                changed.append((module, name, checkpoint))
+                setattr(module, name, partial(_checkpoint, module, boundaries, checkpoint))
+    try:
+        with _boundaries_set_to(boundaries):
+            yield
+    finally:
+        for module, name, checkpoint in changed:
+            setattr(module, name, checkpoint)
+
+
+def _checkpoint(module, boundaries: SequenceBoundaries, checkpoint: Callable, function: Callable, *args, **kwargs):
+    return checkpoint(partial(_run_again, module, boundaries, function), *args, **kwargs)
+
+
+def _run_again(module, boundaries: SequenceBoundaries, function: Callable, *args, **kwargs) -> Any:
+    # Layers inside this one may be checkpointed too.
+    with _packed_row(module, boundaries):
+        return function(*args, **kwargs)
+
+
+class Root:
+    """What a model at the top does with a packed row.
+
+    Args:
+        builtin (`type`):
+            The built-in model class. By its name it is a base model, a head with one result per token, a language
+            model, whose targets across documents are masked, or another head, which refuses packed rows.
+        unpacked (`bool`):
+            Whether it is a base model that runs on each document alone.
+        has_attention_weights (`bool`):
+            Whether there are attention weights over the row.
+        shifts_labels (`bool`):
+            Whether the loss compares a token's logits with the next label, as that of almost all models does.
+    """
+
+    def __init__(self, builtin: type, unpacked: bool, has_attention_weights: bool, shifts_labels: bool):
+        self.builtin, self.unpacked = builtin, unpacked
+        self.has_attention_weights, self.shifts_labels = has_attention_weights, shifts_labels
+        parameters = inspect.signature(builtin.forward).parameters
+        self.known = tuple(parameters)[1:]
+        # Whether the built-in takes arguments that it does not name, and may hand them on.
+        self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        name = builtin.__name__
+        self.is_base = name.endswith(("Model", "Decoder")) and not name.endswith(_LANGUAGE_MODELS)
+        self.is_language_model = name.endswith(_LANGUAGE_MODELS)
+        self.can_be_packed = self.is_base or self.is_language_model or name.endswith("ForTokenClassification")
+
+    def run_builtin(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        """The built-in forward, without keywords of ours that it cannot take."""
+        return self.builtin.forward(model, **(inputs if self.takes_any else self.of_builtin(inputs)))
+
+    def of_builtin(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        ours = (*_EXPLICIT, "position_ids")
+        return {name: value for name, value in inputs.items() if name in self.known or name not in ours}
+
+
+def root_class(root: Root) -> type:
+    """The subclass of `root.builtin` that takes packed rows."""
+
+    def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        if running.count == 0 and not _may_be_packed(inputs):
+            return root.run_builtin(model, inputs)
+        return _run_root(model, root, inputs)
+
+    namespace = {
+        "forward": forward_like(root.builtin.forward, run, _KEYWORDS),
+        "_supports_flex_attn": root.builtin._supports_flex_attn,
+        "__doc__": f"[`{root.builtin.__name__}`] that keeps the documents of a packed row apart.",
+    }
+    return type(root.builtin.__name__, (PackedModelMixin, root.builtin), namespace)
+
+
+def _may_be_packed(inputs: dict[str, Any]) -> bool:
+    for name in _EXPLICIT:
+        if inputs.get(name) is not None:
+            return True
+    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    if inputs.get("position_ids") is None or is_torchdynamo_compiling():
+        return False
+    return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
+
+
+# Its frame alone is left out of graphs that are being compiled: the lengths of documents are different in each row.
+@partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
+def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
+    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    outer = _current.get()
+    boundaries = resolve_boundaries(inputs) if outer is None else outer
+    if boundaries is None:
+        return root.run_builtin(model, inputs)
+    inputs = root.of_builtin(inputs)
+    _check_root(model, root, boundaries, inputs, tokens)
+    if root.is_language_model and root.shifts_labels:
+        labels = mask_targets_across_documents(boundaries, inputs.get("labels"), inputs)
+        if labels is not None:
+            inputs["labels"] = labels
+    if "position_ids" in root.known and inputs.get("position_ids") is None:
+        inputs["position_ids"] = boundaries.position_ids
+    if root.is_base:
+        # Also where only the text model inside names it, and would make a cache by default.
+        inputs["use_cache"] = False
+        if is_flash_attention_requested(model.config) and not root.unpacked:
+            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
+    with _packed_row(model, boundaries) if outer is None else nullcontext():
+        if root.unpacked:
+            outputs = _run_unpacked(model, root.builtin.forward, boundaries, inputs)
+        else:
+            outputs = root.builtin.forward(model, **inputs)
+    if root.is_base and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
+        layers = outputs.router_logits
+        outputs.router_logits = tuple(x if x is None else boundaries.real_tokens(x) for x in layers)
+    return outputs
+
+
+def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any], tokens) -> None:
+    """Raise where the results of a packed row could not be those of the documents alone."""
+    if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
+        got = "no tokens" if tokens is None else f"shape {tuple(tokens.shape)}"
+        raise input_error(f"the packed row of {boundaries.total_length} tokens", got)
+    if not root.can_be_packed or getattr(model.config, "is_encoder_decoder", False):
+        got = f"a packed row of {boundaries.num_documents} documents"
+        raise input_error("documents in rows of their own for this model", got, "Use a padded batch.")
+    check_causal(model.config, inputs)
+    if boundaries.is_shard:
+        expected = "whole rows, as the layers of this model do not exchange what crosses a cut"
+        raise input_error(expected, "a part of a row", "Train this model without sequence parallelism.")
+    for name, value in inputs.items():
+        if value is not None and name.startswith(_NOT_TEXT):
+            raise input_error("a packed row of text alone", name, "Use a padded batch for what is not text.")
+    wants_weights = inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)
+    if wants_weights and not root.has_attention_weights:
+        expected = "a packed row without output_attentions, as attention runs on documents alone"
+        raise input_error(expected, "output_attentions=True")
+
+
+def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> Any:
+    """The outputs of a base model for a packed row, computed on the documents as right-padded batches.
+
+    Attention is causal, so padding on the right is never seen, and positions start at 0 in each row by themselves. An
+    output without an entry per token cannot be told for documents alone: a `ValueError`.
+    """
+    row = (1, boundaries.total_length)
+    inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
+    if inputs.get("inputs_embeds") is None:
+        # Once for the row, as without packing.
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+    as_tuple = inputs.pop("return_dict", None) is False
+    names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.shape[:2] == row]
+    forms = []
+
+    def run(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs = forward(model, **(inputs | dict(zip(names, batches, strict=True)) | {"return_dict": True}))
+        fields, without_rows, batch = {}, [], batches[0].shape[:2]
+        for name, value in outputs.items():
+            if name == "past_key_values":
+                continue
+            shapes = {x.shape for x in tree_leaves(value) if x is not None}
+            if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
+                # Routers see tokens without rows.
+                without_rows.append(name)
+                value = tree_map(lambda x: x if x is None else x.unflatten(0, batch), value)
+            elif any(shape[:2] != batch for shape in shapes):
+                expected = f"a packed row without {name}, which has no entry per token"
+                raise input_error(expected, f"shapes {[tuple(shape) for shape in shapes]}", "Use a padded batch.")
+            fields[name] = value
+        leaves, structure = tree_flatten(fields)
+        forms.append((type(outputs), structure, without_rows))
+        return tuple(leaves)
+
+    with _boundaries_set_to(None):
+        leaves = per_document(run, *(inputs[name] for name in names), boundaries=boundaries)
+    make, structure, without_rows = forms[0]
+    fields = tree_unflatten(list(leaves), structure)
+    for name in without_rows:
+        fields[name] = tree_map(lambda x: x if x is None else x[0], fields[name])
+    return make(**fields).to_tuple() if as_tuple else make(**fields)
+
+
+def mixer_class(builtin: type, mixer: Mixer) -> type:
+    """The subclass of a module that mixes along the row which stops at documents."""
+
+    def run(module: torch.nn.Module, arguments: dict[str, Any]) -> Any:
+        return (builtin.forward if running.count == 0 else forward)(module, **arguments)
+
+    @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
+    def forward(module: torch.nn.Module, **arguments: Any) -> Any:
+        boundaries = _current.get()
+        if boundaries is None:
+            return builtin.forward(module, **arguments)
+        with_kernels = _has_kernels(builtin, mixer, arguments)
+        record(type(module).__name__, "kernels" if with_kernels else "per_document", [], lambda _: None)
+        # Modules inside this one get documents, or are told of boundaries by it.
+        with _boundaries_set_to(None):
+            if not with_kernels:
+                return _on_each_document(module, builtin.forward, mixer, arguments, boundaries)
+            described = boundaries.layer_kwargs()
+            return builtin.forward(module, **arguments, **{keyword: described[keyword] for keyword in mixer.keywords})
+
+    namespace = {"forward": forward_like(builtin.forward, run), "__doc__": builtin.__doc__}
+    return type(builtin.__name__, (builtin,), namespace)
+
+
+def _has_kernels(builtin: type, mixer: Mixer, arguments: dict[str, Any]) -> bool:
+    """Whether the module runs kernels that can be told of boundaries, and no torch reference that ignores them."""
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    functions = [getattr(import_module(builtin.__module__), name, None) for name in mixer.kernels]
+    return bool(functions) and _on_gpu(tensors) and all(map(_is_kernel, functions))
+
+
+def _on_gpu(tensors: list[torch.Tensor]) -> bool:
+    return all(tensor.is_cuda for tensor in tensors)
+
+
+@cache
+def _is_kernel(function: Callable | None) -> bool:
+    """Whether Transformers found a package's kernel for one of its functions, and not only its own reference.
+
+    Nothing says so but the function itself: with a reference inside it refuses boundaries before it looks at what else it
+    is given, and a kernel misses its tensors.
+    """
+    try:
+        function(seq_idx=True, cu_seqlens=True)
+    except ValueError:
+        return False
+    except Exception:
+        # A reference that Transformers did not wrap would ignore boundaries.
+        return hasattr(function, "__wrapped__")
+    return False
+
+
+def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[str, Any], boundaries) -> Any:
+    """The built-in forward on right-padded batches of documents: it is causal, so what it makes of them is exact."""
+    row = (1, boundaries.total_length)
+    # A document alone has no boundaries.
+    arguments = {name: value for name, value in arguments.items() if name not in _EXPLICIT}
+    if mixer.masked:
+        arguments["attention_mask"] = None
+    leaves, structure = tree_flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.shape[:2] == row]
+    single = []
+
+    def run(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        filled = list(leaves)
+        for place, batch in zip(places, batches, strict=True):
+            filled[place] = batch
+        inputs = tree_unflatten(filled, structure)
+        if mixer.masked:
+            inputs["attention_mask"] = _causal_mask(module, inputs["hidden_states"])
+        outputs = forward(module, **inputs)
+        single.append(isinstance(outputs, torch.Tensor))
+        if single[-1]:
+            return (outputs,)
+        return tuple(output if i in mixer.outputs else None for i, output in enumerate(outputs))
+
+    outputs = per_document(run, *(leaves[place] for place in places), boundaries=boundaries)
+    return outputs[0] if single[0] else outputs
+
+
+def _causal_mask(module: torch.nn.Module, hidden_states: torch.Tensor) -> Any:
+    make = create_sliding_window_causal_mask if getattr(module, "sliding_window", None) else create_causal_mask
+    return make(config=module.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
