@@ -72,7 +72,7 @@ class PackedTrainerTest(TrainerTestCase):
         [
             ("auto", {}, (False, True)),
             ("padding_free", {"padding_free": True}, (False, True)),
-            ("packing", {"packing": True, "max_length": 128}, (True, True)),
+            ("pack", {"packing": True, "max_length": 128}, (True, True)),
             ("off", {"padding_free": False}, (False, False)),
         ]
     )
@@ -81,7 +81,7 @@ class PackedTrainerTest(TrainerTestCase):
         self.assertEqual(args.packing_mode, mode)
         trainer = self.build(args=args)
         self.assertEqual((args.packing, args.padding_free), active)
-        self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "packing")
+        self.assertEqual(hasattr(trainer.train_dataset, "plan"), mode == "pack")
         if mode != "off":
             with quiet():
                 trainer.train()

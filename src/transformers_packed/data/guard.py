@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments, trainer
+from transformers import TrainingArguments, trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import input_error
@@ -23,24 +23,23 @@ from .neftune import DocumentNoise
 _INSIDE = ("base_dataloader", "collate_fn", "data_collator", "collate", "func")
 
 
-class PackingGuard(TrainerCallback):
+class PackingGuard(DocumentNoise):
     """Stops a Trainer whose collator is ours and whose model, or PEFT adapter, is known to mix the documents of such batches.
+
+    With our collator NEFTune's noise goes by the document, too.
 
     Raises:
         `ValueError`: before the first training step, or in the first step of an evaluation without training.
     """
 
     def __init__(self):
+        super().__init__()
         self._checked: tuple | None = None
-        self._noise = DocumentNoise()
 
     def on_train_begin(self, args, state, control, model=None, train_dataloader=None, **kwargs):
         self._check(args, model, train_dataloader, training=True)
         if find_collator(train_dataloader) is not None:
-            self._noise.on_train_begin(args, state, control, model=model)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._noise.on_train_end(args, state, control)
+            super().on_train_begin(args, state, control, model=model)
 
     def on_prediction_step(self, args, state, control, model=None, eval_dataloader=None, **kwargs):
         self._check(args, model, eval_dataloader, training=False)

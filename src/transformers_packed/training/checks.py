@@ -1,12 +1,11 @@
 """Why a Trainer cannot be packed: everything that can be known before its first step, without changing it.
 
-Each check looks at the Trainer and returns an error or `None`: the caller raises it, or says it in auto mode. Whether a
-model keeps documents apart is decided by what the audit measured (`models/verdict.py`) or, for models that have classes of
-ours, by the ops' own verifiers.
+Each reason is an error, which the caller raises or, in auto mode, says. Whether a model keeps documents apart is decided by
+what the audit measured (`models/verdict.py`) or, for models that have classes of ours, by the ops' own verifiers.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -48,12 +47,41 @@ _PADDED = "Train on padded batches."
 
 def reason_against(trainer: Trainer, mode: str) -> ValueError | None:
     """The first reason not to pack, in `"auto"` mode also one that only makes it unsafe or useless."""
-    checks = _ALWAYS
-    if mode == "auto":
-        checks = (_check_switched_off, *_ALWAYS, _check_loss, _check_batch_size)
-    elif mode == "pack":
-        checks = (_check_dataset, *_ALWAYS)
-    return next((reason for check in checks if (reason := check(trainer)) is not None), None)
+    return next(_reasons(trainer, mode), None)
+
+
+def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+    """Only the first one counts: what follows relies on the checks before."""
+    model, switch = transformers_model(trainer.model), "TRANSFORMERS_PACKED_DISABLE_AUTO"
+    if mode == "auto" and os.environ.get(switch) == "1":
+        yield input_error(f"no {switch}", f"{switch} is set")
+    if mode == "pack" and trainer.train_dataset is None:
+        yield input_error("a train_dataset to pack", "none")
+    yield from _of_devices(trainer)
+    yield from _of_model(trainer, model)
+    yield from _of_collator(trainer)
+    yield from _of_samples(trainer, model)
+    # `patch_model` itself refuses what it was not made for.
+    patched = ((measured(model)[1] or {}).get("ours") or {}).get("all")
+    if patched is not None and patched["verdict"] == "leaks":
+        yield input_error(SEPARATE, f"{type(model).__name__}, which leaks in {patched['module']}", _PADDED)
+    yield from filter(None, (check_cache(model), way_of_isolation(trainer)[1]))
+    wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
+    if wants_logits and not getattr(trainer, "restores_documents", False):
+        got = "compute_metrics, which needs the logits of each sample where a packed row returns those of all"
+        fix = "Use transformers_packed.PackedTrainer, which takes rows apart again, or set prediction_loss_only=True."
+        yield input_error("an evaluation that needs the loss alone", got, fix)
+    if mode != "auto":
+        return
+    own = type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
+    if own or trainer.compute_loss_func is not None:
+        got = (
+            f"a {'compute_loss' if own else 'compute_loss_func'} of its own, which may count samples or read the mask"
+        )
+        yield input_error("the loss of the model", got, 'Pass packing="padding_free" if it works on tokens.')
+    if trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
+        got = "per_device_train_batch_size=1, which has no padding to avoid"
+        yield input_error("more than one sample per batch", got, "Raise it, or pass packing=True with max_length.")
 
 
 def is_sft_trainer(trainer: Trainer) -> bool:
@@ -113,166 +141,98 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else transformers_model(trainer.model).dtype
 
 
-def check_devices(trainer: Trainer) -> ValueError | None:
+def check_devices(trainer: Trainer) -> None:
+    """Raise a `ValueError` if rows would be scattered or cut by others."""
+    for reason in _of_devices(trainer):
+        raise reason
+
+
+def _of_devices(trainer: Trainer) -> Iterator[ValueError]:
     if trainer.args.n_gpu > 1:
         got = f"one process that sees {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
         fix = f"Launch with torchrun --nproc_per_node={trainer.args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU."
-        return input_error("one process per GPU", got, fix)
+        yield input_error("one process per GPU", got, fix)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            return input_error("rows that stay whole", f"{name}={size}, which cuts rows", f"Set {name}=1.")
-    return None
+            yield input_error("rows that stay whole", f"{name}={size}, which cuts rows", f"Set {name}=1.")
 
 
-def _check_model(trainer: Trainer) -> ValueError | None:
-    model = transformers_model(trainer.model)
-    expected = "a causal language model of Transformers"
+def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
+    expected, name = (
+        "a causal language model of Transformers",
+        type(trainer.model if model is None else model).__name__,
+    )
     if model is None:
-        return input_error(expected, f"{type(trainer.model).__name__}, which is not of Transformers", _PADDED)
+        yield input_error(expected, f"{name}, which is not of Transformers", _PADDED)
     if (per_row := adapter_per_row(trainer.model)) is not None:
-        return input_error("adapters that look at documents", per_row, _PADDED)
+        yield input_error("adapters that look at documents", per_row, _PADDED)
     if (unshifted := unshifted_smoothing(trainer.args, model)) is not None:
-        return unshifted
-    name = type(model).__name__
+        yield unshifted
     if name.endswith("ForSequenceClassification"):
         got = f"sequence classification ({name}), which needs one label per sample where a row has one per token"
-        return input_error(expected, got, _PADDED)
+        yield input_error(expected, got, _PADDED)
     if not name.endswith(LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
-        return input_error(expected, f"{name}, which is not a causal language model", _PADDED)
+        yield input_error(expected, f"{name}, which is not a causal language model", _PADDED)
     family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
     if family is not None and not family.shifts_labels:
         got = f"{name}, whose loss does not shift labels, so that the first token of a document would be lost"
-        return input_error(expected, got, _PADDED)
-    return None
-
-
-def _check_measured(trainer: Trainer) -> ValueError | None:
-    """What the audit measured of the type with `patch_model`; `patch_model` itself knows what it was not made for."""
-    model = transformers_model(trainer.model)
-    found = ((measured(model)[1] or {}).get("ours") or {}).get("all")
-    if found is None or found["verdict"] != "leaks":
-        return None
-    return input_error(SEPARATE, f"{type(model).__name__}, which leaks in {found['module']}", _PADDED)
-
-
-def _check_cache(trainer: Trainer) -> ValueError | None:
-    return check_cache(transformers_model(trainer.model))
+        yield input_error(expected, got, _PADDED)
 
 
 def check_cache(model: torch.nn.Module) -> ValueError | None:
     """Whether a model that stays as it is makes a cache, at least in evaluation. Those of ours make none on packed rows."""
-    if families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}:
-        return None
-    setting = cache_setting(model)
-    return None if setting is None else cache_error(model, setting)
+    ours = families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}
+    return cache_error(model, setting) if not ours and (setting := cache_setting(model)) else None
 
 
-def _check_attention(trainer: Trainer) -> ValueError | None:
-    return way_of_isolation(trainer)[1]
-
-
-def _check_collator(trainer: Trainer) -> ValueError | None:
-    collator = trainer.data_collator
-    kind, name = type(collator), getattr(collator, "__name__", type(collator).__name__)
+def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
+    collator, kind = trainer.data_collator, type(trainer.data_collator)
     if getattr(trainer, "_is_vision_dataset", False):
         got = f"a processor that makes the model's inputs from images in the collator ({kind.__name__})"
-        return input_error("samples that are processed already", got, "Pass DataCollatorWithFlattening to Trainer.")
+        yield input_error("samples that are processed already", got, "Pass DataCollatorWithFlattening to Trainer.")
     if collator is transformers.default_data_collator or isinstance(collator, DataCollatorWithFlattening):
-        return None
+        return
     known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in _PADDING + _LABELLING
-    if known and not getattr(collator, "mlm", False):
-        return None
-    fix = "Leave data_collator out, or pass transformers_packed.DataCollatorWithFlattening."
-    return input_error("a collator that only pads", f"a custom data collator ({name}), which may do more", fix)
+    if not known or getattr(collator, "mlm", False):
+        got = f"a custom data collator ({getattr(collator, '__name__', kind.__name__)}), which may do more"
+        fix = "Leave data_collator out, or pass transformers_packed.DataCollatorWithFlattening."
+        yield input_error("a collator that only pads", got, fix)
 
 
-def _check_samples(trainer: Trainer) -> ValueError | None:
-    dataset, args = trainer.train_dataset, trainer.args
+def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError]:
+    dataset, args, sft = trainer.train_dataset, trainer.args, is_sft_trainer(trainer)
     if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
         got = 'packing_strategy="wrapped", which has lost where documents begin'
-        return input_error("rows of whole documents", got, 'Set packing_strategy="bfd".')
+        yield input_error("rows of whole documents", got, 'Set packing_strategy="bfd".')
     if isinstance(dataset, IterableDataset) and trainer.accelerator.dataloader_config.dispatch_batches:
         got = "accelerator_config with dispatch_batches=True, which would cut rows in pieces"
-        return input_error("processes that read their own rows", got, "Leave dispatch_batches out.")
+        yield input_error("processes that read their own rows", got, "Leave dispatch_batches out.")
     sample = first_sample(dataset)
     if sample is None:
-        return None
+        return
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
-        return input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}")
+        yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}")
     if any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids")):
-        return input_error("labels per token", "samples with one label each (sequence classification)", _PADDED)
+        yield input_error("labels per token", "samples with one label each (sequence classification)", _PADDED)
     if "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING):
         fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-        return input_error("labels", "samples without labels, and a collator that makes none", fix)
-    if "seq_lengths" in sample and args.remove_unused_columns and not is_sft_trainer(trainer):
+        yield input_error("labels", "samples without labels, and a collator that makes none", fix)
+    if "seq_lengths" in sample and args.remove_unused_columns and not sft:
         got = "rows with seq_lengths, a column that remove_unused_columns=True takes away"
-        return input_error("rows that say where documents are", got, "Set remove_unused_columns=False.")
-    return _check_columns(trainer, sample)
-
-
-def _check_columns(trainer: Trainer, sample: Mapping[str, Any]) -> ValueError | None:
-    """A column that the model would get from a padded batch, and not from a packed row."""
-    if isinstance(trainer.data_collator, DataCollatorWithFlattening) or is_sft_trainer(trainer):
-        return None
-    model = transformers_model(trainer.model)
-    taken = set(sample)
-    if trainer.args.remove_unused_columns:
-        taken &= set(signature(model.forward).parameters)
+        yield input_error("rows that say where documents are", got, "Set remove_unused_columns=False.")
+    if sft or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+        return
+    # A column that the model would get from a padded batch, and not from a packed row.
+    taken = set(sample) & set(signature(model.forward).parameters) if args.remove_unused_columns else set(sample)
     left_out = sorted(taken - _TEXT - (_VISION if _takes_images(model) else set()))
-    if not left_out:
-        return None
-    whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
-    got = f"{whose} columns {', '.join(left_out)}, for which a packed row of {type(model).__name__} has no place"
-    return input_error("samples of tokens", got, "Remove the columns, or train on padded batches.")
+    if left_out:
+        whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
+        got = f"{whose} columns {', '.join(left_out)}, for which a packed row of {type(model).__name__} has no place"
+        yield input_error("samples of tokens", got, "Remove the columns, or train on padded batches.")
 
 
 def _takes_images(model: torch.nn.Module) -> bool:
     """Whether a vision-language model whose packed rows may hold images."""
     return hasattr(model.config, "vision_config") and model.config.model_type in ("qwen3_5", "qwen3_5_moe")
-
-
-def _check_metrics(trainer: Trainer) -> ValueError | None:
-    wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
-    if not wants_logits or getattr(trainer, "restores_documents", False):
-        return None
-    got = "compute_metrics, which needs the logits of each sample where a packed row returns those of all"
-    fix = "Use transformers_packed.PackedTrainer, which takes rows apart again, or set prediction_loss_only=True."
-    return input_error("an evaluation that needs the loss alone", got, fix)
-
-
-def _check_switched_off(trainer: Trainer) -> ValueError | None:
-    switch = "TRANSFORMERS_PACKED_DISABLE_AUTO"
-    return input_error(f"no {switch}", f"{switch} is set") if os.environ.get(switch) == "1" else None
-
-
-def _check_loss(trainer: Trainer) -> ValueError | None:
-    own = type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
-    if not own and trainer.compute_loss_func is None:
-        return None
-    got = f"a {'compute_loss' if own else 'compute_loss_func'} of its own, which may count samples or read the mask"
-    return input_error("the loss of the model", got, 'Pass packing="padding_free" if it works on tokens.')
-
-
-def _check_batch_size(trainer: Trainer) -> ValueError | None:
-    if trainer.args.per_device_train_batch_size > 1 or is_packed(trainer.train_dataset):
-        return None
-    got = "per_device_train_batch_size=1, which has no padding to avoid"
-    return input_error("more than one sample per batch", got, "Raise it, or pass packing=True with max_length.")
-
-
-def _check_dataset(trainer: Trainer) -> ValueError | None:
-    return input_error("a train_dataset to pack", "none") if trainer.train_dataset is None else None
-
-
-_ALWAYS: tuple[Callable[[Trainer], ValueError | None], ...] = (
-    check_devices,
-    _check_model,
-    _check_collator,
-    _check_samples,
-    _check_measured,
-    _check_cache,
-    _check_attention,
-    _check_metrics,
-)

@@ -136,11 +136,10 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
 
     def __call__(self, features: list, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
         batch = super().__call__(features, return_tensors, separator_id)
-        tokens = batch["input_ids"]
         not_targets = batch["position_ids"] == 0
         if self.ignored_token is not None:
-            not_targets = not_targets | (tokens == self.ignored_token)
-        batch["labels"] = torch.where(not_targets, -100, tokens)
+            not_targets = not_targets | (batch["input_ids"] == self.ignored_token)
+        batch["labels"] = torch.where(not_targets, -100, batch["input_ids"])
         return batch
 
 
@@ -238,8 +237,7 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     patch_model(model)
     inner = transformers_model(model)
     inner.config.use_cache = use_cache
-    reason = check_cache(inner)
-    if reason is not None:
+    if (reason := check_cache(inner)) is not None:
         raise reason
 
 
@@ -273,8 +271,7 @@ def _keep_from_liger(trainer: Trainer) -> str:
 def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
     isolation = f"isolation by {way_of_isolation(trainer)[0]}"
     if not packed:
-        batch_size = trainer.args.per_device_train_batch_size
-        saved = _estimated_saving(dataset, batch_size)
+        saved = _estimated_saving(dataset, trainer.args.per_device_train_batch_size)
         known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
         return f"Padding-free on: {known}{isolation}"
     if isinstance(dataset, PackingDataset):
@@ -302,7 +299,7 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
 def _leave(trainer: Trainer, why: str) -> Trainer:
     """Say why; of the Trainer only the two arguments that tell what is active may be new."""
     for name in ("packing", "padding_free"):
-        if not hasattr(trainer.args, name) or getattr(trainer.args, name) is None:
+        if getattr(trainer.args, name, None) is None:
             setattr(trainer.args, name, False)
     return _say(trainer, f"Packing off, training stays as it was: {why}")
 

@@ -250,18 +250,12 @@ class _SampleMean:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._count_items, self._compute_loss = (getattr(trainer, name) for name in self.replaced)
-        config = trainer.model.config.get_text_config()
         # Most models that add an auxiliary loss of their experts keep its weight from when they were built.
-        default = getattr(config, "router_aux_loss_coef", 0.0)
+        default = getattr(trainer.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
         self._router_aux_loss_coef = getattr(trainer.model, "router_aux_loss_coef", default)
         self._boundaries: SequenceBoundaries | None = None
 
-    def __call__(
-        self,
-        outputs: Any,
-        labels: torch.Tensor,
-        num_items_in_batch: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         """`num_items_in_batch` is the number of documents with targets in the whole step; by default, of this batch."""
         boundaries, self._boundaries = self._boundaries, None
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]

@@ -111,10 +111,10 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
 
 def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
     """The last complete checkpoint in `output`, if any, and what is wrong with later ones."""
-    damaged, found = [], [path for path in output.glob("checkpoint-*") if path.name.split("-", 1)[1].isdecimal()]
-    for path in sorted(found, key=lambda path: int(path.name.split("-", 1)[1]), reverse=True):
-        wrong = _damage(path)
-        if wrong is None:
+    damaged, numbers = [], (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
+    for number in sorted(filter(str.isdecimal, numbers), key=int, reverse=True):
+        path = output / f"checkpoint-{number}"
+        if (wrong := _damage(path)) is None:
             return path, damaged
         damaged.append(f"{path}, which is incomplete or damaged ({wrong})")
     return None, damaged

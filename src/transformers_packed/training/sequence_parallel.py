@@ -6,6 +6,7 @@ is its part of one sum over them, and the gradients are summed by the mean over 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
 from ..parallel import RowShard, SequenceParallel, shard_batch
@@ -21,30 +23,10 @@ from .callbacks.metrics import PackingMetricsCallback
 from .checks import check_devices
 
 
-class ShardCollator:
-    """The batches of `collator`, cut to one rank's part.
-
-    Args:
-        collator ([`DataCollatorWithFlattening`]):
-            Makes whole rows.
-        rank, size (`int`):
-            Which of how many parts.
-        minimum (`int`):
-            How many tokens a part has at least.
-    """
-
-    def __init__(self, collator: Any, rank: int, size: int, minimum: int):
-        self.collator, self.rank, self.size, self.minimum = collator, rank, size, minimum
-
-    def __call__(self, features: list) -> dict[str, Any]:
-        return shard_batch(
-            self.collator(features),
-            self.rank,
-            self.size,
-            minimum=self.minimum,
-            pad_token_id=self.collator.pad_token_id or 0,
-            token_columns=self.collator.token_columns,
-        )
+def collate_part(collator: DataCollatorWithFlattening, rank: int, size: int, minimum: int, features: list) -> dict:
+    """One rank's part, of at least `minimum` tokens, of the row that `collator` makes."""
+    pad, columns = collator.pad_token_id or 0, collator.token_columns
+    return shard_batch(collator(features), rank, size, minimum=minimum, pad_token_id=pad, token_columns=columns)
 
 
 class SequenceParallelMixin:
@@ -71,7 +53,8 @@ class SequenceParallelMixin:
         if self.data_collator.config is None and hasattr(config, "vision_config"):
             # The positions of images can only be counted on the whole row.
             self.data_collator.config = config
-        self.data_collator = ShardCollator(self.data_collator, parallel.rank, parallel.size, max(window - 1, 1))
+        part = (parallel.rank, parallel.size, max(window - 1, 1))
+        self.data_collator = partial(collate_part, self.data_collator, *part)
         # Its figures are of whole rows.
         self.remove_callback(PackingMetricsCallback)
 
@@ -128,35 +111,19 @@ def _check_same_row(shard: RowShard) -> None:
 
 def check_sequence_parallel(trainer: Trainer) -> None:
     """Raise a `ValueError` for what a Trainer is asked to do and would not do exactly on parts of rows."""
-    args = trainer.args
-    if (reason := check_devices(trainer)) is not None:
-        raise reason
-    config = args.accelerator_config
+    args, config = trainer.args, trainer.args.accelerator_config
+    check_devices(trainer)
+    own_loss, whole = "the model's own loss, which sums over parts of a row", "processes that read whole rows"
+    average = "average_tokens_across_devices=True, as each process has a part of a row's targets"
     for is_so, expected, got in (
         (getattr(args, "packing_mode", "auto") == "off", "packed rows, which can be cut", "padding_free=False"),
-        (
-            not args.average_tokens_across_devices,
-            "average_tokens_across_devices=True, as each process has a part of a row's targets",
-            "average_tokens_across_devices=False",
-        ),
-        (config.dispatch_batches, "processes that read whole rows", "dispatch_batches=True"),
-        (config.split_batches, "processes that read whole rows", "split_batches=True"),
-        (
-            args.label_smoothing_factor,
-            "the model's own loss, which sums over parts of a row",
-            "label_smoothing_factor",
-        ),
-        (
-            trainer.compute_loss_func is not None,
-            "the model's own loss, which sums over parts of a row",
-            "compute_loss_func",
-        ),
+        (not args.average_tokens_across_devices, average, "average_tokens_across_devices=False"),
+        (config.dispatch_batches, whole, "dispatch_batches=True"),
+        (config.split_batches, whole, "split_batches=True"),
+        (args.label_smoothing_factor, own_loss, "label_smoothing_factor"),
+        (trainer.compute_loss_func is not None, own_loss, "compute_loss_func"),
         (args.torch_compile, "one loss of the routers for all parts of a row", "torch_compile=True"),
-        (
-            trainer.compute_metrics is not None,
-            "an evaluation by its loss",
-            "compute_metrics, which wants whole documents",
-        ),
+        (trainer.compute_metrics is not None, "an evaluation by its loss", "compute_metrics, which wants documents"),
     ):
         if is_so:
             raise input_error(expected, got, "Leave it out.")

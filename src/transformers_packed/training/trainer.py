@@ -56,32 +56,23 @@ class PackedTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.packing and (self.padding_free is False or self.max_length is None):
-            raise input_error(
-                "max_length and no padding_free=False beside packing=True",
-                f"padding_free={self.padding_free}, max_length={self.max_length}",
-                "Packed rows hold no padding; pass max_length, the tokens of a row.",
-            )
+            got = f"padding_free={self.padding_free}, max_length={self.max_length}"
+            raise input_error("max_length and no padding_free=False beside packing=True", got)
         if self.cuda_graphs:
-            others = {
-                "packing": self.packing is not True,
-                "sequence_parallel_size": self.sequence_parallel_size != 1,
-                "activation_checkpointing": self.activation_checkpointing,
-                "torch_compile": self.torch_compile,
-            }
-            in_the_way = [f"{name}={getattr(self, name)}" for name, is_so in others.items() if is_so]
-            if in_the_way:
-                raise input_error(
-                    "packing=True beside cuda_graphs=True, and no sequence parallelism, checkpointing or "
-                    "torch_compile",
-                    ", ".join(in_the_way),
-                    "Change these, or leave cuda_graphs out: it is for short rows of models that fit easily.",
-                )
+            names = ("packing", "sequence_parallel_size", "activation_checkpointing", "torch_compile")
+            given = {name: getattr(self, name) for name in names}
+            others = [
+                f"{name}={x}" for (name, x), good in zip(given.items(), (1, 1, 0, 0), strict=True) if (x or 0) != good
+            ]
+            if others:
+                expected = "packing=True beside cuda_graphs=True, without shared rows, checkpointing or torch_compile"
+                raise input_error(expected, ", ".join(others))
 
     @property
     def packing_mode(self) -> str:
         """The `packing` argument of [`configure_packing`] that these arguments ask for."""
         if self.packing:
-            return "packing"
+            return "pack"
         return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
 
 
@@ -122,22 +113,16 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
-        self._own_mean = False
-        packing = getattr(self.args, "packing_mode", "auto")
-        size = (
-            getattr(self.args, "sequence_parallel_size", 1)
-            if sequence_parallel_size is None
-            else sequence_parallel_size
-        )
+        packing, size = getattr(self.args, "packing_mode", "auto"), sequence_parallel_size
+        if size is None:
+            size = getattr(self.args, "sequence_parallel_size", 1)
         if size != 1:
-            self.make_sequence_parallel(
-                size,
-                gated_delta_rule=getattr(self.args, "sequence_parallel_gated_delta_rule", "state"),
-                attention=getattr(self.args, "sequence_parallel_attention", None),
-            )
+            delta = getattr(self.args, "sequence_parallel_gated_delta_rule", "state")
+            attention = getattr(self.args, "sequence_parallel_attention", None)
+            self.make_sequence_parallel(size, gated_delta_rule=delta, attention=attention)
             # What is in the way of rows is an error then.
             packing = "padding_free" if packing == "auto" else packing
-        configure_packing(self, packing, self.args.max_length if packing == "packing" else None)
+        configure_packing(self, packing, self.args.max_length if packing == "pack" else None)
         if size != 1:
             self.cut_rows()
         if getattr(self.args, "cuda_graphs", False):
@@ -150,27 +135,18 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         dataloader = super().get_eval_dataloader(*args, **kwargs)
         sampler = getattr(dataloader, "batch_sampler", None)
         # For `compute_metrics` Trainer itself leaves out the samples that fill up the last batches, for the loss it does not.
-        if (
-            isinstance(sampler, BatchSamplerShard)
-            and self.compute_metrics is None
-            and not sampler.split_batches
-            and not hasattr(dataloader, "own_batches")
-        ):
+        fills_up = isinstance(sampler, BatchSamplerShard) and not sampler.split_batches
+        if fills_up and self.compute_metrics is None and not hasattr(dataloader, "own_batches"):
             dataloader.own_batches = _in_rounds(sampler)
         return dataloader
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""
-        cumulative = inputs.get("cu_seq_lens_q")
-        cumulative = cumulative.tolist() if cumulative is not None else None
+        cumulative = inputs["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in inputs else None
         labels = inputs.get("labels")
         targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
         targets = None if targets is None else (targets != -100).sum()
-        self._own_mean = True
-        try:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._own_mean = False
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and targets is not None:
             targets = targets.to(loss)
             # A batch without a target has a loss that is not a number.
@@ -179,15 +155,13 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
             if "inputs" in self.args.include_for_metrics:
                 # Trainer hands over what is in the batch after this.
-                batch = {
-                    name: _by_document(x, cumulative) for name, x in inputs.items() if isinstance(x, torch.Tensor)
-                }
-                inputs.update(batch)
+                tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+                inputs.update({name: _by_document(x, cumulative) for name, x in tensors.items()})
         return loss, logits, labels
 
     def _get_num_items_in_batch(self, *args, **kwargs):
-        # Over the targets of all processes the loss would be a part of a sum; here it is weighted by its own targets.
-        if self._own_mean and self.args.world_size > 1 and self.compute_loss_func is None:
+        # In an evaluation it would be a part of a sum over all processes; there a loss is weighted by its own targets.
+        if not self.model.training and self.args.world_size > 1 and self.compute_loss_func is None:
             return None
         return super()._get_num_items_in_batch(*args, **kwargs)
 

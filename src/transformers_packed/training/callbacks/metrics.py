@@ -57,22 +57,22 @@ class PackingMetricsCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, row_tokens: int | None = None):
-        self.trainer = trainer
-        self.row_tokens = row_tokens
-        self._handle = None
-        self._total, self._seconds = [0, 0, 0, 0], 0.0
-        self._paused, self._since, self._mark = 0.0, 0.0, 0.0
+        self.trainer, self.row_tokens, self._handle = trainer, row_tokens, None
+        self._start()
+
+    def _start(self) -> None:
         self._clear()
+        self._total, self._seconds, self._paused = np.zeros(4, dtype=np.int64), 0.0, 0.0
+        self._since = self._mark = time.perf_counter()
 
     def _clear(self) -> None:
         # Of this process: [tokens, documents, tokens of padded batches, micro-batches] of each step since the last log,
         # and the lengths of its documents.
-        self._steps: list[list[int]] = []
+        self._steps: list[np.ndarray] = []
         self._lengths: list[torch.Tensor] = []
-        self._now, self._now_lengths = [0, 0, 0, 0], []
+        self._now, self._now_lengths = np.zeros(4, dtype=np.int64), []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._clear()
         model = transformers_model(self.trainer.model)
         self._cost = known_cost(model)
         parameters = list(model.parameters())
@@ -81,12 +81,11 @@ class PackingMetricsCallback(TrainerCallback):
         self._passes = 2 + trained
         self._peak = _peak(args, model)
         self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
-        self._total, self._seconds, self._paused = [0, 0, 0, 0], 0.0, 0.0
         if self._handle is not None:
             self._handle.remove()
         # What the Trainer calls: outside of a compiled graph.
         self._handle = self.trainer.model_wrapped.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._since = self._mark = time.perf_counter()
+        self._start()
 
     def _count(self, module, positional, batch) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -101,30 +100,24 @@ class PackingMetricsCallback(TrainerCallback):
             lengths, tokens = lengths[:-1], tokens - padding
         padded = 0
         if not self._packed:
-            # That of the padding says nothing of the documents.
             longest = batch.get("max_length_q")
-            longest = None if padding and longest == padding else longest
-            padded = len(lengths) * (longest or int(lengths.max()))
-        for place, value in enumerate((tokens, len(lengths), padded, 1)):
-            self._now[place] += value
+            # That of the padding says nothing of the documents.
+            padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
+        self._now += (tokens, len(lengths), padded, 1)
         self._now_lengths.append(lengths)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps.append(self._now)
         self._lengths += self._now_lengths
-        self._now, self._now_lengths = [0, 0, 0, 0], []
+        self._now, self._now_lengths = np.zeros(4, dtype=np.int64), []
         self._mark = time.perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._pause()
-
-    def on_save(self, args, state, control, **kwargs):
-        self._pause()
-
-    def _pause(self) -> None:
         now = time.perf_counter()
         self._paused += now - self._mark
         self._mark = now
+
+    on_save = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is not None and "loss" in logs and self._steps:
@@ -141,20 +134,16 @@ class PackingMetricsCallback(TrainerCallback):
             # To the first step, as only the sum over steps is looked at.
             self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy()))
         by_step = lengths.double().split([step[1] for step in self._steps])
-        counts = torch.tensor(self._steps, dtype=torch.long, device=args.device)
+        counts = torch.from_numpy(np.stack(self._steps)).to(args.device)
         squares = torch.stack([x.square().sum() for x in by_step]).float().to(args.device)
-        if args.world_size > 1:
-            counts, squares = gather(counts[None].contiguous()), gather(squares[None].contiguous())
-        else:
-            counts, squares = counts[None], squares[None]
-        counts, squares = counts.cpu(), squares.cpu().double()  # [ranks, steps, 4], [ranks, steps]
+        counts, squares = (gather(x[None]).cpu() for x in (counts, squares))  # [ranks, steps, 4], [ranks, steps]
         seconds = time.perf_counter() - self._since - self._paused
         tokens, documents, padded, batches = sums = counts.sum((0, 1)).tolist()
-        self._total = [a + b for a, b in zip(self._total, sums, strict=True)]
+        self._total += sums
         self._seconds += seconds
         costs = counts[..., 0].double()
         if self._cost is not None:
-            costs = (self._cost.linear + self._cost.chunked) * costs + self._cost.quadratic * squares
+            costs = (self._cost.linear + self._cost.chunked) * costs + self._cost.quadratic * squares.double()
         figures = {
             "tokens_per_second": round(tokens / seconds, 1),
             "documents_per_row": round(documents / self._rows(batches), 2),
@@ -180,13 +169,11 @@ class PackingMetricsCallback(TrainerCallback):
             self._figures(args)
         self._handle.remove()
         self._handle = None
-        tokens, documents, padded, batches = self._total
+        tokens, documents, padded, batches = self._total.tolist()
         if not state.is_world_process_zero or not tokens:
             return
         what = "Packing" if self._packed else "Padding-free"
-        fill = ""
-        if self.row_tokens is not None:
-            fill = f"fill {tokens / self._rows(batches) / self.row_tokens:.1%}, "
+        fill = f"fill {tokens / self._rows(batches) / self.row_tokens:.1%}, " if self.row_tokens is not None else ""
         used = "; ".join(f"{op}: {', '.join(names)}" for op, names in implementations_used(isolating=True).items())
         tqdm.write(
             f"{what}: {documents:,} documents with {tokens:,} tokens in {self._seconds:.1f} s, "

@@ -69,8 +69,7 @@ class PackingStateCallback(TrainerCallback, ExportableState):
                 fix = "Resume it without the callback and with ignore_data_skip=False."
                 raise input_error("a checkpoint that was saved with this callback", "one without its state", fix)
             if saved["workers"] != args.dataloader_num_workers:
-                before = f"dataloader_num_workers={saved['workers']}, as before"
-                raise input_error(before, args.dataloader_num_workers)
+                raise input_error(f"dataloader_num_workers={saved['workers']}, as before", args.dataloader_num_workers)
             dataset.resume(saved["epoch"], saved["readers"])
             self.saved = saved
         loader = train_dataloader.base_dataloader
@@ -79,12 +78,6 @@ class PackingStateCallback(TrainerCallback, ExportableState):
         self._workers = args.dataloader_num_workers
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._count_batch()
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        self._count_batch()
-
-    def _count_batch(self) -> None:
         batches = self._batches
         reader = batches.waiting.popleft()
         number = reader["shard"][0]
@@ -96,6 +89,8 @@ class PackingStateCallback(TrainerCallback, ExportableState):
             "readers": {} if over else dict(batches.readers),
             "next_worker": 0 if over else (number + 1) % max(self._workers, 1),
         }
+
+    on_substep_end = on_step_end
 
     def _check(self, args, loader: Any) -> IterablePackingDataset:
         if not args.ignore_data_skip:
@@ -118,8 +113,7 @@ class _StatesPutIn:
     """A collator that adds the state of the dataset, which stands right after the batch when this runs."""
 
     def __init__(self, collate: Any, dataset: IterablePackingDataset):
-        self.collate = collate
-        self.dataset = dataset
+        self.collate, self.dataset = collate, dataset
 
     def __call__(self, rows: list) -> dict:
         return {**self.collate(rows), _KEY: json.dumps(self.dataset.state_dict())}
@@ -157,8 +151,7 @@ class _StatesTakenOut(DataLoader):
 
     def __iter__(self) -> Iterator[dict]:
         self.waiting.clear()
-        self.readers, self.resumed = dict(self.resumed), {}
-        self.finished = False
+        self.readers, self.resumed, self.finished = dict(self.resumed), {}, False
         next_worker, self.next_worker = self.next_worker, 0
         for batch, state in _turns(self.loader, next_worker):
             self.waiting.append(state)
