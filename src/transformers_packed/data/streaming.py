@@ -116,8 +116,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
             dataset = split_dataset_by_node(dataset, rank, world_size)
         self.dataset = dataset
-        self.max_length = max_length
-        self.buffer_size = buffer_size
+        self.max_length, self.buffer_size = max_length, buffer_size
         self.overlong, self.truncation_side = overlong, truncation_side
         self.rank, self.world_size = rank, world_size
         self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker
