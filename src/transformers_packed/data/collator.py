@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..models.vision import packed_mrope_position_ids
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
 
@@ -193,9 +194,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return batch
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
-        # Only rows with images need the models' side of the package.
-        from ..models.vision import packed_mrope_position_ids
-
         names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
         columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
         boundaries = SequenceBoundaries.from_lengths(lengths)
