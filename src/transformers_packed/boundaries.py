@@ -17,6 +17,14 @@ import torch
 from .errors import input_error
 
 
+# The columns of images and of videos: their value in `mm_token_type_ids`, pixels and grids.
+VISION_KINDS = {
+    "image": (1, "pixel_values", "image_grid_thw"),
+    "video": (2, "pixel_values_videos", "video_grid_thw"),
+}
+TOKEN_TYPES = "mm_token_type_ids"
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceBoundaries:
     """The document boundaries of one packed row of `T` tokens in `N` documents.

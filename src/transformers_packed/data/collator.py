@@ -13,6 +13,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..models.registry import has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
+from ..models.vision import packed_mrope_position_ids
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
 
@@ -221,9 +222,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return batch
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
-        # Only rows with images need the models' side of the package.
-        from ..models.vision import packed_mrope_position_ids
-
         names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
         columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
         position_ids = packed_mrope_position_ids(self.config, SequenceBoundaries.from_lengths(lengths), **columns)

@@ -43,10 +43,9 @@ class PackingDataset(torch.utils.data.Dataset):
 
     `set_epoch` gives every epoch another order of the rows, in which the rows of a step still cost the ranks about the
     same. That holds when rows are read in this order: pass `train_sampling_strategy="sequential"` to
-    `TrainingArguments`, `shuffle=False` to a data loader. Trainer's default sampler draws rows at random: every row
-    comes once per epoch all the same, but which rows meet in a step is left to chance. The order then stays that of
-    the plan, since accelerate tells a dataset the epoch in some of these cases and not in others, such as a resumed
-    run.
+    `TrainingArguments`, `shuffle=False` to a data loader. Trainer's default sampler draws rows at random: each epoch
+    still has every row once, but chance decides which rows meet in a step. The rows then keep the order of the plan,
+    because accelerate tells a dataset the epoch of a new run and not that of a resumed one.
 
     Args:
         dataset (`Sequence`):
@@ -145,9 +144,9 @@ class PackingDataset(torch.utils.data.Dataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Put the rows in the order of an epoch, in the workers of a data loader too."""
-        # accelerate calls this for a loader that shuffles by itself before a run, but not when the run is resumed: an
-        # order that came and went with it would lose rows and repeat others. The last call is that of the loader's own
-        # `__iter__`, when accelerate knows it as the active one.
+        # accelerate also calls this for a loader that shuffles by itself, but not in a resumed epoch: an order that came
+        # and went with the call would lose rows and repeat others. The call that counts comes from the loader's own
+        # `__iter__`, when accelerate's state names it as the active loader.
         loader = GradientState().active_dataloader
         shuffled = getattr(loader, "dataset", None) is self and _shuffles(loader)
         self._epoch.fill_(0 if shuffled else epoch)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..parallel.vision import TOKEN_TYPES, VISION_KINDS
+from ..boundaries import TOKEN_TYPES, VISION_KINDS
 
 
 __all__ = ["IGNORED_LABEL", "TOKEN_TYPES", "VISION_COLUMNS", "VISION_GRIDS", "cut_sample", "has_items"]

@@ -4,8 +4,8 @@ A sample goes into the open row that it fills best; when it fits in none and `bu
 is closed (Csirik and Johnson, "Bounded space on-line bin packing: best is better than first", Algorithmica 31, 2001).
 A sample costs two binary searches, whatever its length, and its tokens are never copied unless it is cut.
 
-The state of a stream is where it stands in its source and which samples lie in its open rows, as positions: tokens are
-not stored but read again.
+The state of a stream is its position in the source, and the positions of the samples in its open rows. It holds no
+tokens: they are read again.
 """
 
 import copy
@@ -33,8 +33,8 @@ _COUNTED = {"truncate": "truncated", "split": "split", "drop": "dropped"}
 # An open row is one integer, free tokens above, serial number below: the order of integers is that of the search.
 _SERIAL_BITS = 40
 _SERIAL = (1 << _SERIAL_BITS) - 1
-# Samples between two states of the source that are kept: a resumed stream reads as many again at most, and what lies
-# between its oldest open sample and the state before it.
+# Samples between two kept states of the source. A resumed stream reads at most as many again, besides those since its
+# oldest open sample.
 _SNAPSHOT_EVERY = 256
 
 
@@ -116,8 +116,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
             dataset = split_dataset_by_node(dataset, rank, world_size)
         self.dataset = dataset
-        self.max_length = max_length
-        self.buffer_size = buffer_size
+        self.max_length, self.buffer_size = max_length, buffer_size
         self.overlong, self.truncation_side = overlong, truncation_side
         self.rank, self.world_size = rank, world_size
         self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import VISION_KINDS, SequenceBoundaries
 from ..errors import input_error
-from ..parallel.vision import VISION_KINDS
 
 
 # `mm_token_type_ids` of a vision token, and the argument with the grids of such tokens.

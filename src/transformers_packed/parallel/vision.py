@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 
+from ..boundaries import TOKEN_TYPES, VISION_KINDS
 from ..errors import input_error
 from .collectives import redistribute
 from .groups import SequenceParallel
-
-
-# The columns of images and of videos: value in `mm_token_type_ids`, pixels and grids.
-VISION_KINDS = {
-    "image": (1, "pixel_values", "image_grid_thw"),
-    "video": (2, "pixel_values_videos", "video_grid_thw"),
-}
-TOKEN_TYPES = "mm_token_type_ids"
 
 
 @dataclass(frozen=True)

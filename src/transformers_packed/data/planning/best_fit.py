@@ -1,9 +1,9 @@
 """Best-fit decreasing over a histogram of lengths.
 
-Best-fit decreasing takes the documents from the longest to the shortest and puts each where the least room is left that
-still holds it. Documents of one length are alike, and so are rows of the same content: all documents of a length are
-placed with one step per group of alike rows, and the result equals that of placing them one by one. The work grows with
-the number of distinct lengths, not with the documents.
+Best-fit decreasing takes the documents from the longest to the shortest and puts each into the row with the least room
+that still holds it. Documents of one length are interchangeable, and so are rows of the same content. So one step per
+group of equal rows places all documents of a length, with the result of placing them one by one. The work grows with the
+number of distinct lengths, not with the number of documents.
 
 Rows can also be limited in cost. Room and remaining cost then together say which document is the longest that still
 fits, and that number takes the place of the room.
@@ -35,7 +35,7 @@ class Patterns:
 def best_fit(
     lengths: list[int], counts: list[int], max_length: int, cost: list[float] | None = None, max_cost: float = 0.0
 ) -> Patterns:
-    """Pack documents, as few rows as best-fit decreasing gets by with.
+    """Pack documents into as many rows as best-fit decreasing needs.
 
     Args:
         lengths (`list[int]`):

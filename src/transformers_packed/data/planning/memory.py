@@ -1,7 +1,7 @@
 """How many processes a row needs, and what they exchange: `plan_sequence_parallel`.
 
-Everything is counted from the configuration; docs/sequence_parallel.md has the formulae, and how well they meet what was
-measured. Bytes are those of one GPU. Computation is in bfloat16.
+All figures follow from the configuration. docs/sequence_parallel.md has the formulae and compares them with
+measurements. Bytes are those of one GPU; computation is in bfloat16.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Mix the documents of packed rows without changing how full any row is.
 
-Best-fit decreasing puts documents of about the same length in a row, so steps would differ in their mean document
+Best-fit decreasing puts documents of about the same length in a row. Steps would then differ in their mean document
 length far more than steps of samples in random order. Two rows that both have a document boundary after, say, 1,000
-tokens can swap what follows it, and nobody's total changes. Here each row is turned by a random number of documents, and
-at every position all rows with a boundary there pass on what follows to one another, in one go. The more rows, the
-more of them meet at a position: a few hundred rows hardly mix, some ten thousand come close to a random order.
+tokens can swap what follows it, and neither total changes. Here each row is first rotated by a random number of
+documents. At every position, all rows with a boundary there then pass on what follows it, in one step. The more rows
+there are, the more meet at a position: a few hundred rows hardly mix, ten thousand come close to a random order.
 """
 
 import numpy as np

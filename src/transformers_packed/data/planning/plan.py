@@ -88,7 +88,7 @@ class PackingPlan:
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The samples, first tokens and lengths of a row's documents, each `[documents in the row]`."""
         if not 0 <= index < len(self):
-            raise IndexError(f"PackingPlan.row: expected an index from 0 to {len(self) - 1}, got {index}")
+            raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {index}")
         documents = slice(self.row_offsets[index], self.row_offsets[index + 1])
         return self.samples[documents], self._starts(documents), self.lengths[documents]
 

@@ -1,9 +1,9 @@
 """Plan which samples share a packed row, from their lengths alone.
 
-`plan_packing` looks at the whole dataset at once and returns indices; no token is read or copied. Rows are found over
-the histogram of lengths (`best_fit.py`), samples of one length are dealt to them in random order, rows come in random
-order, and what they hold is mixed (`mixing.py`). The search takes as long as there are distinct lengths; for each
-sample there remain a sort by length and array operations.
+`plan_packing` looks at the whole dataset at once and returns indices; it reads and copies no token. It finds rows over
+the histogram of lengths (`best_fit.py`), deals samples of one length to them in random order, shuffles the rows, and
+mixes their documents (`mixing.py`). The time of the search depends on the number of distinct lengths; each sample adds
+a sort by length and array operations.
 """
 
 import warnings
@@ -96,9 +96,8 @@ def plan_packing(
     check_count("world_size", world_size)
     check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     check_count("seed", seed, 0)
-    if isinstance(balance, PackingCost):
-        cost = balance
-    else:
+    cost = balance
+    if not isinstance(balance, PackingCost):
         cost = default_cost() if isinstance(balance, bool) else PackingCost.from_config(balance)
     balanced = balance is not False and world_size > 1
     max_length = min(int(max_length), _LONGEST)
@@ -190,11 +189,8 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
     if least > len(lengths):
         spare = len(lengths) % multiple
         fix = f"Leave out {spare} samples, or lower" if spare < len(lengths) else "Lower"
-        raise input_error(
-            f"at least {least} documents, so that {multiple} rows of each step have one each",
-            len(lengths),
-            f"{fix} world_size or gradient_accumulation_steps.",
-        )
+        expected = f"at least {least} documents, so that {multiple} rows of each step have one each"
+        raise input_error(expected, len(lengths), f"{fix} world_size or gradient_accumulation_steps.")
     if balanced or len(patterns) < least:
         each = cost.documents(np.arange(len(counts))).tolist()
         if balanced:

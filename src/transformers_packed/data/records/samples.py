@@ -1,8 +1,8 @@
 """From a file or a dataset to tokenized samples with labels.
 
-Everything is read and checked before the caller writes anything. A record is a conversation (`messages`), a prompt with
-its completion (`prompt` and `completion`, strings or lists of messages), or `text`. Loss is on what the assistant
-writes, on the completion, or on the whole text.
+A record is a conversation (`messages`), a prompt with its completion (`prompt` and `completion`, strings or lists of
+messages), or `text`. The loss is on what the assistant writes, on the completion, or on the whole text. All records are
+read and checked before a command writes anything.
 """
 
 import hashlib
@@ -137,9 +137,8 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
     import datasets
 
     if int(datasets.__version__.partition(".")[0]) < 4:
-        raise ImportError(
-            f"--data {name} needs datasets >= 4, which runs no code of a dataset: pip install -U datasets"
-        )
+        need = "needs datasets >= 4, which runs no code of a dataset: pip install -U datasets"
+        raise ImportError(f"--data {name} {need}")
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
     except OSError:
@@ -152,10 +151,7 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
 
 
 def make_samples(
-    records: Iterable[tuple[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    format: str | None = None,
+    records: Iterable[tuple[str, Any]], tokenizer: PreTrainedTokenizerBase, max_length: int, format: str | None = None
 ) -> Samples:
     """Tokenize records of one format.
 
@@ -192,12 +188,9 @@ def make_samples(
     if samples is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
     if not samples.data:
-        raise input_error(
-            "at least one sample with a target",
-            f"none in {samples.dropped} records, {samples.truncated} of which are longer than {max_length} tokens",
-            "Raise --max-length, or check that conversations have assistant messages.",
-            option="--data",
-        )
+        got = f"none in {samples.dropped} records, {samples.truncated} of which are longer than {max_length} tokens"
+        fix = "Raise --max-length, or check that conversations have assistant messages."
+        raise input_error("at least one sample with a target", got, fix, option="--data")
     return samples
 
 
@@ -270,13 +263,12 @@ class _Records:
 
     def _encode_with_mask(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        input_ids, mask = encoded["input_ids"], [0] * len(encoded["input_ids"])
         ends = np.array([end for _, end in encoded["offset_mapping"]])
+        mask = np.zeros(len(ends), bool)
         for start, end in spans:
             # From the token that holds the first character; not one that reaches into what the template goes on with.
-            for token in range(int((ends <= start).sum()), int((ends <= end).sum())):
-                mask[token] = 1
-        return input_ids, mask
+            mask |= (start < ends) & (ends <= end)
+        return encoded["input_ids"], mask.tolist()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
