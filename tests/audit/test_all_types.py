@@ -21,7 +21,7 @@ from transformers_packed.audit import all_types, matrix
 from transformers_packed.audit.all_types import causal_types, run_types
 from transformers_packed.audit.matrix import COLUMNS, SupportMatrix, load_support_matrix
 from transformers_packed.audit.sweep import audit_type
-from transformers_packed.models import families, patch
+from transformers_packed.models import families
 
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +226,7 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_unpacking_is_told_apart(self):
         """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
-        with mock.patch.object(families, "UNPACKED", patch.UNPACKED | {"qwen3_5": "no kernel takes boundaries"}):
+        with mock.patch.object(families, "UNPACKED", families.UNPACKED | {"qwen3_5": "no kernel takes boundaries"}):
             entry = audit_type("qwen3_5_text")
             self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
         for found in entry["ours"].values():

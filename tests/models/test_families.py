@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import importlib
 import inspect
 import itertools
 import pickle
 import tempfile
+import types
 import unittest
 from unittest import mock
 
@@ -22,11 +24,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
 )
+from transformers.integrations import hub_kernels
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
-from transformers_packed.models import generic
+from transformers_packed.audit.matrix import load_support_matrix
+from transformers_packed.models import generic, mixers
 from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPACKED
 
@@ -37,6 +41,17 @@ SOME = [*MIXERS, "bart", "bloom", "gpt_oss", "opt"]
 MASKED = [family for family, table in MIXERS.items() if any(mixer.masked for mixer in table.values())]
 SOURCES = ("seq_idx", "cu_seq_lens", "cu_seqlens", "all")
 SHORT = (9, 1, 20, 5)
+
+
+# Types of which no tiny model can be built: what the hand decided, and why it is right without a measurement.
+NOT_MEASURED = {
+    "gemma3n": "ISOLATED: the text model of gemma3n_text, which is measured",
+    "gemma4_assistant": "REFUSED: it reads the cache of another model",
+    "gemma4_unified_assistant": "REFUSED: it reads the cache of another model",
+    "musicgen": "REFUSED: its loss is over several audio codes per step",
+    "musicgen_melody": "REFUSED: its loss is over several audio codes per step",
+}
+BOUNDARIES = ("seq_idx", "cu_seqlens")
 
 
 def has_all_mixers(model: torch.nn.Module, family: str) -> bool:
@@ -178,6 +193,16 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+class PickleTest(unittest.TestCase):
+    def test_classes_load_from_their_old_module(self):
+        for name in ("bamba__BambaMixer", "bamba__BambaForCausalLM", "opt__OPTDecoder"):
+            ours = pickle.loads(f"ctransformers_packed.models.mixers\n{name}\n.".encode())
+            self.assertIs(ours, getattr(generic, name))
+            self.assertIs(pickle.loads(pickle.dumps(ours)), ours)
+        with self.assertRaisesRegex(AttributeError, "no attribute 'bamba'"):
+            mixers.bamba  # noqa: B018
+
+
 class KernelsTest(unittest.TestCase):
     """Modules with kernels that can be told of boundaries run them once on the row; here the kernels are made up."""
 
@@ -219,21 +244,36 @@ class KernelsTest(unittest.TestCase):
         for name, lengths in calls:
             self.assertEqual(lengths, [len(row) for row in rows], name)
 
+    @parameterized.expand(
+        [(f, name) for f, table in MIXERS.items() for mixer in table.values() for name in mixer.kernels]
+    )
+    def test_a_reference_is_no_kernel(self, family, name):
+        """Wrapped by Transformers or not, with its tensors or without."""
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        function = getattr(module, name)
+        self.assertTrue(hasattr(function, "__wrapped__"), "not wrapped: it would ignore boundaries")
+        self.assertFalse(generic._is_kernel(inspect.unwrap(function)))
+        with mock.patch.dict("sys.modules", {"a_kernel_package": None}):
+            make = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "a_kernel_package")
+        self.assertFalse(generic._is_kernel(make(inspect.unwrap(function))))
+        self.assertFalse(generic._is_kernel(None))
+
 
 def fake_kernel(function, keyword: str, calls: list):
-    """What Transformers makes of a kernel package's function: here the reference, for each document of the row."""
-    is_new_implementation = True
+    """What Transformers makes of a package's kernel: here the reference, for each document of the row."""
+    name, reference = function.__name__, inspect.unwrap(function)
+    signature = inspect.signature(reference)
 
     def kernel(*args, **kwargs):
-        assert is_new_implementation
         where = {name: kwargs.pop(name, None) for name in ("seq_idx", "cu_seqlens")}
+        signature.bind(*args, **kwargs)
         if where[keyword] is None:
             return function(*args, **kwargs)
         if keyword == "seq_idx":
             boundaries = SequenceBoundaries.from_seq_idx(where["seq_idx"])
         else:
             boundaries = SequenceBoundaries.from_cu_seqlens(where["cu_seqlens"])
-        calls.append((function.__name__, boundaries.lengths))
+        calls.append((name, boundaries.lengths))
         total = boundaries.total_length
 
         def cut(value, start, end):
@@ -253,10 +293,17 @@ def fake_kernel(function, keyword: str, calls: list):
             return None
         several = isinstance(pieces[0], tuple)
         outputs = [piece[0] if several else piece for piece in pieces]
-        axis = 2 if function.__name__ == "causal_conv1d_fn" else 1
+        axis = 2 if name == "causal_conv1d_fn" else 1
         return (torch.cat(outputs, axis), None) if several else torch.cat(outputs, axis)
 
-    return kernel
+    told = inspect.Parameter("told", inspect.Parameter.KEYWORD_ONLY, default=None)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name not in BOUNDARIES]
+    kernel.__signature__ = signature.replace(parameters=[*named, *(told.replace(name=name) for name in BOUNDARIES)])
+    package = types.SimpleNamespace(**{name: kernel})
+    with mock.patch.dict("sys.modules", {"a_kernel_package": package}):
+        with mock.patch.dict(hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS, clear=True):
+            wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "a_kernel_package")(reference)
+    return wrapped
 
 
 class CompileTest(unittest.TestCase):
@@ -336,6 +383,28 @@ class RefusalTest(unittest.TestCase):
         model = AutoModelForCausalLM.from_config(config)
         self.assertIs(patch_model(model), model)
         self.assertEqual(ours(model), set())
+
+    def test_decisions_agree_with_the_measurement(self):
+        """The tables are written by hand, the matrix by `make support-matrix`."""
+        matrix = load_support_matrix()
+        for name, entry in matrix.types.items():
+            family = generic.family_of(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]))
+            with self.subTest(name, family=family):
+                self.assertEqual("not_built" in entry, name in NOT_MEASURED)
+                if name in NOT_MEASURED:
+                    continue
+                builtin = {found["verdict"] for found in entry["builtin"].values()}
+                ours = {found["verdict"] for found in entry["ours"].values()}
+                if family in ISOLATED:
+                    self.assertEqual((builtin, ours), ({"isolated"}, {"isolated"}))
+                elif family in REFUSED:
+                    self.assertNotIn("isolated", builtin)
+                    self.assertEqual(ours, {"refused"})
+                else:
+                    # With metadata beside them, position ids leak or are refused.
+                    self.assertIn("leaks", builtin)
+                    self.assertNotIn("isolated", builtin)
+                    self.assertEqual(ours, {"isolated by unpacking" if family in UNPACKED else "isolated"})
 
     def test_a_family_has_one_place(self):
         names = [*MIXERS, *UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]

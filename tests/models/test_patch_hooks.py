@@ -5,6 +5,7 @@ import inspect
 import tempfile
 import unittest
 from functools import partial
+from importlib.util import find_spec
 from types import MethodType
 from unittest import mock
 
@@ -261,10 +262,32 @@ class RefusalTest(PatchTestCase):
                 other.forward,
             ):
                 module.forward = forward
-                self.assert_refused(switch, model, f"{pattern} with a forward of its own. Call {switch.__name__} bef")
+                self.assert_refused(switch, model, f"{pattern} with a forward of its own. Convert it bef")
             del module.forward
             switch(model)
             self.assertEqual(bool(ours(model)), switch is patch_model)
+
+    @unittest.skipUnless(find_spec("trl"), "needs trl")
+    def test_trl_had_set_one(self):
+        """Its forward scores tokens itself, and else calls the one that it found: that has to become ours."""
+        from trl.trainer.utils import add_fused_lm_head
+
+        model = builtin_model()
+        expected, batch = self.expected(model), packed_batch(documents())
+        add_fused_lm_head(model)
+        scored = model.forward
+        self.check_packed_is_alone(patch_model(model), expected)
+        self.assertEqual(inspect.signature(model.forward), inspect.signature(type(model).forward.__get__(model)))
+        with mock.patch.object(type(model), "forward", side_effect=AssertionError("not to be called")):
+            with mock.patch("trl.trainer.utils._use_triton", return_value=False):
+                output = model(**batch, fused_lm_head=True)
+        self.assertEqual(output.log_probs.shape[-1], batch["input_ids"].shape[-1] - 1)
+        unpatch_model(model)
+        self.assertIsNot(model.forward, scored)
+        for got, want in zip(alone(model, documents())[0], expected[0], strict=True):
+            self.assertTrue(torch.equal(got, want))
+        with self.assertRaisesRegex(ValueError, "packed sequences apart"):
+            model(**batch)
 
     def test_another_method_of_its_own(self):
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])

@@ -9,6 +9,7 @@ from parameterized import parameterized
 
 from transformers_packed.models.families import FAMILIES
 from transformers_packed.models.generic import announce
+from transformers_packed.models.inputs import named_arguments
 from transformers_packed.models.registry import REPLACEMENTS, modeling_module
 
 
@@ -67,6 +68,15 @@ class SignaturesTest(unittest.TestCase):
         own = hints(ours)
         for parameter, hint in hints(builtin).items():
             self.assertEqual(own.get(parameter), hint, parameter)
+
+
+class ArgumentsTest(unittest.TestCase):
+    def test_named_arguments(self):
+        self.assertEqual(named_arguments(["a", "b"], (1,), {"c": 2}), {"a": 1, "c": 2})
+        with self.assertRaisesRegex(TypeError, "two values for a"):
+            named_arguments(["a", "b"], (1,), {"a": 2})
+        with self.assertRaisesRegex(TypeError, "got 3 arguments"):
+            named_arguments(["a", "b"], (1, 2, 3), {})
 
 
 if __name__ == "__main__":

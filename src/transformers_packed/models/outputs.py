@@ -3,10 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.generation import GenerationMixin
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
@@ -21,12 +23,11 @@ from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
 from .inputs import mask_targets_across_documents
-from .padding import PackedGenerationMixin
 from .registry import PackedModelMixin
 from .untouched import is_bare_linear, is_sharded_linear
 
 
-class LanguageModelMixin(PackedGenerationMixin):
+class LanguageModelMixin(PackedModelMixin):
     """For language models: targets within documents, and in training a loss without logits."""
 
     # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
@@ -47,6 +48,11 @@ class LanguageModelMixin(PackedGenerationMixin):
         if _skips_logits(self, labels, logits_to_keep, inputs):
             return loss_without_logits(self, labels, **inputs)
         return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
+        # `generate` does not pack, with a cache or without.
+        return {**super().prepare_inputs_for_generation(*args, **kwargs), "packs_padding": False}
 
 
 class DocumentClassifierMixin(PackedModelMixin):
@@ -107,16 +113,17 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
 
 @dataclass(init=False, repr=False, eq=False)
 class _LogitsOnDemand:
-    """Mixed into an output: `logits` are made when they are asked for by name.
+    """Mixed into an output: `logits` are made when they are asked for by name, and in no other way.
 
-    No tuple makes them, and a copy that was made before them cannot: asking it is an `AttributeError`.
+    A copy that was made before them cannot make them: asking it is an `AttributeError`.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # FSDP reads all fields of a dataclass, and returns a new one of them.
+        # FSDP returns a new output with all fields of the dataclass, which so must not name `logits`. No public way of
+        # `dataclasses` leaves out a field that a base class has.
         fields = super().__dataclass_fields__ | _LogitsOnDemand.__dataclass_fields__
         cls.__dataclass_fields__ = {name: field for name, field in fields.items() if name != "logits"}
 

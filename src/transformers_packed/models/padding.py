@@ -6,17 +6,14 @@ recorded, where attention is not causal or cannot keep documents apart, and wher
 """
 
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
 from .inputs import is_causal
-from .registry import PackedModelMixin
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,17 @@ class PaddedBatch:
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), tuple(mask.shape))
 
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The tokens `[B, T, ...]` and position ids of a forward's arguments, as those of the row."""
+        """The tokens `[B, T, ...]` and position ids of a forward's arguments, as those of the row.
+
+        Position ids are `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]`; without any each document counts from 0.
+        """
         tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
         tokens = {name: x.flatten(0, 1).index_select(0, self.slots)[None] for name, x in tokens.items()}
-        return tokens | {"position_ids": self.pack_position_ids(inputs.get("position_ids"))}
-
-    def pack_position_ids(self, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Ids `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]` to those of the row; without any each document counts from 0."""
+        position_ids = inputs.get("position_ids")
         if position_ids is None:
-            return self.boundaries.position_ids
-        rows = position_ids.expand(*position_ids.shape[:-2], *self.shape)
-        return rows.flatten(-2).index_select(-1, self.slots).unsqueeze(-2)
+            return tokens | {"position_ids": self.boundaries.position_ids}
+        rows = position_ids.expand(*position_ids.shape[:-2], *self.shape).flatten(-2)
+        return tokens | {"position_ids": rows.index_select(-1, self.slots).unsqueeze(-2)}
 
     def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
         """Real tokens `[N, ...]` to `[B * T, ...]`, with zeros at padding."""
@@ -104,11 +101,3 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None
     return PaddedBatch.from_attention_mask(attention_mask, tokens.device)
-
-
-class PackedGenerationMixin(PackedModelMixin):
-    """For models that generate: `generate` does not pack, with a cache or without."""
-
-    @wraps(GenerationMixin.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
-        return {**super().prepare_inputs_for_generation(*args, **kwargs), "packs_padding": False}

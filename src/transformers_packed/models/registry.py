@@ -403,29 +403,30 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
     TRL's trainers set one that scores tokens without logits, or else calls what was bound.
     """
     own, old = vars(module), type(module)
-    touched = [
-        k
-        for k, value in own.items()
-        if callable(value) and getattr_static(old, k, None) is not getattr_static(cls, k, None)
-    ]
-    key = next((key for key in touched if key != "forward"), "forward")
-    if key == "forward" and ("forward" not in own or old.forward is cls.forward):
+    for key, value in own.items():
+        replaced = getattr_static(old, key, None) is not getattr_static(cls, key, None)
+        if replaced and callable(value) and key != "forward":
+            raise _set_before(name, old, key)
+    if "forward" not in own or old.forward is cls.forward:
         return {}
-    wrapper, hook = own.get("forward"), own.get("_hf_hook")
-    if key == "forward" and hook is None and "fused_lm_head" in (getattr(wrapper, "__kwdefaults__", None) or ()):
+    wrapper = own["forward"]
+    if "_hf_hook" not in own and "fused_lm_head" in (getattr(wrapper, "__kwdefaults__", None) or ()):
         return {"forward": _beside_trl(wrapper, module, cls)}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
-    is_bound = isinstance(bound, MethodType) and bound.__self__ is module and bound.__func__ is old.forward
-    if key != "forward" or not is_bound:
-        fix = "Convert it before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels)."
-        expected = f"modules that run the {key} of their class"
-        raise input_error(expected, f"module {name} ({old.__name__}) with a {key} of its own", fix)
+    if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
+        raise _set_before(name, old, "forward")
     bound = MethodType(cls.forward, module)
     if not hooked:
         return {"forward": bound}
     rewrapped = update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound)
     return {"forward": rewrapped, "_old_forward": bound}
+
+
+def _set_before(name: str, cls: type, key: str) -> ValueError:
+    fix = "Convert it before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels)."
+    got = f"module {name} ({cls.__name__}) with a {key} of its own"
+    return input_error(f"modules that run the {key} of their class", got, fix)
 
 
 def _beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type) -> MethodType:

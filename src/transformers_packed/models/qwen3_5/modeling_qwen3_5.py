@@ -279,22 +279,14 @@ class Qwen3_5ForCausalLM(LanguageModelMixin, builtin.Qwen3_5ForCausalLM):
 
 @replaces_builtin
 class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
-    def get_image_features(
-        self,
-        pixel_values: torch.Tensor,
-        image_grid_thw: torch.LongTensor | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        outputs = super().get_image_features(pixel_values, image_grid_thw, **without_packing(kwargs))
+    @wraps(builtin.Qwen3_5Model.get_image_features)
+    def get_image_features(self, *args, **kwargs):
+        outputs = super().get_image_features(*args, **without_packing(kwargs))
         return features_of_tokens("image", outputs, kwargs)
 
-    def get_video_features(
-        self,
-        pixel_values_videos: torch.Tensor,
-        video_grid_thw: torch.LongTensor | None = None,
-        **kwargs: Unpack[PackingKwargs],
-    ):
-        outputs = super().get_video_features(pixel_values_videos, video_grid_thw, **without_packing(kwargs))
+    @wraps(builtin.Qwen3_5Model.get_video_features)
+    def get_video_features(self, *args, **kwargs):
+        outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
     @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
