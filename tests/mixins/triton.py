@@ -11,4 +11,4 @@ import torch
 @unittest.skipUnless(find_spec("triton"), "needs triton")
 class InterpretedKernelsTest(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))

@@ -26,7 +26,7 @@ HOOKED = replace(PLAIN, changes=(("forward", "model.layers.0.mlp.gate_proj"),))
 
 
 def without_q_norm(query_gate, key, q_weight, *args):
-    return normed_rotary(query_gate, key, torch.zeros_like(q_weight), *args)
+    return qk_norm_rope(query_gate, key, torch.zeros_like(q_weight), *args)
 
 
 def shifted(*args, **kwargs):
@@ -42,7 +42,7 @@ def calls_no_module(self, x):
     return self.down_proj(torch.nn.functional.silu(gate) * up)
 
 
-normed_rotary, resolve_boundaries = packed.normed_rotary, packed.resolve_boundaries
+qk_norm_rope, resolve_boundaries = packed.qk_norm_rope, packed.resolve_boundaries
 
 
 class FuzzTest(unittest.TestCase):
@@ -69,7 +69,7 @@ class FuzzTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("module_left_out", PLAIN, "normed_rotary", without_q_norm, "gradient"),
+            ("module_left_out", PLAIN, "qk_norm_rope", without_q_norm, "gradient"),
             ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
             ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
             ("exception", PLAIN, "swiglu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),

@@ -123,12 +123,12 @@ def has_only_a_weight(module: torch.nn.Module) -> bool:
     return is_bare_linear(module) and module.bias is None
 
 
-def computed_before(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
-    """Whether the op that makes this linear layer's input computes the layer too, which saves memory on a GPU."""
+def weight_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """The weight of this linear layer where the op before it computes the layer too, which saves memory on a GPU."""
     # The ops bring triton along, which importing this package may not.
-    from ..ops.kernels import on_gpu
+    from ..ops.backends.triton import on_gpu
 
-    return on_gpu(hidden_states) and has_only_a_weight(layer)
+    return layer.weight if on_gpu(hidden_states) and has_only_a_weight(layer) else None
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ..boundaries import LAYER_KEYWORDS
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
 from .base import REPLACEMENTS
@@ -26,8 +27,6 @@ from .roots import Root, root_class
 from .unpacked import run_unpacked
 
 
-# Keyword arguments that say where the documents of a row are: a document alone has none.
-_BOUNDARIES = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _NO_TEXT = ("VisionModel", "AudioModel")
 
 
@@ -168,7 +167,7 @@ def _is_kernel(function: Callable | None) -> bool:
 def _on_each_document(module, builtin: Callable, mixer: Mixer, arguments: dict[str, Any], boundaries):
     """The built-in forward on right-padded batches of documents: it is causal, so what it makes of them is exact."""
     row = (1, boundaries.total_length)
-    arguments = {name: value for name, value in arguments.items() if name not in _BOUNDARIES}
+    arguments = {name: value for name, value in arguments.items() if name not in LAYER_KEYWORDS}
     if mixer.masked:
         arguments["attention_mask"] = None
     leaves, structure = tree_flatten(arguments)

@@ -42,12 +42,7 @@ def classify_documents(
     Raises:
         `ValueError`: not one label per document.
     """
-    if boundaries.is_shard:
-        raise input_error(
-            "a whole row, as one result per document comes from its last token",
-            "a part of one",
-            "Train classifiers without sequence parallelism.",
-        )
+    boundaries.check_whole("Train classifiers without sequence parallelism.")
     outputs = getattr(model, model.base_model_prefix)(boundaries=boundaries, **inputs)
     last_tokens = boundaries.cu_seqlens[1:].long() - 1
     logits = model.score(outputs.last_hidden_state[0].index_select(0, last_tokens))

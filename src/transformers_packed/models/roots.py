@@ -16,18 +16,16 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from .base import PackedModelMixin
 from .current import current_boundaries, packed_row, running
-from .inputs import METADATA, check_causal, mask_targets_across_documents, resolve_boundaries
+from .inputs import check_causal, mask_targets_across_documents, resolve_boundaries
 
 
 # How a forward may call its cache.
 _CACHES = ("past_key_values", "cache_params", "state")
-_KEYWORDS = ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_EXPLICIT = (*METADATA, "boundaries")
-_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_EXPLICIT = (*PACKING_KEYWORDS, "boundaries")
 # What a packed row of text cannot have beside it.
 _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
 
@@ -107,7 +105,7 @@ def _with_boundaries(signature: inspect.Signature) -> inspect.Signature:
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     extra = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for name in _KEYWORDS
+        for name in ("position_ids", *LAYER_KEYWORDS)
         if name not in signature.parameters
     ]
     return signature.replace(parameters=[p for p in parameters if p not in rest] + extra + rest)
@@ -191,12 +189,9 @@ def _check_possible(call: str, model, root: Root, boundaries: SequenceBoundaries
             "Use a padded batch.",
         )
     check_causal(call, model.config, inputs)
-    if boundaries.is_shard:
-        raise input_error(
-            "whole rows, as the layers of this model do not exchange what crosses a cut",
-            "a part of a row",
-            "Train this model without sequence parallelism.",
-        )
+    boundaries.check_whole(
+        "Train this model without sequence parallelism: its layers do not exchange what crosses a cut."
+    )
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
             raise input_error("a packed row of text alone", name, "Use a padded batch for what is not text.")
@@ -214,7 +209,7 @@ def _run(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, An
         outputs = root.run(model, root.builtin.forward, boundaries, inputs)
     else:
         if root.kind == "base" and is_flash_attention_requested(model.config):
-            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
+            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
         outputs = root.builtin.forward(model, **inputs)
     if root.kind == "base" and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
         layers = outputs.router_logits

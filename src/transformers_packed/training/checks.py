@@ -18,7 +18,6 @@ from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..audit.model_state import text_config
-from ..cli.env import planned_implementations
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
 from ..data.streaming import IterablePackingDataset
@@ -27,6 +26,7 @@ from ..models.auto import FAMILIES
 from ..models.base import transformers_model
 from ..models.families import MIXERS, UNPACKED
 from ..models.mixers import families_of, family_of
+from ..ops.availability import availability
 from .callbacks.guard import (
     LANGUAGE_MODELS,
     SEPARATE,
@@ -110,18 +110,21 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, Reason | None]:
         return "running the model on each document alone", None
     hybrid = families & set(FAMILIES)
     delta, heads = getattr(config, "linear_key_head_dim", None) or 128, getattr(config, "head_dim", None) or 128
-    planned = planned_implementations(trainer.args.device, _compute_dtype(trainer), attention, delta, heads)
-    if flash:
-        planned["attention"] = (attention, "")
-    name, why_not = planned.get("attention", (None, "packed rows are not known to it"))
+    planned = availability(trainer.args.device, _compute_dtype(trainer), delta, heads)
+    unknown = None, [(attention, "is not known to keep packed rows apart")]
+    name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)
     if name is None:
         return "", Reason(
             expected="an attention implementation that keeps documents apart",
-            got=f'attn_implementation="{attention}" ({why_not})',
+            got=f'attn_implementation="{attention}" ({"; ".join(" ".join(words) for words in refused)})',
             fix='Load the model with attn_implementation="sdpa".',
         )
     if hybrid:
-        return ", ".join(f"{name} ({op})" for op, (name, _) in planned.items()), None
+        # The reference of the convolution to heads is the convolution itself.
+        to_heads = planned["causal_conv1d_qkv"][0]
+        convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
+        rule = planned["gated_delta_rule"][0]
+        return f"{rule} (gated delta rule), {convolution} (causal convolution), {name} (attention)", None
     lengths = "cumulative lengths" if flash else "a mask made from position_ids"
     if families & set(MIXERS):
         return f"running recurrent modules on each document alone, {attention} attention with {lengths}", None

@@ -19,7 +19,7 @@ _GIB = 2**30
 # bfloat16, and float32.
 _HALF, _FULL = 2, 4
 # The gated delta rule keeps a square matrix for each head and so many tokens.
-_CHUNK = 64
+
 # Of the memory; the rest is left to the allocator's gaps, CUDA and NCCL.
 FILLED = 0.9
 
