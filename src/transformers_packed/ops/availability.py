@@ -16,7 +16,7 @@ from .dispatch import Implementation
 from .gated_delta_rule import GATES
 from .gated_delta_rule import IMPLEMENTATIONS as GATED_DELTA_RULE
 from .glu import IMPLEMENTATIONS as GATED_LINEAR_UNIT
-from .norm import GATED_RMS_NORM, RMS_NORM
+from .norm import IMPLEMENTATIONS as RMS_NORM
 from .rotary import IMPLEMENTATIONS as QK_NORM_ROPE
 
 
@@ -78,10 +78,10 @@ def _calls(device, dtype, delta: int, heads: int) -> Iterator[tuple[str, dict[st
     options |= {"key_heads": 1, "key_dim": 128, "value_dim": 128}
     yield "causal_conv1d_qkv", QUERY_KEY_VALUE, (zeros(1, 3, 384), zeros(384, 4), None, "silu"), options
     yield "gated_delta_gates", GATES, (heads, heads, zeros(4), zeros(4)), {}
-    yield "rms_norm", RMS_NORM, (row, weight, 1e-6), {"residual": row, "offset": 1.0}
+    yield "rms_norm", RMS_NORM, (row, weight, 1e-6, 1.0, row), {}
     layer, head = zeros(8, 256), row[:, :, None]
-    yield "gated_rms_norm", GATED_RMS_NORM, (head, head, weight, 1e-6, None), {}
-    yield "gated_rms_norm_linear", GATED_RMS_NORM, (head, head, weight, 1e-6, layer), {}
+    yield "gated_rms_norm", RMS_NORM, (head, weight, 1e-6, 0.0, None, head), {}
+    yield "gated_rms_norm_linear", RMS_NORM, (head, weight, 1e-6, 0.0, None, head, layer), {}
     angles = [zeros(1, 3, 64).detach() for _ in range(2)]
     heads_and_angles = (zeros(1, 3, 2, 512), zeros(1, 3, 1, 256), weight, weight, *angles, 1e-6)
     yield "qk_norm_rope", QK_NORM_ROPE, heads_and_angles, {}

@@ -103,22 +103,30 @@ def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label
     return loss if num_items_in_batch is None else loss / _like(num_items_in_batch, loss)
 
 
-def _chunked(softmax_step, scaled):
-    def chunked(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
-        kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
-        labels = labels.to(hidden_states.device)
-        if len(kept) < len(labels):
-            hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
-        if num_items_in_batch is None:
-            num_items_in_batch = len(labels) or math.nan
-        elif not len(labels):
-            num_items_in_batch = math.inf
-        scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
-        steps = softmax_step, scaled, torch.is_grad_enabled()
-        options = scale, steps, chunk_size, label_smoothing
-        return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
+def _torch(*args, **kwargs):
+    return _chunked((_torch_softmax_step, _torch_scaled), *args, **kwargs)
 
-    return chunked
+
+def _triton(*args, **kwargs):
+    from .backends.triton.cross_entropy import scaled, softmax_minus_target
+
+    return _chunked((softmax_minus_target, scaled), *args, **kwargs)
+
+
+def _chunked(
+    steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size
+):
+    kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
+    labels = labels.to(hidden_states.device)
+    if len(kept) < len(labels):
+        hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    if num_items_in_batch is None:
+        num_items_in_batch = len(labels) or math.nan
+    elif not len(labels):
+        num_items_in_batch = math.inf
+    scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
+    options = scale, (*steps, torch.is_grad_enabled()), chunk_size, label_smoothing
+    return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
 
 
 def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -222,22 +230,8 @@ def _torch_scaled(x, factor, dtype):
     return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
 
 
-def _triton_softmax_step(*args):
-    from .backends.triton.cross_entropy import softmax_minus_target
-
-    return softmax_minus_target(*args)
-
-
-def _triton_scaled(*args):
-    from .backends.triton.cross_entropy import scaled
-
-    return scaled(*args)
-
-
 IMPLEMENTATIONS = {
-    "triton": Implementation(
-        _chunked(_triton_softmax_step, _triton_scaled), lambda hidden_states, *_, **__: triton.verify(hidden_states)
-    ),
-    "torch": Implementation(_chunked(_torch_softmax_step, _torch_scaled), always),
+    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
+    "torch": Implementation(_torch, always),
     "reference": Implementation(_reference, always),
 }

@@ -52,7 +52,7 @@ def rms_norm(
     ```
     """
     _check(hidden_states, weight, "residual", residual)
-    return run("rms_norm", impl, RMS_NORM, hidden_states, weight, eps, residual=residual, offset=offset)
+    return run("rms_norm", impl, IMPLEMENTATIONS, hidden_states, weight, eps, offset, residual)
 
 
 def gated_rms_norm(
@@ -102,7 +102,7 @@ def gated_rms_norm(
     if linear_weight is not None:
         check_layer(hidden_states.shape[-2:].numel(), linear_weight)
         name += "_linear"
-    return run(name, impl, GATED_RMS_NORM, hidden_states, gate, weight, eps, linear_weight)
+    return run(name, impl, IMPLEMENTATIONS, hidden_states, weight, eps, 0.0, None, gate, linear_weight)
 
 
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
@@ -116,58 +116,34 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rms_norm_reference(hidden_states, weight, eps, *, residual, offset):
+def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
+    if linear_weight is not None:
+        return F.linear(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
     if residual is not None:
         hidden_states = residual + hidden_states
-    normed = (_unit_rms(hidden_states, eps) * (offset + widened(weight))).type_as(hidden_states)
+    x, dtype = widened(hidden_states), hidden_states.dtype
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if gate is not None:
+        return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
+    normed = (x * (offset + widened(weight))).to(dtype)
     return normed if residual is None else (normed, hidden_states)
 
 
-def _gated_rms_norm_reference(hidden_states, gate, weight, eps, linear_weight):
-    if linear_weight is not None:
-        return F.linear(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
-    dtype = hidden_states.dtype
-    return (weight * _unit_rms(hidden_states, eps).to(dtype) * F.silu(widened(gate))).to(dtype)
-
-
-def _unit_rms(hidden_states: torch.Tensor, eps: float) -> torch.Tensor:
-    x = widened(hidden_states)
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def _rms_norm_triton(hidden_states, weight, eps, *, residual, offset):
+def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     from .backends.triton.norm import RMSNorm
 
-    return RMSNorm.apply(hidden_states, weight, residual, None, None, eps, offset)
+    return RMSNorm.apply(hidden_states, weight, residual, gate, linear_weight, eps, offset)
 
 
-def _gated_rms_norm_triton(hidden_states, gate, weight, eps, linear_weight):
-    from .backends.triton.norm import RMSNorm
-
-    return RMSNorm.apply(hidden_states, weight, None, gate, linear_weight, eps, 0.0)
-
-
-def _verify_rms_norm(hidden_states, *args, residual=None, **kwargs):
+def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
         return False, "serves float32, float16 and bfloat16, not torch.float64"
-    return _verify(hidden_states, triton.verify(hidden_states))
-
-
-def _verify_gated(hidden_states, gate, weight, eps, linear_weight):
-    return _verify(hidden_states, triton.verify_gated(hidden_states, gate, linear_weight))
-
-
-def _verify(hidden_states, verdict):
     if hidden_states.shape[-1] > 16384:
         return False, f"serves widths up to 16384, not {hidden_states.shape[-1]}"
-    return verdict
+    return triton.verify_gated(hidden_states, hidden_states if gate is None else gate, linear_weight)
 
 
-RMS_NORM = {
-    "triton": Implementation(_rms_norm_triton, _verify_rms_norm),
-    "reference": Implementation(_rms_norm_reference, always),
-}
-GATED_RMS_NORM = {
-    "triton": Implementation(_gated_rms_norm_triton, _verify_gated),
-    "reference": Implementation(_gated_rms_norm_reference, always),
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _verify_triton),
+    "reference": Implementation(_reference, always),
 }

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from ...errors import input_error
+from ...ops.backends import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...ops.cross_entropy import CHUNK_SIZE
 from ...parallel.groups import attention_method, check_methods
 from .cost import has_experts
@@ -18,8 +19,6 @@ from .cost import has_experts
 _GIB = 2**30
 # bfloat16, and float32.
 _HALF, _FULL = 2, 4
-# The gated delta rule keeps a square matrix for each head and so many tokens.
-
 # Of the memory; the rest is left to the allocator's gaps, CUDA and NCCL.
 FILLED = 0.9
 
@@ -325,7 +324,7 @@ def layer_elements(text: PreTrainedConfig, number: int, row_length: int, size: i
         # Queries, keys and values before and after the convolution, z, and the output. For each head a row of a chunk's
         # square, what decay and rate are made of, the rate, and in float32 the decay, its sum in a chunk, and the scale
         # of the norm.
-        return tokens * (elements + 2 * (2 * keys + values) + 2 * values + (_CHUNK + 3 + 2 * 3) * heads)
+        return tokens * (elements + 2 * (2 * keys + values) + 2 * values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * heads)
     query = text.num_attention_heads * text.head_dim
     gathers = size > 1 and _attention_method(text, size, attention) == "gather"
     # With fewer heads than processes each of them has a copy.
