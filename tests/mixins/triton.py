@@ -12,3 +12,9 @@ import torch
 class InterpretedKernelsTest(unittest.TestCase):
     def setUp(self):
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
+
+    def check_what_the_kernel_does_not_serve(self, call, message):
+        with self.assertRaisesRegex(ValueError, message):
+            call("triton")
+        # It is the kernel alone that does not.
+        call("auto")
