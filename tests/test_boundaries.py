@@ -278,234 +278,234 @@ def ids(*rows):
 make = SequenceBoundaries
 two = SequenceBoundaries.from_lengths([1, 3])
 
-# name, function, then what the message says: call, expected, got, what to do.
+# name, function, then what the message says: expected, got, what to do.
 BAD_INPUTS = [
     (
         "cu_seqlens_start",
         lambda: make.from_cu_seqlens(ids(1, 3, 5)),
-        ("from_cu_seqlens", "starts at 0", "1", r"\[0, n_1"),
+        ("starts at 0", "1", r"\[0, n_1"),
     ),
     (
         "cu_seqlens_end",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), total_length=6),
-        ("from_cu_seqlens", "ends at the row's 6 tokens", "5", "dispatch_batches=False.*DataParallel"),
+        ("ends at the row's 6 tokens", "5", "dispatch_batches=False.*DataParallel"),
     ),
     (
         "cu_seqlens_beyond_the_end",
         lambda: make.from_cu_seqlens(ids(0, 3, 7), total_length=6),
-        ("from_cu_seqlens", "ends at the row's 6 tokens", "7", "dispatch_batches=False.*DataParallel"),
+        ("ends at the row's 6 tokens", "7", "dispatch_batches=False.*DataParallel"),
     ),
     (
         "cu_seqlens_equal",
         lambda: make.from_cu_seqlens(ids(0, 3, 3, 5)),
-        ("from_cu_seqlens", "strictly increasing", "3 followed by 3 at document 1", r"\[0, n_1"),
+        ("strictly increasing", "3 followed by 3 at document 1", r"\[0, n_1"),
     ),
     (
         "cu_seqlens_decreasing",
         lambda: make.from_cu_seqlens(ids(0, 3, 2)),
-        ("from_cu_seqlens", "strictly increasing", "3 followed by 2 at document 1", r"\[0, n_1"),
+        ("strictly increasing", "3 followed by 2 at document 1", r"\[0, n_1"),
     ),
     (
         "cu_seqlens_float",
         lambda: make.from_cu_seqlens(ids(0.0, 3.0)),
-        ("from_cu_seqlens", "int32 or int64", r"torch.float32 \(2,\)", "dispatch_batches=False"),
+        ("int32 or int64", r"torch.float32 \(2,\)", "dispatch_batches=False"),
     ),
     (
         "cu_seqlens_two_dimensional",
         lambda: make.from_cu_seqlens(ids([0, 3])),
-        ("from_cu_seqlens", r"\[N\+1\]", r"torch.int64 \(1, 2\)", "dispatch_batches=False"),
+        (r"\[N\+1\]", r"torch.int64 \(1, 2\)", "dispatch_batches=False"),
     ),
     (
         "cu_seqlens_one_element",
         lambda: make.from_cu_seqlens(ids(0)),
-        ("from_cu_seqlens", "N >= 1", r"torch.int64 \(1,\)", "dispatch_batches=False"),
+        ("N >= 1", r"torch.int64 \(1,\)", "dispatch_batches=False"),
     ),
     (
         "cu_seqlens_scalar",
         lambda: make.from_cu_seqlens(torch.tensor(5)),
-        ("from_cu_seqlens", r"\[N\+1\]", r"torch.int64 \(\)", "dispatch_batches=False"),
+        (r"\[N\+1\]", r"torch.int64 \(\)", "dispatch_batches=False"),
     ),
     (
         "cu_seqlens_too_long_for_int32",
         lambda: make.from_cu_seqlens(ids(0, 2**31)),
-        ("from_cu_seqlens", r"at most 2\*\*31 - 1 tokens", "2147483648", "Split the row"),
+        (r"at most 2\*\*31 - 1 tokens", "2147483648", "Split the row"),
     ),
     (
         "host_copy_of_other_shape",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 5)),
-        ("from_cu_seqlens", r"shape \(3,\)", r"\(2,\)", "host copy"),
+        (r"shape \(3,\)", r"\(2,\)", "host copy"),
     ),
     (
         "host_copy_on_a_device",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 3, 5).to("meta")),
-        ("from_cu_seqlens", "on the CPU", "on meta", "host copy"),
+        ("on the CPU", "on meta", "host copy"),
     ),
     (
         "host_copy_that_disagrees",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0, 2, 5)),
-        ("from_cu_seqlens", r"\[0, 3, 5\]", r"\[0, 2, 5\]", "host copy"),
+        (r"\[0, 3, 5\]", r"\[0, 2, 5\]", "host copy"),
     ),
     (
         "host_copy_of_floats",
         lambda: make.from_cu_seqlens(ids(0, 3, 5), cu_seqlens_cpu=ids(0.0, 3.0, 5.0)),
-        ("from_cu_seqlens", "cu_seqlens_cpu as an int32 or int64", "float32", "Convert"),
+        ("cu_seqlens_cpu as an int32 or int64", "float32", "Convert"),
     ),
     (
         "lengths_zero",
         lambda: make.from_lengths([3, 0]),
-        ("from_lengths", "at least 1", "0 at document 1", "Leave empty documents out"),
+        ("at least 1", "0 at document 1", "Leave empty documents out"),
     ),
     (
         "lengths_negative",
         lambda: make.from_lengths([3, 2, -1]),
-        ("from_lengths", "at least 1", "-1 at document 2", "Leave empty documents out"),
+        ("at least 1", "-1 at document 2", "Leave empty documents out"),
     ),
     (
         "lengths_float",
         lambda: make.from_lengths([3.0, 2.0]),
-        ("from_lengths", "int32 or int64", "float32", "Convert"),
+        ("int32 or int64", "float32", "Convert"),
     ),
-    ("lengths_empty", lambda: make.from_lengths([]), ("from_lengths", "N >= 1", r"\(0,\)", "Convert")),
+    ("lengths_empty", lambda: make.from_lengths([]), ("N >= 1", r"\(0,\)", "Convert")),
     (
         "lengths_two_dimensional",
         lambda: make.from_lengths([[3, 2]]),
-        ("from_lengths", r"\[N\]", r"\(1, 2\)", "Convert"),
+        (r"\[N\]", r"\(1, 2\)", "Convert"),
     ),
     (
         "seq_idx_goes_back",
         lambda: make.from_seq_idx(ids([0, 1, 0])),
-        ("from_seq_idx", "never goes back", "0 at token 2 after 1", "Number the documents"),
+        ("never goes back", "0 at token 2 after 1", "Number the documents"),
     ),
     (
         "seq_idx_negative",
         lambda: make.from_seq_idx(ids([-1, 0])),
-        ("from_seq_idx", "never negative", "-1 at token 0", "Number the documents"),
+        ("never negative", "-1 at token 0", "Number the documents"),
     ),
     (
         "seq_idx_two_rows",
         lambda: make.from_seq_idx(ids([0, 1], [0, 1])),
-        ("from_seq_idx", "batch size 1", "2 rows", "DataCollatorWithFlattening"),
+        ("batch size 1", "2 rows", "DataCollatorWithFlattening"),
     ),
     (
         "seq_idx_one_dimensional",
         lambda: make.from_seq_idx(ids(0, 1)),
-        ("from_seq_idx", r"\[1, T\]", r"torch.int64 \(2,\)", "Convert"),
+        (r"\[1, T\]", r"torch.int64 \(2,\)", "Convert"),
     ),
     (
         "seq_idx_float",
         lambda: make.from_seq_idx(ids([0.0, 1.0])),
-        ("from_seq_idx", "int32 or int64", "float32", "Convert"),
+        ("int32 or int64", "float32", "Convert"),
     ),
     (
         "seq_idx_empty",
         lambda: make.from_seq_idx(torch.zeros(1, 0, dtype=torch.int64)),
-        ("from_seq_idx", "T >= 1", r"\(1, 0\)", "Convert"),
+        ("T >= 1", r"\(1, 0\)", "Convert"),
     ),
     (
         "seq_idx_list",
         lambda: make.from_seq_idx([[0, 1]]),
-        ("from_seq_idx", "tensor", "list", "Convert"),
+        ("tensor", "list", "Convert"),
     ),
     (
         "position_ids_two_rows",
         lambda: make.from_position_ids(ids([0, 1], [0, 1])),
-        ("from_position_ids", "batch size 1", "2 rows", "DataCollatorWithFlattening"),
+        ("batch size 1", "2 rows", "DataCollatorWithFlattening"),
     ),
     (
         "position_ids_three_row_form",
         lambda: make.from_position_ids(torch.zeros(3, 1, 2, dtype=torch.int64)),
-        ("from_position_ids", r"\[4, 1, T\]", r"\(3, 1, 2\)", "cu_seqlens or seq_idx"),
+        (r"\[4, 1, T\]", r"\(3, 1, 2\)", "cu_seqlens or seq_idx"),
     ),
     (
         "position_ids_one_dimensional",
         lambda: make.from_position_ids(ids(0, 1)),
-        ("from_position_ids", r"\[1, T\]", r"\(2,\)", "cu_seqlens or seq_idx"),
+        (r"\[1, T\]", r"\(2,\)", "cu_seqlens or seq_idx"),
     ),
     (
         "position_ids_float",
         lambda: make.from_position_ids(ids([0.0, 1.0])),
-        ("from_position_ids", "int32 or int64", "float32", "Convert"),
+        ("int32 or int64", "float32", "Convert"),
     ),
     (
         "position_ids_list",
         lambda: make.from_position_ids([[0, 1]]),
-        ("from_position_ids", "tensor", "list", "cu_seqlens or seq_idx"),
+        ("tensor", "list", "cu_seqlens or seq_idx"),
     ),
     (
         "mask_one_dimensional",
         lambda: make.from_attention_mask(ids(1, 1)),
-        ("from_attention_mask", r"\[B, L\]", r"\(2,\)", "2-D padding mask"),
+        (r"\[B, L\]", r"\(2,\)", "2-D padding mask"),
     ),
     (
         "mask_list",
         lambda: make.from_attention_mask([[1, 1]]),
-        ("from_attention_mask", "tensor", "list", "2-D padding mask"),
+        ("tensor", "list", "2-D padding mask"),
     ),
     (
         "mask_of_other_values",
         lambda: make.from_attention_mask(ids([1, 2], [1, 0])),
-        ("from_attention_mask", "0 and 1", "0 to 2", "Mark real tokens with 1"),
+        ("0 and 1", "0 to 2", "Mark real tokens with 1"),
     ),
     (
         "mask_with_an_empty_row",
         lambda: make.from_attention_mask(ids([1, 1], [0, 0])),
-        ("from_attention_mask", "one real token in each row", "only padding in row 1", "Drop that row"),
+        ("one real token in each row", "only padding in row 1", "Drop that row"),
     ),
     (
         "pack_other_number_of_documents",
         lambda: two.pack(torch.zeros(3, 3)),
-        ("pack", "N = 2 documents", r"shape \(3, 3\)", "one row per document"),
+        ("N = 2 documents", r"shape \(3, 3\)", "one row per document"),
     ),
     (
         "pack_one_dimensional",
         lambda: two.pack(torch.zeros(2)),
-        ("pack", r"\[N, L, ...\]", r"shape \(2,\)", "one row per document"),
+        (r"\[N, L, ...\]", r"shape \(2,\)", "one row per document"),
     ),
     (
         "pack_rows_too_short",
         lambda: two.pack(torch.zeros(2, 2)),
-        ("pack", "at least 3 tokens", "2", "Pad the rows"),
+        ("at least 3 tokens", "2", "Pad them"),
     ),
     (
         "pack_mask_of_other_counts",
         lambda: two.pack(torch.zeros(2, 3), ids([1, 1, 0], [1, 1, 0])),
-        ("pack", r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+        (r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
     ),
     (
         # With the right counts but another width, tokens would be taken from wrong places.
         "pack_mask_of_other_width",
         lambda: two.pack(torch.zeros(2, 5), ids([1, 0, 0, 0], [1, 1, 1, 0])),
-        ("pack", r"shape \[2, 5\]", r"\[2, 4\]", "mask of this batch"),
+        (r"shape \[2, 5\]", r"\[2, 4\]", ""),
     ),
     (
         "unpack_other_length",
         lambda: two.unpack(torch.zeros(1, 5)),
-        ("unpack", "T = 4", r"shape \(1, 5\)", "row that these boundaries describe"),
+        ("T = 4", r"shape \(1, 5\)", "row of these boundaries"),
     ),
     (
         "unpack_two_rows",
         lambda: two.unpack(torch.zeros(2, 4)),
-        ("unpack", r"\[1, T, ...\]", r"shape \(2, 4\)", "row that these boundaries describe"),
+        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row of these boundaries"),
     ),
     (
         "unpack_mask_of_other_counts",
         lambda: two.unpack(torch.zeros(1, 4), ids([1, 1, 0], [1, 1, 0])),
-        ("unpack", r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+        (r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
     ),
     (
         "unpack_mask_with_more_rows",
         lambda: two.unpack(torch.zeros(1, 4), ids([1, 0, 0], [1, 1, 1], [0, 0, 0])),
-        ("unpack", r"shape \[2, 3\]", r"\[3, 3\]", "mask of this batch"),
+        (r"shape \[2, 3\]", r"\[3, 3\]", ""),
     ),
     (
         "unpack_mask_one_dimensional",
         lambda: two.unpack(torch.zeros(1, 4), torch.ones(4)),
-        ("unpack", r"\[B, L\]", r"\(4,\)", "2-D padding mask"),
+        (r"\[B, L\]", r"\(4,\)", "2-D padding mask"),
     ),
     (
         "unpack_mask_of_other_values",
         lambda: two.unpack(torch.zeros(1, 4), ids([2, 0, 0], [1, 1, 1])),
-        ("unpack", "0 and 1", "0 to 2", "Mark real tokens with 1"),
+        ("0 and 1", "0 to 2", "Mark real tokens with 1"),
     ),
 ]
 
@@ -513,8 +513,8 @@ BAD_INPUTS = [
 class BadInputTest(unittest.TestCase):
     @parameterized.expand(BAD_INPUTS)
     def test_message(self, _, function, parts):
-        call, expected, got, fix = parts
-        pattern = rf"^SequenceBoundaries\.{call}: expected .*{expected}.*, got .*{got}.*\. .*{fix}"
+        expected, got, fix = parts
+        pattern = rf"^expected .*{expected}.*, got .*{got}.*\..*{fix}"
         with self.assertRaisesRegex(ValueError, pattern):
             function()
 

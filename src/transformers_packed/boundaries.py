@@ -7,7 +7,8 @@ behind all of them. It is built once per batch and handed down, and it keeps a c
 ask the device how long a document is.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,6 +24,11 @@ VISION_KINDS = {
     "video": (2, "pixel_values_videos", "video_grid_thw"),
 }
 TOKEN_TYPES = "mm_token_type_ids"
+# The keyword arguments that say where the documents of a row are: FlashAttention's, those that a layer receives, and
+# those that a model takes.
+FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LAYER_KEYWORDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
+PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +41,16 @@ class SequenceBoundaries:
     Args:
         cu_seqlens (`torch.IntTensor` of shape `[N+1]`):
             Cumulative document lengths on the compute device: starts at 0, ends at `T`, strictly increasing, int32.
-        cu_seqlens_cpu (`torch.IntTensor` of shape `[N+1]`):
-            The same values on the host.
+        host (`torch.IntTensor` of shape `[N+1]`, *optional*):
+            The same values on the host. Read `cu_seqlens_cpu`, which makes and checks them on first use.
         padding_tokens (`int`, *optional*, defaults to 0):
             How many tokens of tail padding the row has. They are the last document.
+        length (`int`, *optional*):
+            `T`, needed without `host`: a graph that is being compiled cannot read it from `cu_seqlens`.
+        device_only (`str`, *optional*):
+            Set where only the device knows the documents, as in a CUDA graph that serves any of them: what to do about
+            an op that needs the host copy. `cu_seqlens` may then be written to, documents may be empty, and the last one
+            has to be. What would be counted on the host is bounded instead.
 
     Example:
 
@@ -54,8 +66,10 @@ class SequenceBoundaries:
     """
 
     cu_seqlens: torch.Tensor
-    cu_seqlens_cpu: torch.Tensor
+    host: torch.Tensor | None = None
     padding_tokens: int = 0
+    length: int | None = None
+    device_only: str = ""
 
     # Whether these are of a part of a row, whose other parts are elsewhere (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
@@ -68,21 +82,17 @@ class SequenceBoundaries:
 
         `device` is where `cu_seqlens` goes; by default the device of `lengths`, or the CPU.
         """
-        call = "SequenceBoundaries.from_lengths"
         lengths = torch.as_tensor(lengths)
         device = lengths.device if device is None else torch.device(device)
-        _check_integers(call, "lengths", lengths, shape="[N] with N >= 1", ndim=1, minimum_size=1)
+        _check_integers("lengths", lengths, "[N] with N >= 1", ndim=1)
         lengths = lengths.to("cpu", torch.int64)
         if bool((lengths < 1).any()):
             document = int((lengths < 1).nonzero()[0])
-            raise input_error(
-                "lengths of at least 1 (no document is empty)",
-                f"{int(lengths[document])} at document {document}",
-                "Leave empty documents out of the row.",
-            )
+            got = f"{int(lengths[document])} at document {document}"
+            raise input_error("lengths of at least 1", got, "Leave empty documents out of the row.")
         host = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
         torch.cumsum(lengths, dim=0, out=host[1:])
-        return cls._checked(call, host, device)
+        return cls._checked(host, device)
 
     @classmethod
     def from_cu_seqlens(
@@ -102,46 +112,34 @@ class SequenceBoundaries:
             cu_seqlens_cpu (`torch.Tensor` of shape `[N+1]`, *optional*):
                 The same values on the host. Without it, a tensor on a device costs one synchronisation here.
         """
-        call = "SequenceBoundaries.from_cu_seqlens"
-        if not isinstance(cu_seqlens, torch.Tensor):
-            cu_seqlens = torch.as_tensor(cu_seqlens)
-        _check_integers(call, "cu_seqlens", cu_seqlens, shape="[N+1] with N >= 1", ndim=1, minimum_size=2)
-        if cu_seqlens_cpu is None:
-            host = cu_seqlens
-        else:
+        cu_seqlens = torch.as_tensor(cu_seqlens)
+        _check_integers("cu_seqlens", cu_seqlens, "[N+1] with N >= 1", ndim=1, minimum_size=2)
+        host = cu_seqlens
+        if cu_seqlens_cpu is not None:
             host = cu_seqlens_cpu
-            _check_integers(call, "cu_seqlens_cpu", host, shape="[N+1] with N >= 1", ndim=1, minimum_size=2)
-            fix = "Pass a host copy of the same tensor, or leave it out."
+            _check_integers("cu_seqlens_cpu", host, "[N+1] with N >= 1", ndim=1, minimum_size=2)
+            expected, got = tuple(cu_seqlens.shape), f"{tuple(host.shape)} on {host.device}"
             if host.device.type != "cpu" or host.shape != cu_seqlens.shape:
-                raise input_error(
-                    f"cu_seqlens_cpu on the CPU with shape {tuple(cu_seqlens.shape)}",
-                    f"{tuple(host.shape)} on {host.device}",
-                    fix,
-                )
+                raise input_error(f"cu_seqlens_cpu on the CPU with shape {expected}", got, "Pass a host copy.")
             if cu_seqlens.device.type == "cpu" and not torch.equal(host.long(), cu_seqlens.long()):
-                raise input_error(
-                    f"cu_seqlens_cpu with the values of cu_seqlens, {_short(cu_seqlens.tolist())}",
-                    _short(host.tolist()),
-                    fix,
-                )
-        return cls._checked(call, host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
+                expected, got = _short(cu_seqlens.tolist()), _short(host.tolist())
+                raise input_error(f"cu_seqlens_cpu with the values {expected}", got, "Pass a host copy.")
+        return cls._checked(host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: torch.Tensor) -> "SequenceBoundaries":
         """From a document number per token, an integer tensor `[1, T]` that never decreases and is never negative."""
-        call = "SequenceBoundaries.from_seq_idx"
-        _check_integers(call, "seq_idx", seq_idx, shape="[1, T] with T >= 1", ndim=2, minimum_size=1)
-        _check_one_row(call, "seq_idx", seq_idx.shape[0])
+        _check_integers("seq_idx", seq_idx, "[1, T] with T >= 1", ndim=2)
+        _check_one_row("seq_idx", seq_idx)
         row = seq_idx[0].to("cpu", torch.int64)
         steps = row.diff()
         if bool((steps < 0).any()) or int(row[0]) < 0:
             where = 0 if int(row[0]) < 0 else int((steps < 0).nonzero()[0]) + 1
+            got = f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else "")
             raise input_error(
-                "seq_idx that is never negative and never goes back",
-                f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else ""),
-                "Number the documents of a row 0, 1, 2, ... in the order in which they stand.",
+                "seq_idx that is never negative and never goes back", got, "Number the documents 0, 1, ..."
             )
-        return cls._from_starts(call, steps != 0, seq_idx.device)
+        return cls._from_starts(steps != 0, seq_idx.device)
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "SequenceBoundaries":
@@ -150,17 +148,13 @@ class SequenceBoundaries:
         `position_ids` is an integer tensor `[1, T]`, or `[4, 1, T]` as Qwen3.5 takes it, where row 0 holds the text
         positions. The three-row form `[3, 1, T]` has no text row and says nothing about documents: a `ValueError`.
         """
-        call = "SequenceBoundaries.from_position_ids"
         text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
         if text_row is None:
-            raise input_error(
-                "a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions",
-                _describe(position_ids),
-                "Pass cu_seqlens or seq_idx instead.",
-            )
-        _check_integers(call, "position_ids", text_row, shape="[1, T] with T >= 1", ndim=2, minimum_size=1)
-        _check_one_row(call, "position_ids", text_row.shape[0])
-        return cls._from_starts(call, text_row[0].diff().to("cpu") != 1, text_row.device)
+            expected = "a position_ids tensor [1, T], or [4, 1, T] whose row 0 holds the text positions"
+            raise input_error(expected, _describe(position_ids), "Pass cu_seqlens or seq_idx instead.")
+        _check_integers("position_ids", text_row, "[1, T] with T >= 1", ndim=2)
+        _check_one_row("position_ids", text_row)
+        return cls._from_starts(text_row[0].diff().to("cpu") != 1, text_row.device)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "SequenceBoundaries":
@@ -168,45 +162,75 @@ class SequenceBoundaries:
 
         This is the unpadding that [`~SequenceBoundaries.pack`] applies. A row without a real token is a `ValueError`.
         """
-        call = "SequenceBoundaries.from_attention_mask"
-        mask = _check_padding_mask(call, attention_mask).to("cpu")
-        lengths = mask.sum(dim=1)
+        lengths = _check_padding_mask(attention_mask).to("cpu").sum(dim=1)
         if bool((lengths == 0).any()):
-            raise input_error(
-                "at least one real token in each row",
-                f"only padding in row {int((lengths == 0).nonzero()[0])}",
-                "Drop that row.",
-            )
+            got = f"only padding in row {int((lengths == 0).nonzero()[0])}"
+            raise input_error("at least one real token in each row", got, "Drop that row.")
         return cls.from_lengths(lengths, device=attention_mask.device)
 
     @classmethod
-    def _from_starts(cls, call: str, is_start: torch.Tensor, device: torch.device) -> "SequenceBoundaries":
-        """`is_start` (host, bool `[T-1]`): whether a document starts at token 1, 2, ..., T-1."""
-        starts = is_start.nonzero()[:, 0] + 1
-        ends = torch.tensor([0]), starts, torch.tensor([is_start.numel() + 1])
-        return cls._checked(call, torch.cat(ends), device)
+    def from_kwargs(cls, kwargs: Mapping[str, Any], total_length: int) -> "SequenceBoundaries | None":
+        """What the packing keywords among `kwargs` say of a row of `total_length` tokens, or `None` without any.
+
+        `boundaries` that are there already are returned. Contents of tensors on a device are not compared, unless the
+        environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation. Keywords that are malformed, do not
+        fit the row, or disagree are a `ValueError`.
+        """
+        if kwargs.get("boundaries") is not None:
+            return kwargs["boundaries"]
+        given = {name: kwargs[name] for name in LAYER_KEYWORDS if kwargs.get(name) is not None}
+        padding, seq_idx = kwargs.get("padding_tokens"), given.get("seq_idx")
+        lengths = {name: tensor for name, tensor in given.items() if name.startswith("cu_")}
+        if not lengths and seq_idx is None:
+            alone = " and ".join([*given, *(["padding_tokens"] if padding else [])])
+            if alone:
+                fix = "Pass the batch as DataCollatorWithFlattening made it."
+                raise input_error(
+                    f"cu_seq_lens_q, cu_seqlens or seq_idx beside {alone}", "no document boundaries", fix
+                )
+            return None
+        if lengths:
+            (name, tensor), *others = lengths.items()
+            if torch.compiler.is_compiling():
+                boundaries = cls(tensor.to(torch.int32), None, padding or 0, total_length)
+            else:
+                boundaries = cls.from_cu_seqlens(tensor, total_length=total_length)
+            for other_name, other in others:
+                same = other is tensor or tensor.shape == other.shape
+                if same and other is not tensor and may_read(tensor) and may_read(other):
+                    same = torch.equal(tensor.cpu().long(), other.cpu().long())
+                if not same:
+                    raise input_error(f"{name} and {other_name} of the same documents", "different ones", "Pass one.")
+        else:
+            boundaries = cls.from_seq_idx(seq_idx)
+        if seq_idx is not None:
+            if seq_idx.shape != (1, total_length):
+                expected = f"seq_idx of shape [1, {total_length}], one document number per token"
+                raise input_error(expected, f"{tuple(seq_idx.shape)}", "Pass the seq_idx of this row.")
+            if lengths and may_read(seq_idx):
+                boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
+        for name, value in given.items():
+            if name.startswith("max_") and may_read(value) and int(value) < boundaries.max_length:
+                raise input_error(f"{name} of at least {boundaries.max_length}, the longest document", f"{int(value)}")
+        return boundaries.with_padding(padding)
 
     @classmethod
-    def _checked(
-        cls,
-        call: str,
-        host: torch.Tensor,
-        device: torch.device,
-        total_length: int | None = None,
-        given: torch.Tensor | None = None,
-    ) -> "SequenceBoundaries":
-        """Check the int64 host copy and build the value; `given` is the caller's tensor, kept when it can be."""
+    def _from_starts(cls, is_start: torch.Tensor, device: torch.device) -> "SequenceBoundaries":
+        """`is_start` (host, bool `[T-1]`): whether a document starts at token 1, 2, ..., T-1."""
+        starts = is_start.nonzero()[:, 0] + 1
+        return cls._checked(torch.cat([torch.tensor([0]), starts, torch.tensor([is_start.numel() + 1])]), device)
+
+    @classmethod
+    def _checked(cls, host, device, total_length=None, given=None) -> "SequenceBoundaries":
+        """Check the int64 `host` copy and build the value; `given` is the caller's tensor, kept when it can be."""
         fix = "Give the cumulative document lengths [0, n_1, n_1 + n_2, ..., T] of one packed row."
         if int(host[0]) != 0:
-            raise input_error("cu_seqlens that starts at 0", str(int(host[0])), fix)
+            raise input_error("cu_seqlens that starts at 0", int(host[0]), fix)
         lengths = host.diff()
         if bool((lengths <= 0).any()):
             document = int((lengths <= 0).nonzero()[0])
-            raise input_error(
-                "strictly increasing cu_seqlens (no document is empty)",
-                f"{int(host[document])} followed by {int(host[document + 1])} at document {document}",
-                fix,
-            )
+            got = f"{int(host[document])} followed by {int(host[document + 1])} at document {document}"
+            raise input_error("strictly increasing cu_seqlens (no document is empty)", got, fix)
         total = int(host[-1])
         if total_length is not None and total != total_length:
             fix += (
@@ -215,11 +239,20 @@ class SequenceBoundaries:
             )
             if total < total_length:
                 fix += " Or it put tokens before the row, as PEFT prompt learning does: use padded batches."
-            raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", f"{total}", fix)
+            raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", total, fix)
         if total > torch.iinfo(torch.int32).max:
-            raise input_error("at most 2**31 - 1 tokens in a row", str(total), "Split the row.")
+            raise input_error("at most 2**31 - 1 tokens in a row", total, "Split the row.")
         host = host.to(torch.int32)
         return cls(host.to(device) if given is None else given.to(torch.int32), host)
+
+    @cached_property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        """int32 `[N+1]`: the same values as `cu_seqlens`, on the host."""
+        if self.device_only:
+            raise input_error("ops that need no lengths on the host", "one that reads them", self.device_only)
+        if self.host is not None:
+            return self.host
+        return SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self.length).host
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -229,17 +262,17 @@ class SequenceBoundaries:
     @property
     def num_documents(self) -> int:
         """`N`."""
-        return self.cu_seqlens_cpu.numel() - 1
+        return self.cu_seqlens.numel() - 1
 
     @property
     def total_length(self) -> int:
         """`T`, the row's length in tokens."""
-        return int(self.cu_seqlens_cpu[-1])
+        return int(self.cu_seqlens_cpu[-1]) if self.length is None else self.length
 
     @cached_property
     def max_length(self) -> int:
         """The longest document's length in tokens."""
-        return max(self.lengths)
+        return self.total_length if self.device_only else max(self.lengths)
 
     @cached_property
     def seq_idx(self) -> torch.Tensor:
@@ -256,15 +289,39 @@ class SequenceBoundaries:
     def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
         """int32 `[N]`: how many chunks of `size` tokens each document has, and their number. No synchronisation."""
         counts = (self.cu_seqlens.diff() + (size - 1)) // size
-        return counts, sum(-(-length // size) for length in self.lengths)
+        if not self.device_only:
+            return counts, sum(-(-length // size) for length in self.lengths)
+        total = self.total_length // size + self.num_documents
+        # Chunks that this row does not have belong to the empty document at its end, where kernels find nothing to do.
+        counts[-1:] += total - counts.sum()
+        return counts, total
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
         return tokens[: len(tokens) - self.padding_tokens] if self.padding_tokens else tokens
 
+    def with_padding(self, tokens: int | None) -> "SequenceBoundaries":
+        """The same boundaries, whose last document is padding if there are `tokens` of it."""
+        if not tokens or torch.compiler.is_compiling():
+            return self
+        if tokens != self.lengths[-1]:
+            expected = f"padding_tokens of 0 or {self.lengths[-1]}, the length of the last document"
+            raise input_error(expected, tokens, "Pass the collator's value.")
+        return replace(self, padding_tokens=tokens)
+
+    def check_whole(self, fix: str) -> None:
+        """Raise a `ValueError`, with `fix`, if these are of a part of a row."""
+
     def same_as(self, other: "SequenceBoundaries") -> bool:
         """Whether both describe the same documents (compared on the host)."""
         return torch.equal(self.cu_seqlens_cpu, other.cu_seqlens_cpu)
+
+    def check_same(self, other: "SequenceBoundaries", name: str) -> None:
+        """Raise a `ValueError` if `other`, which an argument `name` gave, describes other documents."""
+        if not self.same_as(other):
+            expected = f"{name} with the {self.num_documents} documents that the other arguments describe"
+            got = f"{other.num_documents} documents" + ", cut elsewhere" * (other.num_documents == self.num_documents)
+            raise input_error(expected, got, "Leave one of them out.")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBoundaries":
         """The same boundaries with `cu_seqlens` on `device`: `self` when it is there already, else always one object."""
@@ -288,18 +345,12 @@ class SequenceBoundaries:
         Transformers' own names (`seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
         `cu_seqlens` for the linear-attention block, and `boundaries`, this object with its host copy.
         """
-        if torch.compiler.is_compiling():
-            # All that a graph can hold; what the ops derive from it, they derive outside.
-            return {"boundaries": self, "cu_seqlens": self.cu_seqlens}
-        return {
-            "boundaries": self,
-            "cu_seqlens": self.cu_seqlens,
-            "seq_idx": self.seq_idx,
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_length,
-            "max_length_k": self.max_length,
-        }
+        kwargs = {"boundaries": self, "cu_seqlens": self.cu_seqlens}
+        # A graph that is being compiled holds no more; what the ops derive from it, they derive outside.
+        if not torch.compiler.is_compiling():
+            kwargs |= {"seq_idx": self.seq_idx, "cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
+            kwargs |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
+        return kwargs
 
     def pack(self, padded: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Lay the real tokens of a padded batch end to end: the inverse of [`~SequenceBoundaries.unpack`].
@@ -325,12 +376,9 @@ class SequenceBoundaries:
         ```
         """
         if padded.ndim < 2 or padded.shape[0] != self.num_documents:
-            raise input_error(
-                f"a padded batch [N, L, ...] with N = {self.num_documents} documents",
-                f"shape {tuple(padded.shape)}",
-                "Give one row per document.",
-            )
-        slots = self._slots("SequenceBoundaries.pack", padded.shape[1], attention_mask)
+            expected = f"a padded batch [N, L, ...] with N = {self.num_documents} documents"
+            raise input_error(expected, f"shape {tuple(padded.shape)}", "Give one row per document.")
+        slots = self._slots(padded.shape[1], attention_mask)
         return padded.flatten(0, 1).index_select(0, slots)[None]
 
     def unpack(
@@ -360,107 +408,30 @@ class SequenceBoundaries:
 
         ```
         """
-        call = "SequenceBoundaries.unpack"
         if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
-            raise input_error(
-                f"a packed row [1, T, ...] with T = {self.total_length}",
-                f"shape {tuple(packed.shape)}",
-                "Pass the row that these boundaries describe.",
-            )
-        length = self.max_length
-        if attention_mask is not None:
-            attention_mask = _check_padding_mask(call, attention_mask)
-            length = attention_mask.shape[1]
-        slots = self._slots(call, length, attention_mask)
+            expected = f"a packed row [1, T, ...] with T = {self.total_length}"
+            raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row of these boundaries.")
+        length = self.max_length if attention_mask is None else _check_padding_mask(attention_mask).shape[1]
+        slots = self._slots(length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)
         return padded.index_copy(0, slots, packed[0]).unflatten(0, (self.num_documents, length))
 
-    def _slots(self, call: str, length: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def _slots(self, length: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """`[T]` int64: the place of each token in a flattened `[N, length]` batch."""
         if attention_mask is None:
             if length < self.max_length:
                 raise input_error(
-                    f"rows of at least {self.max_length} tokens, the longest document",
-                    f"{length}",
-                    "Pad the rows to the longest document.",
+                    f"rows of at least {self.max_length} tokens, the longest document", length, "Pad them."
                 )
             return (self.seq_idx.long() * length + self.position_ids)[0]
-        mask = _check_padding_mask(call, attention_mask)
-        if mask.shape != (self.num_documents, length):
-            raise input_error(
-                f"an attention_mask of the batch's shape [{self.num_documents}, {length}]",
-                f"{list(mask.shape)}",
-                "Pass the mask of this batch.",
-            )
+        mask, shape = _check_padding_mask(attention_mask), (self.num_documents, length)
+        if mask.shape != shape:
+            raise input_error(f"an attention_mask of the batch's shape {list(shape)}", list(mask.shape))
         counts = mask.sum(dim=1).tolist()
         if counts != self.lengths:
-            raise input_error(
-                f"an attention_mask whose rows hold {_short(self.lengths)} real tokens",
-                _short(counts),
-                "Pass the mask from which these boundaries were made.",
-            )
+            expected = f"an attention_mask whose rows hold {_short(self.lengths)} real tokens"
+            raise input_error(expected, _short(counts), "Pass the mask from which these boundaries were made.")
         return mask.flatten().nonzero()[:, 0]
-
-
-class DeferredBoundaries(SequenceBoundaries):
-    """Boundaries in a graph that is being compiled, where nothing can be read from `cu_seqlens`.
-
-    The host copy is made, and checked, when an op asks for it; ops on packed rows run outside the graph.
-    """
-
-    def __init__(self, cu_seqlens: torch.Tensor, total_length: int, padding_tokens: int = 0):
-        cu_seqlens = cu_seqlens.to(torch.int32)
-        for name, value in (("cu_seqlens", cu_seqlens), ("_length", total_length), ("padding_tokens", padding_tokens)):
-            object.__setattr__(self, name, value)
-
-    @property
-    def cu_seqlens_cpu(self) -> torch.Tensor:
-        checked = SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self._length)
-        # From now on this object is like any other: its class says where to look for the host copy.
-        object.__setattr__(self, "__class__", SequenceBoundaries)
-        object.__setattr__(self, "cu_seqlens_cpu", checked.cu_seqlens_cpu)
-        return checked.cu_seqlens_cpu
-
-
-class DeviceBoundaries(SequenceBoundaries):
-    """Boundaries that only the device knows, so that a CUDA graph serves any documents that are written there.
-
-    `cu_seqlens` may be written to. Documents may be empty, and the last one has to be. What would be counted on the
-    host is bounded instead.
-    """
-
-    def __init__(self, cu_seqlens: torch.Tensor, total_length: int):
-        object.__setattr__(self, "cu_seqlens", cu_seqlens)
-        object.__setattr__(self, "_length", total_length)
-
-    @property
-    def cu_seqlens_cpu(self) -> torch.Tensor:
-        raise input_error(
-            "ops that need no lengths on the host: the gated delta rule by flash-linear-attention or FlashQLA and "
-            "attention by varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout",
-            "an implementation that reads them",
-            'Load the model in bfloat16 with attn_implementation="sdpa" and install the kernels that '
-            "`transformers-packed env` misses, or train without graphs.",
-        )
-
-    @property
-    def num_documents(self) -> int:
-        return self.cu_seqlens.numel() - 1
-
-    @property
-    def total_length(self) -> int:
-        return self._length
-
-    @property
-    def max_length(self) -> int:
-        return self._length
-
-    def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
-        counts = (self.cu_seqlens.diff() + (size - 1)) // size
-        total = self._length // size + self.num_documents
-        # Chunks that this row does not have belong to the empty document at its end, where kernels find nothing to do.
-        counts[-1:] += total - counts.sum()
-        return counts, total
 
 
 def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -472,37 +443,34 @@ def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _check_integers(call: str, name: str, tensor: Any, *, shape: str, ndim: int, minimum_size: int) -> None:
+def may_read(value: Any) -> bool:
+    """Whether looking at the contents is possible, and costs no synchronisation or one that was asked for."""
+    if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
+        return not torch.compiler.is_compiling()
+    return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
+
+
+def _check_integers(name: str, tensor: Any, shape: str, *, ndim: int, minimum_size: int = 1) -> None:
     integral = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64)
     if not integral or tensor.ndim != ndim or tensor.shape[-1] < minimum_size:
-        raise input_error(
-            f"{name} as an int32 or int64 tensor {shape}",
-            _describe(tensor),
-            "If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
-            if name == "cu_seqlens"
-            else "Convert it first.",
-        )
+        cut = "If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
+        fix = cut if name == "cu_seqlens" else "Convert it first."
+        raise input_error(f"{name} as an int32 or int64 tensor {shape}", _describe(tensor), fix)
 
 
-def _check_one_row(call: str, name: str, rows: int) -> None:
-    if rows != 1:
-        raise input_error(
-            f"{name} of one packed row, batch size 1",
-            f"{rows} rows",
-            "Lay all documents end to end in one row, as DataCollatorWithFlattening does.",
-        )
+def _check_one_row(name: str, tensor: torch.Tensor) -> None:
+    if len(tensor) != 1:
+        fix = "Lay all documents end to end in one row, as DataCollatorWithFlattening does."
+        raise input_error(f"{name} of one packed row, batch size 1", f"{len(tensor)} rows", fix)
 
 
-def _check_padding_mask(call: str, attention_mask: torch.Tensor) -> torch.Tensor:
+def _check_padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """The mask as bool `[B, L]`."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         raise input_error("an attention_mask tensor [B, L]", _describe(attention_mask), "Pass the 2-D padding mask.")
     if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
-        raise input_error(
-            "an attention_mask of 0 and 1",
-            f"values from {attention_mask.min().item()} to {attention_mask.max().item()}",
-            "Mark real tokens with 1 and padding with 0.",
-        )
+        got = f"values from {attention_mask.min().item()} to {attention_mask.max().item()}"
+        raise input_error("an attention_mask of 0 and 1", got, "Mark real tokens with 1 and padding with 0.")
     return attention_mask.bool()
 
 

@@ -1,7 +1,6 @@
 """The audit finds every planted fault and names its module, and finds none in correct models."""
 
 import random
-import sys
 import unittest
 
 import accelerate
@@ -22,6 +21,7 @@ from transformers import (
 from transformers import Qwen3_5ForCausalLM as BuiltinQwen3_5ForCausalLM
 
 from transformers_packed import AuditReport, SequenceBoundaries, audit_model
+from transformers_packed import ops as packed_ops
 from transformers_packed.audit.probe import Probe
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
@@ -75,7 +75,7 @@ def gpt2():
 
 def plant_in_op(module: torch.nn.Module, *ops: str, replace) -> None:
     """While `module` runs, its ops get the boundaries that `replace` makes of the right ones."""
-    namespace = vars(sys.modules[type(module).__module__])
+    namespace = vars(packed_ops)
     forward = module.forward
 
     def faulty(op):
@@ -161,7 +161,7 @@ class PlantedFaultsTest(unittest.TestCase):
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
     def test_convolution_not_reset(self, dtype):
         model = qwen3_5(dtype)
-        plant_in_op(model.model.layers[2].linear_attn, "convolved_query_key_value", replace=no_boundaries)
+        plant_in_op(model.model.layers[2].linear_attn, "causal_conv1d_qkv", replace=no_boundaries)
         self.assertFinds(model, "model.layers.2.linear_attn", "convolution")
 
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
@@ -180,9 +180,7 @@ class PlantedFaultsTest(unittest.TestCase):
     @parameterized.expand([("late", 1), ("early", -1)])
     def test_boundary_off_by_one(self, _, by):
         model = qwen3_5()
-        plant_in_op(
-            model.model.layers[0].linear_attn, "convolved_query_key_value", "gated_delta_rule", replace=shifted(by)
-        )
+        plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", "gated_delta_rule", replace=shifted(by))
         self.assertFinds(model, "model.layers.0.linear_attn", "boundary")
 
     def test_boundary_off_by_one_in_attention(self):
@@ -234,7 +232,7 @@ class PlantedFaultsTest(unittest.TestCase):
     def test_only_past_64_tokens(self):
         model = qwen3_5()
         layer = model.model.layers[2].linear_attn
-        namespace, forward = vars(sys.modules[type(layer).__module__]), layer.forward
+        namespace, forward = vars(packed_ops), layer.forward
         rule = namespace["gated_delta_rule"]
 
         def faulty(*args, boundaries=None, **kwargs):
@@ -376,9 +374,7 @@ class NoFalseAlarmTest(unittest.TestCase):
 
         model = get_peft_model(qwen3_5(), LoraConfig(target_modules=["q_proj", "in_proj_qkv"], lora_dropout=0.5))
         self.assertIsolated(model, inputs=("all",))
-        plant_in_op(
-            model.base_model.model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries
-        )
+        plant_in_op(model.base_model.model.model.layers[0].linear_attn, "causal_conv1d_qkv", replace=no_boundaries)
         (leak,) = (leak for leak in audit_model(model, inputs=("all",), gradients=False).leaks if leak.module)
         self.assertEqual(leak.module, "base_model.model.model.layers.0.linear_attn")
 
@@ -518,7 +514,7 @@ class StateTest(unittest.TestCase):
     def test_the_model_comes_back_as_it_was(self, verdict):
         model = qwen3_5_moe()
         if verdict == "leaks":
-            plant_in_op(model.model.layers[0].linear_attn, "convolved_query_key_value", replace=no_boundaries)
+            plant_in_op(model.model.layers[0].linear_attn, "causal_conv1d_qkv", replace=no_boundaries)
         if verdict == "refused":
             plant_in_output(model.model.layers[3].mlp, lambda x: x[:, 1:])
         model.eval()

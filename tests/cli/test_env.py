@@ -11,6 +11,7 @@ import torch
 
 from transformers_packed import cli
 from transformers_packed.cli import env as environment
+from transformers_packed.ops import availability
 from transformers_packed.ops.dispatch import Implementation, always
 
 
@@ -63,7 +64,7 @@ class EnvironmentTest(unittest.TestCase):
 
     @unittest.skipUnless(find_spec("triton"), "needs triton")
     def test_what_the_fused_ops_would_run_on_a_gpu(self):
-        with mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True):
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
             lines = environment.describe_environment().splitlines()
         choices = {tuple(line.split()) for line in lines if not line.strip().startswith("not ")}
         for op in FUSED:
@@ -72,7 +73,7 @@ class EnvironmentTest(unittest.TestCase):
     def test_what_would_run_is_what_the_verifiers_say(self):
         refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))
         serves = Implementation(run=None, verify=always)
-        with mock.patch.object(environment, "GATED_DELTA_RULE", {"a": refuses, "b": serves, "c": refuses}):
+        with mock.patch.object(availability, "GATED_DELTA_RULE", {"a": refuses, "b": serves, "c": refuses}):
             text = environment.describe_environment()
         rule = text[text.index("gated delta rule") : text.index("causal convolution")].split()
         self.assertEqual(rule, "gated delta rule b not a: it needs a reason".split())

@@ -11,17 +11,13 @@ import torch
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import (
-    convolved_query_key_value,
-    decay_and_rate,
+    causal_conv1d_qkv,
+    gated_delta_gates,
     gated_rms_norm,
-    gated_rms_norm_linear,
+    glu,
     linear_cross_entropy,
-    normed_rotary,
+    qk_norm_rope,
     rms_norm,
-    sigmoid_gate,
-    sigmoid_gate_linear,
-    swiglu,
-    swiglu_linear,
 )
 
 
@@ -104,7 +100,7 @@ def _convolved(impl, x, weight, *, key_heads, dim):
     # Only one row can be packed.
     boundaries = boundaries_of(x.shape[1], x.device) if len(x) == 1 else None
     options = {"key_heads": key_heads, "key_dim": dim, "value_dim": dim, "boundaries": boundaries}
-    return convolved_query_key_value(x, weight, **options, impl=impl)
+    return causal_conv1d_qkv(x, weight, **options, impl=impl)
 
 
 def _make_convolved(normal, tokens, *, heads, dim, width=4):
@@ -160,7 +156,7 @@ CASES = [
     ),
     Case(
         "swiglu",
-        lambda impl, gate, up: swiglu(gate, up, impl=impl),
+        lambda impl, gate, up: glu(gate, up, impl=impl),
         lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
         per_token=2,
         small=[{"width": 37}],
@@ -168,7 +164,7 @@ CASES = [
     ),
     Case(
         "sigmoid_gate",
-        lambda impl, gate, x: sigmoid_gate(gate, x, impl=impl),
+        lambda impl, gate, x: glu(gate, x, activation="sigmoid", impl=impl),
         lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
         per_token=2,
         small=[{"width": 37}],
@@ -176,7 +172,7 @@ CASES = [
     ),
     Case(
         "gated_rms_norm_linear",
-        lambda impl, x, gate, scale, weight: gated_rms_norm_linear(x, gate, scale, weight, impl=impl),
+        lambda impl, x, gate, scale, weight: gated_rms_norm(x, gate, scale, linear_weight=weight, impl=impl),
         lambda normal, tokens, heads, dim: [
             normal(1, tokens, heads, dim),
             normal(1, tokens, heads, dim),
@@ -189,7 +185,7 @@ CASES = [
     ),
     Case(
         "swiglu_linear",
-        lambda impl, gate, up, weight: swiglu_linear(gate, up, weight, impl=impl),
+        lambda impl, gate, up, weight: glu(gate, up, weight, impl=impl),
         _make_gated_linear,
         per_token=2,
         small=[{"width": 37}],
@@ -197,15 +193,15 @@ CASES = [
     ),
     Case(
         "sigmoid_gate_linear",
-        lambda impl, gate, x, weight: sigmoid_gate_linear(gate, x, weight, impl=impl),
+        lambda impl, gate, x, weight: glu(gate, x, weight, activation="sigmoid", impl=impl),
         _make_gated_linear,
         per_token=2,
         small=[{"width": 37}],
         released=[{"width": 4096}],
     ),
     Case(
-        "decay_and_rate",
-        lambda impl, *inputs: decay_and_rate(*inputs, impl=impl),
+        "gated_delta_gates",
+        lambda impl, *inputs: gated_delta_gates(*inputs, impl=impl),
         lambda normal, tokens, heads: [
             normal(1, tokens, heads),
             normal(1, tokens, heads),
@@ -217,7 +213,7 @@ CASES = [
         released=[{"heads": 16}, {"heads": 48}],
     ),
     Case(
-        "convolved_query_key_value",
+        "causal_conv1d_qkv",
         partial(_convolved, key_heads=1, dim=16),
         _make_convolved,
         per_token=1,
@@ -225,7 +221,7 @@ CASES = [
         released=[],
     ),
     Case(
-        "convolved_query_key_value",
+        "causal_conv1d_qkv",
         partial(_convolved, key_heads=16, dim=128),
         _make_convolved,
         per_token=1,
@@ -233,8 +229,8 @@ CASES = [
         released=[{"heads": 48, "dim": 128}, {"heads": 64, "dim": 128}],
     ),
     Case(
-        "normed_rotary",
-        lambda impl, *inputs: normed_rotary(*inputs, impl=impl),
+        "qk_norm_rope",
+        lambda impl, *inputs: qk_norm_rope(*inputs, impl=impl),
         _make_rotary,
         per_token=2,
         small=[

@@ -11,14 +11,13 @@ from common.gpu import report, synchronising_is_an_error
 from parameterized import parameterized
 
 from transformers_packed.ops import (
-    convolved_query_key_value,
-    decay_and_rate,
+    causal_conv1d_qkv,
+    gated_delta_gates,
     gated_rms_norm,
+    glu,
     linear_cross_entropy,
-    normed_rotary,
+    qk_norm_rope,
     rms_norm,
-    sigmoid_gate,
-    swiglu,
 )
 
 
@@ -117,9 +116,7 @@ class FusedTest(unittest.TestCase):
 
 def _convolved(x, weight):
     boundaries = boundaries_of(x.shape[1], x.device)
-    return convolved_query_key_value(
-        x, weight, key_heads=16, key_dim=128, value_dim=128, boundaries=boundaries, impl="triton"
-    )
+    return causal_conv1d_qkv(x, weight, key_heads=16, key_dim=128, value_dim=128, boundaries=boundaries, impl="triton")
 
 
 # Of each op: a call, the shapes of its inputs for each token, and those of its parameters. The width of a row, or its
@@ -127,8 +124,8 @@ def _convolved(x, weight):
 LARGE = [
     ("rms_norm", lambda x, r, w: rms_norm(x, w, residual=r, impl="triton"), [(12288,)] * 2, [(12288,)]),
     ("gated_rms_norm", lambda *x: gated_rms_norm(*x, impl="triton"), [(72, 128)] * 2, [(128,)]),
-    ("swiglu", lambda *x: swiglu(*x, impl="triton"), [(9728,)] * 2, []),
-    ("sigmoid_gate", lambda *x: sigmoid_gate(*x, impl="triton"), [(9728,)] * 2, []),
+    ("swiglu", lambda *x: glu(*x, impl="triton"), [(9728,)] * 2, []),
+    ("sigmoid_gate", lambda *x: glu(*x, activation="sigmoid", impl="triton"), [(9728,)] * 2, []),
     ("convolution", _convolved, [(96 * 128,)], [(96 * 128, 4)]),
 ]
 
@@ -177,12 +174,12 @@ class LargeTest(unittest.TestCase):
     def test_end_of_a_row_with_positions(self):
         weights = [torch.randn(256, device=DEVICE).bfloat16() for _ in range(2)]
         rows, angles = [self.row(36, 512), self.row(36, 256)], [self.row(64), self.row(64)]
-        self.check("normed_rotary", partial(normed_rotary, impl="triton"), rows, weights, angles)
+        self.check("qk_norm_rope", partial(qk_norm_rope, impl="triton"), rows, weights, angles)
 
     def test_end_of_columns_of_a_wide_row(self):
         parameters = [torch.randn(32, device=DEVICE) for _ in range(2)]
         rows = [self.row(8448)[..., :32], self.row(32)]
-        self.check("decay_and_rate", partial(decay_and_rate, impl="triton"), rows, parameters)
+        self.check("gated_delta_gates", partial(gated_delta_gates, impl="triton"), rows, parameters)
 
     def test_logits_of_a_chunk(self):
         tokens, hidden, vocab = 9216, 64, 248320

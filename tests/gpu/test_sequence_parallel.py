@@ -27,17 +27,10 @@ from parameterized import parameterized
 from transformers import Qwen3_5TextConfig, set_seed
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, ops
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-from transformers_packed.ops import (
-    attention,
-    causal_conv1d,
-    convolved_query_key_value,
-    dispatch,
-    gated_delta_rule,
-    implementations_used,
-)
-from transformers_packed.parallel import RowShard, SequenceParallel
+from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.parallel import RowShard, SequenceParallel, ops_for
 
 
 SIZE = 2
@@ -85,12 +78,12 @@ def _conv_inputs(draw):
 
 
 def _conv(tensors, weights, boundaries, impl):
-    return [causal_conv1d(*tensors, *weights, None, "silu", boundaries=boundaries, impl=impl)]
+    return [ops_for(boundaries).causal_conv1d(*tensors, *weights, None, "silu", boundaries=boundaries, impl=impl)]
 
 
 def _projections(tensors, weights, boundaries, impl):
     shapes = {"key_heads": KEY_HEADS, "key_dim": DIM, "value_dim": DIM}
-    return convolved_query_key_value(*tensors, *weights, boundaries=boundaries, impl=impl, **shapes)
+    return ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, boundaries=boundaries, impl=impl, **shapes)
 
 
 def _rule_inputs(draw):
@@ -100,7 +93,7 @@ def _rule_inputs(draw):
 
 
 def _rule(tensors, weights, boundaries, impl):
-    return [gated_delta_rule(*tensors, boundaries=boundaries, impl=impl)[0]]
+    return [ops_for(boundaries).gated_delta_rule(*tensors, boundaries=boundaries, impl=impl)[0]]
 
 
 def _attention_inputs(kv_heads):
@@ -115,7 +108,7 @@ def _attention(tensors, weights, boundaries, impl):
     options = {"eager": eager_attention_forward, "scaling": HEAD_DIM**-0.5, "boundaries": boundaries}
     # The reference of attention has another name.
     impl = "per_document(sdpa)" if impl == "reference" else impl
-    return [attention(module, query, key, value, None, impl=impl, **options)[0]]
+    return [ops_for(boundaries).attention(module, query, key, value, None, impl=impl, **options)[0]]
 
 
 STATES, WHOLE = "states of cut documents", "fla with cp_context"
@@ -265,7 +258,7 @@ def _compile(job):
         if states:
             state = torch.zeros(1, VALUE_HEADS // share, DIM, DIM, device=DEVICE, requires_grad=True)
             options = {"initial_state": state, "output_final_state": True}
-        found = gated_delta_rule(*tensors, **options, impl="reference" if ON_CPU else implementation)
+        found = ops.gated_delta_rule(*tensors, **options, impl="reference" if ON_CPU else implementation)
         sum(x.float().sum() for x in found if x is not None).backward()
     except Exception:
         # Where it fails a test does too, which says more.

@@ -1,6 +1,7 @@
 """What every op owes to a packed row, written once: test classes of ops mix [`PackedOpTesterMixin`] in."""
 
 import torch
+from common.fused import errors
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
@@ -117,3 +118,30 @@ class PackedOpTesterMixin:
                 self.assertEqual(int(gradient[:, :start].count_nonzero()), 0)
                 self.assertEqual(int(gradient[:, end:].count_nonzero()), 0)
             self.assertGreater(sum(int(gradient[:, start:end].count_nonzero()) for gradient in gradients), 0)
+
+
+class BuiltinTesterMixin:
+    """An op's reference against the built-in module that it stands for: bit for bit in float32."""
+
+    def setUp(self):
+        super().setUp()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator)
+
+    def assert_same(self, ours, theirs, inputs, summed=()):
+        """Equal outputs; where sums may run in another order, in those of `summed` and in gradients, to 1e-6."""
+        results = []
+        for function in (ours, theirs):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            outputs = function(*leaves)
+            upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in outputs]
+            results.append([x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, upstream))])
+        self.assertLess(max(errors(*results)), 1e-6)
+        for i, (a, b) in enumerate(zip(*(x[: len(outputs)] for x in results), strict=True)):
+            self.assertTrue(i in summed or torch.equal(a, b), f"output {i}")
+
+    def call(self, module, **weights):
+        """The module as a function of its inputs and weights."""
+        return lambda *inputs: torch.func.functional_call(module, weights, inputs)

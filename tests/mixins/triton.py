@@ -11,4 +11,10 @@ import torch
 @unittest.skipUnless(find_spec("triton"), "needs triton")
 class InterpretedKernelsTest(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
+
+    def check_what_the_kernel_does_not_serve(self, call, message):
+        with self.assertRaisesRegex(ValueError, message):
+            call("triton")
+        # It is the kernel alone that does not.
+        call("auto")

@@ -79,7 +79,7 @@ class CompileTest(unittest.TestCase):
     def test_where_the_graph_breaks(self):
         explanation = torch._dynamo.explain(self.model(*FAMILIES[2][1:]))(**packed_batch(make_documents(1, 3, 65)))
         ops = [reason.user_stack[-2].name for reason in explanation.break_reasons]
-        self.assertEqual(set(ops), {"convolved_query_key_value", "gated_delta_rule", "attention"})
+        self.assertEqual(set(ops), {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
 
     def test_malformed_boundaries_are_refused(self):
         compiled = torch.compile(self.model(*FAMILIES[2][1:]), backend="eager")

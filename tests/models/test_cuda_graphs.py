@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
-from transformers_packed.boundaries import DeviceBoundaries
 from transformers_packed.models import cuda_graphs
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
-from transformers_packed.ops.kernels import _chunk_indices
+from transformers_packed.ops.backends import chunk_indices
 
 
 SIZES = TINY | {
@@ -81,7 +80,7 @@ def gradients_of(model):
 # What needs a GPU.
 REPLACEMENTS = {
     "_Recording": RunsAgain,
-    "DeviceBoundaries": on_the_host,
+    "_open_boundaries": on_the_host,
     "_beside_other_work": nullcontext,
     "_new_place": object,
     "_is_on_gpu": lambda tensor: True,
@@ -428,13 +427,13 @@ class CudaGraphsTest(unittest.TestCase):
         use_cuda_graphs(sparse, 0)
 
 
-class DeviceBoundariesTest(unittest.TestCase):
+class OpenBoundariesTest(unittest.TestCase):
     def boundaries(self, lengths, slots):
         real = SequenceBoundaries.from_lengths(lengths)
         total = real.total_length
         ends = torch.full((slots + 1,), total, dtype=torch.int32)
         ends[: len(lengths) + 1] = real.cu_seqlens
-        return real, DeviceBoundaries(ends, total)
+        return real, cuda_graphs._open_boundaries(ends, total)
 
     @parameterized.expand([(str(lengths), lengths) for lengths in ([128], [1, 63, 64], [65, 63], [1] * 7 + [121])])
     def test_like_those_of_the_row(self, _, lengths):
@@ -442,7 +441,7 @@ class DeviceBoundariesTest(unittest.TestCase):
         self.assertEqual(open_ended.seq_idx.tolist(), real.seq_idx.tolist())
         self.assertEqual(open_ended.position_ids.tolist(), real.position_ids.tolist())
         self.assertEqual((open_ended.total_length, open_ended.num_documents, open_ended.max_length), (128, 9, 128))
-        expected, found = _chunk_indices(real).tolist(), _chunk_indices(open_ended).tolist()
+        expected, found = chunk_indices(real).tolist(), chunk_indices(open_ended).tolist()
         self.assertEqual(found[: len(expected)], expected)
         # As many for any documents, and all others of the last one, which has no token.
         self.assertEqual(len(found), 128 // 64 + 9)

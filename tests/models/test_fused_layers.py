@@ -57,7 +57,7 @@ class FusedLayersTest(InterpretedKernelsTest):
         model = cls._from_config(config_class(**TINY, **options), attn_implementation="sdpa").train()
         ids = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, 3, 4, 12])}
-        with mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: False):
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):
             plain = copy.deepcopy(model)
             expected = gradients(plain, plain(**batch).loss)
         if how == "hooked":
@@ -74,7 +74,7 @@ class FusedLayersTest(InterpretedKernelsTest):
         self.assertEqual(len(seen), how == "hooked_norm")
         self.assertLess(total_relative_error(got, expected), 1e-5)
         ran = {op for op, names in implementations_used().items() if "triton" in names}
-        shared = {"convolved_query_key_value", "decay_and_rate", "linear_cross_entropy", "normed_rotary", "rms_norm"}
+        shared = {"causal_conv1d_qkv", "gated_delta_gates", "linear_cross_entropy", "qk_norm_rope", "rms_norm"}
         self.assertLessEqual(shared, ran)
         with_a_layer = {"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}
         without = {"gated_rms_norm", "sigmoid_gate", "swiglu"}

@@ -44,8 +44,8 @@ def stretched(x: torch.Tensor) -> torch.Tensor:
 class TouchedModulesTest(unittest.TestCase):
     def setUp(self):
         # The layers take what they fuse on a GPU, and its kernels leave the work to the torch forms.
-        self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
-        self.enterContext(mock.patch("transformers_packed.ops.kernels._triton_problem", lambda: "are left out here"))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.problem", lambda: "are left out here"))
 
     def models(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel, dict]:
         """The built-in model, ours, and one document for both, to which ours is told that it is one."""

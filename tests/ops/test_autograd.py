@@ -22,10 +22,7 @@ ROOT = Path(transformers_packed.__file__).parent
 # Their backwards are differentiable, and tests below check that.
 TWICE = {
     "_AddToStart",
-    "_AllGather",
-    "_AllToAll",
-    "_ReduceScatter",
-    "_Redistribute",
+    "_Collective",
     "_SharedInputLinears",
     "_Tie",
     "_WithEnds",

@@ -37,7 +37,7 @@ class ProjectTest(unittest.TestCase):
             return shared(*args)
 
         self.enterContext(mock.patch.object(linear, "shared_input_linears", count))
-        self.enterContext(mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
 
     def check(self, layers, x, shared, used=(0, 1, 2), function=project):
         got, expected = results(function, layers, x, used), results(each_alone, layers, x, used)
@@ -56,7 +56,7 @@ class ProjectTest(unittest.TestCase):
         self.check(*make(), shared=True, used=used)
 
     def test_not_on_a_cpu(self):
-        with mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: False):
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):
             self.check(*make(), shared=False)
 
     def test_with_a_frozen_weight(self):

@@ -12,15 +12,8 @@ from parameterized import parameterized
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import (
-    attention,
-    causal_conv1d,
-    convolved_query_key_value,
-    dispatch,
-    gated_delta_rule,
-    implementations_used,
-)
-from transformers_packed.parallel import RowShard, SequenceParallel
+from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.parallel import RowShard, SequenceParallel, ops_for
 from transformers_packed.parallel import attention as attentions
 from transformers_packed.parallel import gated_delta as rules
 from transformers_packed.parallel.groups import attention_method
@@ -39,7 +32,7 @@ def _conv_inputs(generator):
 
 
 def _conv(tensors, weights, boundaries):
-    return [causal_conv1d(*tensors, *weights, "silu", boundaries=boundaries)]
+    return [ops_for(boundaries).causal_conv1d(*tensors, *weights, "silu", boundaries=boundaries)]
 
 
 def _projections_inputs(generator):
@@ -48,7 +41,8 @@ def _projections_inputs(generator):
 
 
 def _projections(tensors, weights, boundaries):
-    return convolved_query_key_value(*tensors, *weights, key_heads=2, key_dim=3, value_dim=2, boundaries=boundaries)
+    heads = {"key_heads": 2, "key_dim": 3, "value_dim": 2}
+    return ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
 
 
 def _triton_inputs(generator):
@@ -59,12 +53,12 @@ def _triton(tensors, weights, boundaries):
     """The kernel, interpreted, with runs of so few tokens that a part has several."""
     dispatch._used.clear()
     with (
-        mock.patch("transformers_packed.ops.kernels.on_gpu", lambda tensor: True),
-        mock.patch("transformers_packed.ops.backends.triton.conv._TOKENS", 5),
+        mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True),
+        mock.patch("transformers_packed.ops.backends.triton.convolution._TOKENS", 5),
     ):
         heads = {"key_heads": 1, "key_dim": 16, "value_dim": 16}
-        outputs = convolved_query_key_value(*tensors, *weights, **heads, boundaries=boundaries)
-    assert implementations_used() == {"convolved_query_key_value": ["triton"]}
+        outputs = ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
+    assert implementations_used() == {"causal_conv1d_qkv": ["triton"]}
     return outputs
 
 
@@ -80,7 +74,7 @@ def _rule_inputs(generator):
 
 
 def _rule(tensors, weights, boundaries):
-    return [gated_delta_rule(*tensors, boundaries=boundaries)[0]]
+    return [ops_for(boundaries).gated_delta_rule(*tensors, boundaries=boundaries)[0]]
 
 
 def _attention_inputs(kv_heads):
@@ -98,11 +92,8 @@ def _attention(implementation):
         module.config = SimpleNamespace(_attn_implementation=implementation)
         module.num_key_value_groups = query.shape[1] // key.shape[1]
         module.is_causal = True
-        return [
-            attention(
-                module, query, key, value, None, eager=eager_attention_forward, scaling=0.3, boundaries=boundaries
-            )[0]
-        ]
+        options = {"eager": eager_attention_forward, "scaling": 0.3, "boundaries": boundaries}
+        return [ops_for(boundaries).attention(module, query, key, value, None, **options)[0]]
 
     return run
 
@@ -156,7 +147,7 @@ def _run_all(size):
 def _run_short_shards():
     shard = RowShard.cut(SequenceBoundaries.from_lengths([4]), SequenceParallel(2).rank, 2, SequenceParallel(2))
     try:
-        causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard)
+        ops_for(shard).causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard)
     except ValueError as error:
         return str(error)
 
@@ -227,17 +218,18 @@ class WayOfTheStatesTest(unittest.TestCase):
     def test_all_ranks_choose_alike(self, lengths, size, whole_parts):
         row = SequenceBoundaries.from_lengths(lengths)
         inputs = [torch.ones(1, 1, 1, 1)] * 5
-        states = {"boundaries": None, "initial_state": None, "output_final_state": False}
         for rank in range(size):
             shard = RowShard.cut(row, rank, size, SimpleNamespace(gated_delta_rule="state"))
             ways = {}
             for kernels in (True, False):
                 with (
-                    mock.patch.object(rules, "_has_fla", lambda *_, found=kernels, **__: found),
+                    mock.patch.object(
+                        rules.fla, "verify_gated_delta_rule", lambda *_, found=kernels, **__: (found, "")
+                    ),
                     mock.patch.object(rules, "_by_fla", lambda *_, **__: "whole parts"),
                     mock.patch.object(rules, "_by_states", lambda *_, **__: "pieces"),
                 ):
-                    ways[kernels] = rules.gated_delta_rule(shard, *inputs, **states)[0]
+                    ways[kernels] = rules.gated_delta_rule(*inputs, boundaries=shard)[0]
             self.assertEqual(ways, {True: "whole parts" if whole_parts else "pieces", False: "pieces"})
 
     @parameterized.expand([(name, size) for name in ROWS for size in (2, 4)])
@@ -269,6 +261,7 @@ class WayOfTheStatesTest(unittest.TestCase):
     def test_attention_follows_the_row(self, name, size):
         row = SequenceBoundaries.from_lengths(ROWS[name])
         query, key, value = (torch.ones(1, heads, 1, 1) for heads in (16, 2, 2))
+        module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
         for rank in range(size):
             parallel = SimpleNamespace(attention=None)
             shard = RowShard.cut(row, rank, size, parallel)
@@ -278,7 +271,7 @@ class WayOfTheStatesTest(unittest.TestCase):
                     mock.patch.object(attentions, "_by_heads", lambda *_, **__: "heads"),
                     mock.patch.object(attentions, "kernel_for_earlier_keys", lambda *_, found=kernel, **__: found),
                 ):
-                    found = attentions.attention(shard, None, query, key, value, boundaries=None)[0]
+                    found = attentions.attention(module, query, key, value, None, boundaries=shard)[0]
                 uneven = 4 * shard.longest_cut_piece > shard.total_length or kernel is None
                 self.assertEqual(found, "heads" if uneven else "gather")
 

@@ -3,8 +3,8 @@ import unittest
 import torch
 from parameterized import parameterized
 
-from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries
-from transformers_packed.parallel import RowShard, shard_batch
+from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, ops
+from transformers_packed.parallel import RowShard, ops_for, shard_batch
 
 
 LENGTHS = [[4, 4], [5, 3], [8], [1, 1, 1, 1, 1, 1, 1, 1], [3, 2, 2], [1, 9], [13]]
@@ -111,10 +111,34 @@ class RowShardTest(unittest.TestCase):
         self.assertEqual((moved.rank, moved.lengths), (1, [1, 1]))
 
     def test_alone_it_computes_nothing(self):
-        from transformers_packed.ops import causal_conv1d, per_document
-
         shard = RowShard.cut(SequenceBoundaries.from_lengths([3, 1]), 1, 2)
-        with self.assertRaisesRegex(ValueError, "knows the other ranks"):
-            causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 2), boundaries=shard)
-        with self.assertRaisesRegex(ValueError, "whole row"):
-            per_document(lambda x: x, torch.ones(1, 2), boundaries=shard)
+        row, weight, rule = (
+            torch.ones(1, 2, 1),
+            torch.ones(1, 2),
+            [torch.ones(1, 2, 1, 1)] * 3 + [torch.ones(1, 2, 1)] * 2,
+        )
+        parts = ops_for(shard)
+        calls = [
+            lambda: parts.causal_conv1d(row, weight, boundaries=shard),
+            lambda: parts.causal_conv1d_qkv(
+                row.expand(1, 2, 3), weight.expand(3, 2), key_heads=1, key_dim=1, value_dim=1, boundaries=shard
+            ),
+            lambda: parts.gated_delta_rule(*rule, boundaries=shard),
+        ]
+        for call in calls:
+            with self.assertRaisesRegex(ValueError, "knows the other ranks"):
+                call()
+
+    def test_the_ops_themselves_want_whole_rows(self):
+        # They would take its pieces for documents.
+        shard = RowShard.cut(SequenceBoundaries.from_lengths([3, 1]), 1, 2)
+        self.assertIs(ops_for(shard.row), ops)
+        self.assertIs(ops_for(None), ops)
+        rule = [torch.ones(1, 2, 1, 1)] * 3 + [torch.ones(1, 2, 1)] * 2
+        for call in (
+            lambda: ops.causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 2), boundaries=shard),
+            lambda: ops.gated_delta_rule(*rule, boundaries=shard),
+            lambda: ops.per_document(lambda x: x, torch.ones(1, 2), boundaries=shard),
+        ):
+            with self.assertRaisesRegex(ValueError, "expected a whole row, got part 1 of 2"):
+                call()

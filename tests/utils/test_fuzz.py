@@ -13,6 +13,7 @@ from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.errors import input_error
+from transformers_packed.models import inputs
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
 
 
@@ -26,12 +27,12 @@ HOOKED = replace(PLAIN, changes=(("forward", "model.layers.0.mlp.gate_proj"),))
 
 
 def without_q_norm(query_gate, key, q_weight, *args):
-    return normed_rotary(query_gate, key, torch.zeros_like(q_weight), *args)
+    return qk_norm_rope(query_gate, key, torch.zeros_like(q_weight), *args)
 
 
-def shifted(*args, **kwargs):
-    boundaries = resolve_boundaries(*args, **kwargs)
-    if kwargs["input_ids"] is None or boundaries is None:
+def shifted(arguments):
+    boundaries = resolve_boundaries(arguments)
+    if arguments.get("input_ids") is None or boundaries is None:
         return boundaries
     first, second, *rest = boundaries.lengths
     return SequenceBoundaries.from_lengths([first + 1, second - 1, *rest])
@@ -42,7 +43,7 @@ def calls_no_module(self, x):
     return self.down_proj(torch.nn.functional.silu(gate) * up)
 
 
-normed_rotary, resolve_boundaries = packed.normed_rotary, packed.resolve_boundaries
+qk_norm_rope, resolve_boundaries = packed.qk_norm_rope, inputs.resolve_boundaries
 
 
 class FuzzTest(unittest.TestCase):
@@ -69,21 +70,21 @@ class FuzzTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("module_left_out", PLAIN, "normed_rotary", without_q_norm, "gradient"),
+            ("module_left_out", PLAIN, "qk_norm_rope", without_q_norm, "gradient"),
             ("documents_shifted", PLAIN, "resolve_boundaries", shifted, "gradient"),
             ("hook_not_called", HOOKED, "Qwen3_5MLP.forward", calls_no_module, r"gate_proj: 0 for 2"),
-            ("exception", PLAIN, "swiglu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
+            ("exception", PLAIN, "glu", mock.Mock(side_effect=IndexError("planted")), "IndexError .*planted"),
             (
                 "other_value_error",
                 PLAIN,
-                "swiglu",
+                "glu",
                 mock.Mock(side_effect=ValueError("planted")),
                 "ValueError .*planted",
             ),
         ]
     )
     def test_planted_defects_are_found(self, _, setup, name, defect, message):
-        owner = packed
+        owner = inputs if name == "resolve_boundaries" else packed
         *path, name = name.split(".")
         for part in path:
             owner = getattr(owner, part)
@@ -99,7 +100,7 @@ class FuzzTest(unittest.TestCase):
 
         with (
             mock.patch.object(fuzz.transformers_packed, "__file__", __file__),
-            mock.patch.object(packed, "swiglu", refuse),
+            mock.patch.object(packed, "glu", refuse),
         ):
             self.assertEqual(check(PLAIN), Outcome("refused", "expected this, got that. Change it."))
             # Automatic packing knows beforehand, or is not on.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..boundaries import DeviceBoundaries, SequenceBoundaries
+from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import first_order
 from .untouched import hooks_of
@@ -243,7 +243,7 @@ class _Graph:
 
         def forward():
             # A tensor of its own: kernel packages keep what they derived from one that they know.
-            boundaries = DeviceBoundaries(self.cu_seqlens.clone(), row_length)
+            boundaries = _open_boundaries(self.cu_seqlens.clone(), row_length)
             options = {"attention_mask": None, "position_ids": boundaries.position_ids, **boundaries.layer_kwargs()}
             x, *position_embeddings = self.inputs
             # Weights that were cast before would be what the graph reads ever after.
@@ -294,6 +294,17 @@ class _Graph:
         gradients = self._backward.replay()
         copies = iter(torch._foreach_mul([x for x in gradients if x is not None], 1))
         return [None if x is None else next(copies) for x in gradients]
+
+
+def _open_boundaries(cu_seqlens: torch.Tensor, row_length: int) -> SequenceBoundaries:
+    """Boundaries that only the device knows, so that a graph serves any documents that are written there."""
+    return SequenceBoundaries(
+        cu_seqlens,
+        length=row_length,
+        device_only="In graphs these are the gated delta rule by flash-linear-attention or FlashQLA and attention by varlen_attn, "
+        "in float16 or bfloat16 (or under autocast) and without attention dropout: load the model in bfloat16 with "
+        'attn_implementation="sdpa" and install the kernels that `transformers-packed env` misses, or train without graphs.',
+    )
 
 
 def _stand_ins(layers: list[torch.nn.Module]) -> dict[torch.nn.Parameter, torch.nn.Parameter]:

@@ -30,14 +30,13 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
 from .families import MIXERS, UNPACKED, Mixer
 from .inputs import (
     CACHES,
-    METADATA,
     check_causal,
     forward_like,
     mask_targets_across_documents,
@@ -58,13 +57,10 @@ _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _NO_TEXT = ("VisionModel", "AudioModel")
 # What a packed row of text cannot have beside it.
 _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
-_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_EXPLICIT = (*METADATA, "boundaries")
+_EXPLICIT = (*PACKING_KEYWORDS, "boundaries")
 # Named in signatures, as Trainer drops what a signature does not name.
 _KEYWORDS = [
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-    for name in ("position_ids", *METADATA)
-    if name != "padding_tokens"
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("position_ids", *LAYER_KEYWORDS)
 ]
 # Where Transformers and PyTorch keep the function that runs a layer under checkpointing.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -311,7 +307,7 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
         # Also where only the text model inside names it, and would make a cache by default.
         inputs["use_cache"] = False
         if is_flash_attention_requested(model.config) and not root.unpacked:
-            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in _FLASH)
+            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
     with _packed_row(model, boundaries) if outer is None else nullcontext():
         if root.unpacked:
             outputs = _run_unpacked(model, root.builtin.forward, boundaries, inputs)
@@ -332,9 +328,7 @@ def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[
         got = f"a packed row of {boundaries.num_documents} documents"
         raise input_error("documents in rows of their own for this model", got, "Use a padded batch.")
     check_causal(model.config, inputs)
-    if boundaries.is_shard:
-        expected = "whole rows, as the layers of this model do not exchange what crosses a cut"
-        raise input_error(expected, "a part of a row", "Train this model without sequence parallelism.")
+    boundaries.check_whole("Train this model without sequence parallelism: its layers exchange nothing across a cut.")
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
             raise input_error("a packed row of text alone", name, "Use a padded batch for what is not text.")

@@ -7,9 +7,7 @@ anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import wraps
 from inspect import Parameter
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from transformers.utils import TransformersKwargs
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
-from ..boundaries import DeferredBoundaries, SequenceBoundaries, text_position_ids
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
 
 
@@ -42,84 +40,9 @@ class PackingKwargs(TransformersKwargs, total=False):
     packs_padding: bool | None
 
 
-_LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
-METADATA = (*_LENGTHS, "seq_idx", "max_length_q", "max_length_k", "padding_tokens")
 # How a forward may call its cache.
 CACHES = ("past_key_values", "cache_params", "state")
-_NOT_FOR_VISION = {*METADATA, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
-
-
-def boundaries_from_metadata(call: str, total_length: int, metadata: dict[str, Any]) -> SequenceBoundaries | None:
-    """The boundaries that the explicit packing keywords among `metadata` describe, or `None` without any.
-
-    Args:
-        call (`str`):
-            Whose arguments these are, for messages.
-        total_length (`int`):
-            The number of tokens `T` of the row.
-        metadata (`dict`):
-            Keyword arguments; those that are not about packing are left alone.
-
-    Raises:
-        `ValueError`: a keyword is malformed, does not fit the row, or disagrees with another one.
-    """
-    boundaries = metadata.get("boundaries")
-    if boundaries is not None:
-        return boundaries
-    lengths = {name: metadata[name] for name in _LENGTHS if metadata.get(name) is not None}
-    seq_idx = metadata.get("seq_idx")
-    maxima = {name: metadata[name] for name in ("max_length_q", "max_length_k") if metadata.get(name) is not None}
-    padding = metadata.get("padding_tokens")
-    if not lengths and seq_idx is None:
-        given = [*maxima, "padding_tokens"] if padding else [*maxima]
-        if given:
-            raise input_error(
-                f"cu_seq_lens_q, cu_seqlens or seq_idx beside {' and '.join(given)}",
-                "no document boundaries",
-                "Pass the batch as DataCollatorWithFlattening made it.",
-            )
-        return None
-    if lengths:
-        (name, tensor), *others = lengths.items()
-        if is_torchdynamo_compiling():
-            boundaries = DeferredBoundaries(tensor, total_length, padding or 0)
-        else:
-            boundaries = SequenceBoundaries.from_cu_seqlens(tensor, total_length=total_length)
-        for other_name, other in others:
-            if other is not tensor:
-                _agree(call, name, tensor, other_name, other)
-    if seq_idx is not None:
-        if boundaries is None:
-            boundaries = SequenceBoundaries.from_seq_idx(seq_idx)
-        if seq_idx.shape != (1, total_length):
-            raise input_error(
-                f"seq_idx of shape [1, {total_length}], one document number per token",
-                f"{tuple(seq_idx.shape)}",
-                "Pass the seq_idx of this row.",
-            )
-        if lengths and _may_read(seq_idx):
-            _agree_documents(call, boundaries, "seq_idx", SequenceBoundaries.from_seq_idx(seq_idx))
-    for name, maximum in maxima.items():
-        if _may_read(maximum) and int(maximum) < boundaries.max_length:
-            raise input_error(
-                f"{name} of at least {boundaries.max_length}, the longest document",
-                f"{int(maximum)}",
-                "Pass the collator's value.",
-            )
-    return _with_padding(call, boundaries, padding)
-
-
-def _with_padding(call: str, boundaries: SequenceBoundaries, padding: int | None) -> SequenceBoundaries:
-    """The same boundaries, whose last document is padding if there are `padding` tokens of it."""
-    if not padding or is_torchdynamo_compiling():
-        return boundaries
-    if padding != boundaries.lengths[-1]:
-        raise input_error(
-            f"padding_tokens of 0 or {boundaries.lengths[-1]}, the length of the last document",
-            f"{padding}",
-            "Pass the collator's value.",
-        )
-    return replace(boundaries, padding_tokens=padding)
+_NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
 def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
@@ -133,7 +56,7 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         malformed or contradictory.
     """
     given = inputs.pop("boundaries", None)
-    metadata = {name: inputs.pop(name, None) for name in METADATA}
+    metadata = {name: inputs.pop(name, None) for name in PACKING_KEYWORDS}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
@@ -152,17 +75,15 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     if explicit and not (inferred and explicit == ["padding_tokens"]):
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
-        boundaries = boundaries_from_metadata("forward", total_length, metadata)
-        if text_row is not None and _may_read(position_ids):
-            others = SequenceBoundaries.from_position_ids(text_row[:1])
-            _agree_documents("forward", boundaries, "position_ids", others)
+        boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
+        if text_row is not None and may_read(position_ids):
+            boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
     elif not inferred or text_row is None or bool((text_row.diff() == 1).all()):
         return None
     else:
         source = "position_ids that restart"
         _check_one_row(source, tokens)
-        boundaries = SequenceBoundaries.from_position_ids(text_row)
-        boundaries = _with_padding("forward", boundaries, metadata["padding_tokens"])
+        boundaries = SequenceBoundaries.from_position_ids(text_row).with_padding(metadata["padding_tokens"])
     refused = caches if mask is None else ["attention_mask", *caches]
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
@@ -256,36 +177,7 @@ def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_VISION}
 
 
-def _may_read(value: Any) -> bool:
-    """Whether looking at the contents is possible, and costs no synchronisation or one that was asked for."""
-    if is_torchdynamo_compiling():
-        return False
-    if not isinstance(value, torch.Tensor):
-        return True
-    return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
-
-
 def _check_one_row(source: str, tokens: torch.Tensor) -> None:
     if len(tokens) != 1:
         fix = "Flatten the batch to one row, or pass an attention_mask if the rows are padded."
         raise input_error(f"one packed row (batch size 1) beside {source}", f"batch size {len(tokens)}", fix)
-
-
-def _agree(call: str, name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    readable = _may_read(tensor) and _may_read(other)
-    if tensor.shape != other.shape or (readable and not torch.equal(tensor.cpu().long(), other.cpu().long())):
-        raise input_error(
-            f"{name} and {other_name} that describe the same documents",
-            "different ones",
-            "Pass one of them, or the same tensor for both.",
-        )
-
-
-def _agree_documents(call: str, boundaries: SequenceBoundaries, name: str, other: SequenceBoundaries) -> None:
-    if not boundaries.same_as(other):
-        raise input_error(
-            f"{name} with the {boundaries.num_documents} documents that the other arguments describe",
-            f"{other.num_documents} documents"
-            + (", cut elsewhere" if other.num_documents == boundaries.num_documents else ""),
-            "Pass the batch as DataCollatorWithFlattening made it, or leave one of them out.",
-        )

@@ -70,9 +70,7 @@ class DocumentClassifierMixin(PackedModelMixin):
         """As the built-in, and for a packed row `labels` `[N]`, of which -100 counts for nothing, and logits `[N, num_labels]`."""
         if boundaries is None:
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
-        if boundaries.is_shard:
-            expected = "a whole row, as one result per document comes from its last token"
-            raise input_error(expected, "a part of one", "Train classifiers without sequence parallelism.")
+        boundaries.check_whole("Train classifiers without sequence parallelism.")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
         last_tokens = boundaries.cu_seqlens[1:].long() - 1
         logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))

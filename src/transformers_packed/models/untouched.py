@@ -6,7 +6,7 @@ is, so that adapters, hooks, sharding and quantization have the effect that they
 
 import torch
 
-from ..ops import kernels
+from ..ops.backends import triton
 from ..ops.linear import can_share_input, shared_input_linears
 
 
@@ -71,9 +71,9 @@ def has_only_a_weight(module: torch.nn.Module) -> bool:
     return is_bare_linear(module) and module.bias is None
 
 
-def can_fuse_linear(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
-    """Whether the op that makes this linear layer's input computes the layer too, which saves memory on a GPU."""
-    return kernels.on_gpu(hidden_states) and has_only_a_weight(layer)
+def weight_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """The weight of this linear layer where the op before it computes the layer too, which saves memory on a GPU."""
+    return layer.weight if triton.on_gpu(hidden_states) and has_only_a_weight(layer) else None
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -77,22 +77,23 @@ def attention(
     if boundaries is None:
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         return interface(module, query, key, value, attention_mask, **options, **kwargs)
+    options |= {"boundaries": boundaries, "eager": eager, **kwargs}
+    return run("attention", impl, implementations(module), module, query, key, value, **options)
+
+
+def implementations(module: torch.nn.Module) -> dict[str, Implementation]:
+    """What can carry out the attention of this layer on a packed row. Nothing is a `ValueError`."""
+    name = module.config._attn_implementation
     # Every version of FlashAttention has the same interface.
     flash = is_flash_attention_requested(requested_attention_implementation=name)
     table = {name: Implementation(_flash_attention, always)} if flash else IMPLEMENTATIONS.get(name)
     if table is None:
-        raise input_error(
-            f"an attention implementation that keeps packed documents apart: {', '.join(IMPLEMENTATIONS)} or "
-            "flash_attention_*",
-            f'"{name}"',
-            'Load the model with attn_implementation="sdpa".',
-        )
+        known = f"{', '.join(IMPLEMENTATIONS)} or flash_attention_*"
+        fix = 'Load the model with attn_implementation="sdpa".'
+        raise input_error(f"an attention implementation that keeps packed documents apart: {known}", f'"{name}"', fix)
     if not getattr(module, "is_causal", True):
-        raise input_error(
-            "a causal attention layer for a packed row", "one with is_causal=False", "Use a padded batch."
-        )
-    options |= {"boundaries": boundaries, "eager": eager, **kwargs}
-    return run("attention", impl, table, module, query, key, value, **options)
+        raise input_error("a causal attention layer for a packed row", "is_causal=False", "Use a padded batch.")
+    return table
 
 
 def serves_packed_rows(name: str, device: torch.device) -> bool:
@@ -198,13 +199,8 @@ def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
     def same_document_and_not_later(batch, head, query, key):
         return (seq_idx[query] == seq_idx[key]) & (query >= key)
 
-    return BlockMask.from_kv_blocks(
-        *listed(seen & ~full),
-        *listed(full),
-        BLOCK_SIZE=_BLOCK,
-        mask_mod=same_document_and_not_later,
-        seq_lengths=(length, length),
-    )
+    options = {"BLOCK_SIZE": _BLOCK, "mask_mod": same_document_and_not_later, "seq_lengths": (length, length)}
+    return BlockMask.from_kv_blocks(*listed(seen & ~full), *listed(full), **options)
 
 
 def _per_document(module, query, key, value, *, boundaries, eager, scaling, dropout, **kwargs):
@@ -216,7 +212,7 @@ def _per_document(module, query, key, value, *, boundaries, eager, scaling, drop
 
     def attend(*rows: torch.Tensor) -> torch.Tensor:
         heads_first = [row.transpose(1, 2) for row in rows]
-        mask = _causal_mask(heads_first[0]) if name == "eager" else None
+        mask = causal_mask(*heads_first[:2]) if name == "eager" else None
         return interface(module, *heads_first, mask, **options)[0]
 
     tokens_first = (x.transpose(1, 2) for x in (query, key, value))
@@ -230,17 +226,17 @@ def _eager_with_weights(interface, module, query, key, value, boundaries, option
     for size in boundaries.lengths:
         block = slice(start, start + size)
         rows = [x[:, :, block] for x in (query, key, value)]
-        output, weights[:, :, block, block] = interface(module, *rows, _causal_mask(rows[0]), **options)
+        output, weights[:, :, block, block] = interface(module, *rows, causal_mask(*rows[:2]), **options)
         outputs.append(output)
         start += size
     return torch.cat(outputs, dim=1), weights
 
 
-def _causal_mask(query: torch.Tensor) -> torch.Tensor:
-    """The additive mask `[1, 1, T, T]` that eager attention expects."""
-    length = query.shape[2]
-    mask = torch.full((length, length), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
-    return mask.triu(1)[None, None]
+def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The additive mask `[1, 1, T, S]` that eager attention expects, of the last `T` queries over `S` keys."""
+    shape = query.shape[2], key.shape[2]
+    mask = torch.full(shape, torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
+    return mask.triu(1 + shape[1] - shape[0])[None, None]
 
 
 # For each attention implementation of Transformers what can carry it out on a packed row.

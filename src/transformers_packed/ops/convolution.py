@@ -15,14 +15,9 @@ from transformers.activations import ACT2FN
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from .backends import causal_conv1d as compiled
+from .backends import fla, triton
 from .dispatch import Implementation, always, run
-from .kernels import (
-    compiled_causal_conv1d,
-    fla_causal_conv1d,
-    verify_compiled_causal_conv1d,
-    verify_fla_causal_conv1d,
-    verify_triton,
-)
 from .norm import widened
 
 
@@ -70,16 +65,14 @@ def causal_conv1d(
     ```
     """
     if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
-        raise input_error(
-            "hidden_states [B, T, D] and weight [D, W]",
-            f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}",
-            "Squeeze the middle dimension of a Conv1d weight, and put channels last.",
-        )
+        got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}"
+        fix = "Squeeze the middle dimension of a Conv1d weight, and put channels last."
+        raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
     call = (hidden_states, weight, bias, activation)
     return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
 
-def convolved_query_key_value(
+def causal_conv1d_qkv(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -118,26 +111,28 @@ def convolved_query_key_value(
 
     ```python
     >>> import torch
-    >>> from transformers_packed.ops import convolved_query_key_value
+    >>> from transformers_packed.ops import causal_conv1d_qkv
     >>> x, weight = torch.randn(1, 5, 12), torch.randn(12, 4)
-    >>> q, k, v = convolved_query_key_value(x, weight, key_heads=1, key_dim=2, value_dim=4)
+    >>> q, k, v = causal_conv1d_qkv(x, weight, key_heads=1, key_dim=2, value_dim=4)
     >>> q.shape, k.shape, v.shape, round(float(k[0, 3].norm()), 3)
     (torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 1, 2]), torch.Size([1, 5, 2, 4]), 1.0)
 
     ```
     """
+    check_heads(hidden_states, weight, key_heads, key_dim, value_dim)
+    options = {"key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "boundaries": boundaries}
+    return run("causal_conv1d_qkv", impl, QUERY_KEY_VALUE, hidden_states, weight, bias, activation, **options)
+
+
+def check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: int, key_dim: int, value_dim: int):
+    """Raise unless the channels are whole heads of queries, keys and values."""
     channels = hidden_states.shape[-1]
     values = channels - 2 * key_heads * key_dim
     if weight.ndim != 2 or len(weight) != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
-        raise input_error(
-            "hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values",
-            f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {key_heads} heads of {key_dim} channels "
-            f"and values of {value_dim}",
-            "Put channels last, and check the number of heads.",
-        )
-    options = {"key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "boundaries": boundaries}
-    call = (hidden_states, weight, bias, activation)
-    return run("convolved_query_key_value", impl, QUERY_KEY_VALUE, *call, **options)
+        expected = "hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values"
+        heads = f"{key_heads} heads of {key_dim} channels and values of {value_dim}"
+        got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {heads}"
+        raise input_error(expected, got, "Put channels last, and check the number of heads.")
 
 
 def torch_causal_conv1d(
@@ -160,7 +155,7 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     function = partial(torch_causal_conv1d, weight=weight, bias=bias, activation=activation)
     if boundaries is None:
         return function(hidden_states)
-    _check_row("causal_conv1d", hidden_states, boundaries)
+    _check_row(hidden_states, boundaries)
     # With a window's width of zeros between the documents no window reaches from one into another. That is what
     # `per_document` would compute, in one pass over the row.
     gap = weight.shape[-1] - 1
@@ -170,23 +165,20 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     return function(spaced.index_copy(1, slots, hidden_states)).index_select(1, slots)
 
 
-def _check_row(call: str, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> None:
+def _check_row(hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> None:
     if hidden_states.shape[:2] != (1, boundaries.total_length):
-        raise input_error(
-            f"hidden_states [1, {boundaries.total_length}, D], the row that the boundaries describe",
-            f"{tuple(hidden_states.shape)}",
-            "Make the boundaries from this row's lengths.",
-        )
+        expected = f"hidden_states [1, {boundaries.total_length}, D], the row that the boundaries describe"
+        raise input_error(expected, tuple(hidden_states.shape), "Make the boundaries from this row's lengths.")
 
 
 IMPLEMENTATIONS = {
-    "fla": Implementation(fla_causal_conv1d, verify_fla_causal_conv1d),
-    "causal_conv1d": Implementation(compiled_causal_conv1d, verify_compiled_causal_conv1d),
+    "fla": Implementation(fla.causal_conv1d, fla.verify_causal_conv1d),
+    "causal_conv1d": Implementation(compiled.causal_conv1d, compiled.verify_causal_conv1d),
     "reference": Implementation(_reference, always),
 }
 
 
-def _reference_query_key_value(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
+def _reference_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries):
     convolved = causal_conv1d(hidden_states, weight, bias, activation, boundaries=boundaries)
     size = key_heads * key_dim
     query, key, value = convolved.split([size, size, convolved.shape[-1] - 2 * size], dim=-1)
@@ -199,36 +191,34 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def triton_query_key_value(
-    hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None
-):
+def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None):
     """`halo` `[W - 1, D]` are the tokens before the first one, which the positions of `boundaries` may reach."""
-    from .backends.triton.conv import ConvolvedQueryKeyValue
+    from .backends.triton.convolution import CausalConv1dQKV
 
     rows, length, channels = hidden_states.shape
     if boundaries is None:
         position = torch.arange(length, dtype=torch.int32, device=hidden_states.device).repeat(rows)
     else:
-        _check_row("convolved_query_key_value", hidden_states, boundaries)
+        _check_row(hidden_states, boundaries)
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     value_heads = channels // value_dim - 2 * key_heads
-    results = ConvolvedQueryKeyValue.apply(
+    results = CausalConv1dQKV.apply(
         hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, halo
     )
     return tuple(x.unflatten(0, (rows, length)) for x in results)
 
 
-def verify_triton_query_key_value(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
+def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
     if bias is not None or activation not in ("silu", "swish"):
         return False, "serves SiLU without a bias only"
     if weight.shape[1] > 4:
         return False, f"serves windows of up to 4 tokens, not {weight.shape[1]}"
     if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
         return False, f"wants heads of one power of two of channels, from 16 to 256, not {key_dim} and {value_dim}"
-    return verify_triton(hidden_states)
+    return triton.verify(hidden_states)
 
 
 QUERY_KEY_VALUE = {
-    "triton": Implementation(triton_query_key_value, verify_triton_query_key_value),
-    "reference": Implementation(_reference_query_key_value, always),
+    "triton": Implementation(triton_qkv, verify_triton_qkv),
+    "reference": Implementation(_reference_qkv, always),
 }

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from ..errors import input_error
 from .autograd import first_order
+from .backends import triton
 from .dispatch import Implementation, always, run
-from .kernels import verify_triton
 from .norm import widened
 
 
@@ -83,59 +83,50 @@ def linear_cross_entropy(
     ```
     """
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1] or hidden_states.shape[:-1] != labels.shape:
-        raise input_error(
-            "hidden_states [..., hidden], weight [vocab, hidden] and labels [...]",
-            f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}",
-            "Give one label per token, and the weight of a torch.nn.Linear.",
-        )
+        got = f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
+        raise input_error("hidden_states [..., hidden], weight [vocab, hidden] and labels [...]", got)
     if chunk_size < 1 or not 0 <= label_smoothing <= 1:
-        raise input_error(
-            "chunk_size of 1 or more and label_smoothing from 0 to 1",
-            f"{chunk_size} and {label_smoothing}",
-            "Leave them out for the defaults.",
-        )
-    return run(
-        "linear_cross_entropy",
-        impl,
-        IMPLEMENTATIONS,
-        hidden_states.flatten(0, -2),
-        weight,
-        labels.flatten(),
-        bias,
-        num_items_in_batch=num_items_in_batch,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size,
-    )
+        got = f"{chunk_size} and {label_smoothing}"
+        raise input_error("chunk_size of 1 or more and label_smoothing from 0 to 1", got)
+    options = {"num_items_in_batch": num_items_in_batch, "label_smoothing": label_smoothing}
+    options |= {"ignore_index": ignore_index, "chunk_size": chunk_size}
+    call = hidden_states.flatten(0, -2), weight, labels.flatten(), bias
+    return run("linear_cross_entropy", impl, IMPLEMENTATIONS, *call, **options)
 
 
 def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
     logits = widened(F.linear(hidden_states, weight, bias))
     reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
-    loss = F.cross_entropy(
-        logits, labels, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, labels, **options)
     return loss if num_items_in_batch is None else loss / _like(num_items_in_batch, loss)
 
 
-def _chunked(softmax_step, scaled):
-    def chunked(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
-        kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
-        labels = labels.to(hidden_states.device)
-        if len(kept) < len(labels):
-            hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
-        if num_items_in_batch is None:
-            num_items_in_batch = len(labels) or math.nan
-        elif not len(labels):
-            num_items_in_batch = math.inf
-        scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
-        steps = softmax_step, scaled, torch.is_grad_enabled()
-        return _LinearCrossEntropy.apply(
-            hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing
-        )
+def _torch(*args, **kwargs):
+    return _chunked((_torch_softmax_step, _torch_scaled), *args, **kwargs)
 
-    return chunked
+
+def _triton(*args, **kwargs):
+    from .backends.triton.cross_entropy import scaled, softmax_minus_target
+
+    return _chunked((softmax_minus_target, scaled), *args, **kwargs)
+
+
+def _chunked(
+    steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size
+):
+    kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
+    labels = labels.to(hidden_states.device)
+    if len(kept) < len(labels):
+        hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+    if num_items_in_batch is None:
+        num_items_in_batch = len(labels) or math.nan
+    elif not len(labels):
+        num_items_in_batch = math.inf
+    scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
+    options = scale, (*steps, torch.is_grad_enabled()), chunk_size, label_smoothing
+    return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
 
 
 def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -239,24 +230,8 @@ def _torch_scaled(x, factor, dtype):
     return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
 
 
-def _triton_softmax_step(*args):
-    from .backends.triton.softmax import softmax_minus_target
-
-    return softmax_minus_target(*args)
-
-
-def _triton_scaled(*args):
-    from .backends.triton.softmax import scaled
-
-    return scaled(*args)
-
-
-def _verify_triton(hidden_states, *args, **kwargs):
-    return verify_triton(hidden_states)
-
-
 IMPLEMENTATIONS = {
-    "triton": Implementation(_chunked(_triton_softmax_step, _triton_scaled), _verify_triton),
-    "torch": Implementation(_chunked(_torch_softmax_step, _torch_scaled), always),
+    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
+    "torch": Implementation(_torch, always),
     "reference": Implementation(_reference, always),
 }

@@ -58,23 +58,19 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
             record(op, name, reasons, logger.warning if slow else logger.info)
             return table[name].run
         reasons.append(f"{name}: {reason}")
-    raise input_error(
-        f'an input that impl="{impl}" can serve',
-        "; ".join(reasons),
-        'Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input.",
-    )
+    fix = 'Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input."
+    raise input_error(f'an input that impl="{impl}" can serve', "; ".join(reasons), fix)
 
 
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
     """[`choose`] and call.
 
     With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given
-    depends on the lengths of the documents, which are different in each row. Boundaries of a part of a row know who has
-    the other parts.
+    depends on the lengths of the documents, which are different in each row.
     """
     boundaries = kwargs.get("boundaries")
-    if boundaries is not None and boundaries.is_shard:
-        return boundaries.run(op, *args, **kwargs)
+    if boundaries is not None:
+        boundaries.check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
     outside = torch.compiler.is_compiling() and boundaries is not None
     return (_run_outside_of_graphs if outside else _run)(op, impl, table, *args, **kwargs)
 

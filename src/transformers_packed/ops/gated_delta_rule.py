@@ -26,13 +26,9 @@ import torch.nn.functional as F
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from .backends import CHUNK_SIZE, fla, flash_qla, triton
 from .dispatch import Implementation, always, run
-from .kernels import (
-    fla_gated_delta_rule,
-    flash_qla_gated_delta_rule,
-    verify_fla_gated_delta_rule,
-    verify_flash_qla_gated_delta_rule,
-)
+from .norm import widened
 from .per_document import per_document
 
 
@@ -92,32 +88,57 @@ def gated_delta_rule(
 
     ```
     """
+    check_call(key, value, boundaries, initial_state, output_final_state)
+    options = {"initial_state": initial_state, "output_final_state": output_final_state, "boundaries": boundaries}
+    options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+    return run("gated_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
+
+
+def check_call(key, value, boundaries: SequenceBoundaries | None, initial_state, output_final_state: bool) -> None:
+    """Raise unless heads fit, and a packed row comes without a state."""
     if boundaries is not None and (initial_state is not None or output_final_state):
-        raise input_error(
-            "a packed row without a state",
-            "initial_state" if initial_state is not None else "output_final_state=True",
-            "A packed row has one state per document: run it without a cache, or run the documents one by one.",
-        )
+        got = "initial_state" if initial_state is not None else "output_final_state=True"
+        fix = "A packed row has one state per document: run it without a cache, or run the documents one by one."
+        raise input_error("a packed row without a state", got, fix)
     if value.shape[2] % key.shape[2]:
-        raise input_error(
-            "a number of value heads that is a multiple of the number of key heads",
-            f"{value.shape[2]} and {key.shape[2]}",
-            "Check the shapes [B, T, heads, dim].",
-        )
-    return run(
-        "gated_delta_rule",
-        impl,
-        IMPLEMENTATIONS,
-        query,
-        key,
-        value,
-        g,
-        beta,
-        boundaries=boundaries,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )
+        got = f"{value.shape[2]} and {key.shape[2]}"
+        raise input_error("value heads [B, T, heads, dim] that are a multiple of the key heads", got)
+
+
+def gated_delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, *, impl: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decay `g = -exp(a_log) * softplus(a + dt_bias)` and the rate `beta = sigmoid(b)` of the gated delta rule.
+
+    Args:
+        a, b (`torch.Tensor` of shape `[..., HV]`):
+            The projections, any floating dtype.
+        a_log, dt_bias (`torch.Tensor` of shape `[HV]`):
+            The layer's parameters.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` or `"reference"`.
+
+    Returns:
+        `tuple`: `g` in float32 (float64 for `a` in float64) and `beta` in the dtype of `b`, both `[..., HV]`.
+
+    Raises:
+        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import gated_delta_gates
+    >>> g, beta = gated_delta_gates(*(torch.zeros(1, 2),) * 2, *(torch.zeros(2),) * 2)
+    >>> g.exp().tolist(), beta.tolist()  # softplus(0) is log 2
+    ([[0.5, 0.5]], [[0.5, 0.5]])
+
+    ```
+    """
+    if a.shape != b.shape or a_log.shape != a.shape[-1:] or dt_bias.shape != a.shape[-1:]:
+        got = ", ".join(str(tuple(x.shape)) for x in (a, b, a_log, dt_bias))
+        raise input_error("a and b [..., HV], a_log and dt_bias [HV] of HV value heads", got)
+    return run("gated_delta_gates", impl, GATES, a, b, a_log, dt_bias)
 
 
 def torch_chunk_gated_delta_rule(
@@ -126,7 +147,7 @@ def torch_chunk_gated_delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -252,7 +273,25 @@ def _reference(query, key, value, g, beta, *, boundaries, **options):
 
 
 IMPLEMENTATIONS = {
-    "flash_qla": Implementation(flash_qla_gated_delta_rule, verify_flash_qla_gated_delta_rule),
-    "fla": Implementation(fla_gated_delta_rule, verify_fla_gated_delta_rule),
+    "flash_qla": Implementation(flash_qla.gated_delta_rule, flash_qla.verify_gated_delta_rule),
+    "fla": Implementation(fla.gated_delta_rule, fla.verify_gated_delta_rule),
     "reference": Implementation(_reference, always),
+}
+
+
+def _gates_reference(a, b, a_log, dt_bias):
+    # exp(a_log) in float32: in float16 it overflows.
+    return -widened(a_log).exp() * F.softplus(widened(a) + dt_bias), b.sigmoid()
+
+
+def _gates_triton(a, b, a_log, dt_bias):
+    from .backends.triton.gated_delta_rule import GatedDeltaGates
+
+    g, beta = GatedDeltaGates.apply(*(x.reshape(-1, len(a_log)) for x in (a, b)), a_log, dt_bias)
+    return g.view(a.shape), beta.view(b.shape)
+
+
+GATES = {
+    "triton": Implementation(_gates_triton, triton.verify),
+    "reference": Implementation(_gates_reference, always),
 }

@@ -12,33 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from . import kernels
 from .autograd import is_transformed
+from .backends import triton
 
 
-def runs_uncast(hidden_states: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether linear layers with these weights would take `hidden_states` as they are: no cast, as under autocast."""
-    dtype, device = hidden_states.dtype, hidden_states.device.type
-    if any(weight.dtype != dtype for weight in weights):
-        return False
-    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
-
-
-def check_layer(call: str, width: int, weight: torch.Tensor) -> None:
+def check_layer(width: int, weight: torch.Tensor) -> None:
     """Raise unless `weight` is that of a linear layer of `width` inputs."""
     if weight.ndim != 2 or weight.shape[1] != width:
-        raise input_error(
-            f"a weight [out, {width}] of the linear layer",
-            f"{tuple(weight.shape)}",
-            "Give the weight of the torch.nn.Linear that takes the result.",
-        )
-
-
-def verify_triton_linear(hidden_states: torch.Tensor, *others: torch.Tensor) -> tuple[bool, str]:
-    """Whether a Triton kernel and the linear layer behind it, whose weight comes last, serve as one."""
-    if not runs_uncast(hidden_states, others[-1]):
-        return False, f"wants {hidden_states.dtype} for the weight too, and no autocast to another"
-    return kernels.verify_triton(hidden_states)
+        raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
 
 
 def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
@@ -46,7 +27,7 @@ def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]
 
     On a CPU the additions that it saves count for little, and gradients keep the order of additions of the layers alone.
     """
-    return kernels.on_gpu(hidden_states) and not is_transformed() and runs_uncast(hidden_states, *weights)
+    return triton.on_gpu(hidden_states) and not is_transformed() and triton.runs_uncast(hidden_states, *weights)
 
 
 def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,12 +1,12 @@
-"""RMS norm, alone, with the residual addition before it, or with the gate after it."""
+"""RMS norm, alone, with the residual addition before it, or with the gate and a linear layer after it."""
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
+from .backends import triton
 from .dispatch import Implementation, always, run
-from .kernels import verify_triton
-from .linear import check_layer, verify_triton_linear
+from .linear import check_layer
 
 
 def rms_norm(
@@ -51,27 +51,35 @@ def rms_norm(
 
     ```
     """
-    _check("rms_norm", hidden_states, weight, "residual", residual)
-    return run("rms_norm", impl, RMS_NORM, hidden_states, weight, eps, residual=residual, offset=offset)
+    _check(hidden_states, weight, "residual", residual)
+    return run("rms_norm", impl, IMPLEMENTATIONS, hidden_states, weight, eps, offset, residual)
 
 
 def gated_rms_norm(
-    hidden_states: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, impl: str = "auto"
+    hidden_states: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    linear_weight: torch.Tensor | None = None,
+    impl: str = "auto",
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight * silu(gate)` over the last dimension.
+    """`x / sqrt(mean(x^2) + eps) * weight * silu(gate)` over the last dimension, and the linear layer behind it.
 
     Args:
-        hidden_states, gate (`torch.Tensor` of shape `[..., width]`):
+        hidden_states, gate (`torch.Tensor` of shape `[..., width]`, or `[..., heads, width]` before a layer):
             The input and its gate, any floating dtype; computed in float32, or in float64 if that is their dtype.
         weight (`torch.Tensor` of shape `[width]`):
             The scale.
         eps (`float`, *optional*, defaults to 1e-6):
             Added to the mean of the squares.
+        linear_weight (`torch.Tensor` of shape `[out, heads * width]`, *optional*):
+            The weight of the layer that takes the norms of all heads. Backward then makes the norm again.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` or `"reference"`.
+            `"auto"`, `"triton"` (before a layer the norm is not kept for backward) or `"reference"`.
 
     Returns:
-        `torch.Tensor` of shape `[..., width]` in the dtype of `hidden_states`.
+        `torch.Tensor` of shape `[..., width]` in the dtype of `hidden_states`, or `[..., out]` with a layer.
 
     Raises:
         `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
@@ -83,67 +91,24 @@ def gated_rms_norm(
     >>> from transformers_packed.ops import gated_rms_norm
     >>> gated_rms_norm(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(2)).tolist()
     [[0.0, 0.0]]
-
-    ```
-    """
-    _check("gated_rms_norm", hidden_states, weight, "gate", gate)
-    return run("gated_rms_norm", impl, GATED_RMS_NORM, hidden_states, gate, weight, eps)
-
-
-def gated_rms_norm_linear(
-    hidden_states: torch.Tensor,
-    gate: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    impl: str = "auto",
-) -> torch.Tensor:
-    """[`gated_rms_norm`] of each head, and the linear layer behind it. Backward makes the norm again.
-
-    Args:
-        hidden_states, gate (`torch.Tensor` of shape `[..., heads, width]`):
-            The input and its gate, any floating dtype.
-        norm_weight (`torch.Tensor` of shape `[width]`):
-            The scale of the norm.
-        weight (`torch.Tensor` of shape `[out, heads * width]`):
-            The layer's weight.
-        eps (`float`, *optional*, defaults to 1e-6):
-            Added to the mean of the squares.
-        impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (the norm is not kept for backward) or `"reference"`.
-
-    Returns:
-        `torch.Tensor` of shape `[..., out]`.
-
-    Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from transformers_packed.ops import gated_rms_norm_linear
-    >>> gated_rms_norm_linear(torch.ones(5, 2, 3), torch.zeros(5, 2, 3), torch.ones(3), torch.ones(4, 6)).shape
+    >>> x, gate = torch.ones(5, 2, 3), torch.zeros(5, 2, 3)
+    >>> gated_rms_norm(x, gate, torch.ones(3), linear_weight=torch.ones(4, 6)).shape
     torch.Size([5, 4])
 
     ```
     """
-    _check("gated_rms_norm_linear", hidden_states, norm_weight, "gate", gate)
-    check_layer("gated_rms_norm_linear", hidden_states.shape[-2:].numel(), weight)
-    call = (hidden_states, gate, norm_weight, weight, eps)
-    return run("gated_rms_norm_linear", impl, GATED_RMS_NORM_LINEAR, *call)
+    _check(hidden_states, weight, "gate", gate)
+    name = "gated_rms_norm"
+    if linear_weight is not None:
+        check_layer(hidden_states.shape[-2:].numel(), linear_weight)
+        name += "_linear"
+    return run(name, impl, IMPLEMENTATIONS, hidden_states, weight, eps, 0.0, None, gate, linear_weight)
 
 
-def _check(
-    call: str, hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None
-) -> None:
+def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
     if weight.shape != hidden_states.shape[-1:] or (other is not None and other.shape != hidden_states.shape):
-        raise input_error(
-            f"hidden_states and {name} [..., width] and weight [width]",
-            f"{tuple(hidden_states.shape)}, {None if other is None else tuple(other.shape)}, {tuple(weight.shape)}",
-            "Normalise over the last dimension.",
-        )
+        got = ", ".join("none" if x is None else str(tuple(x.shape)) for x in (hidden_states, other, weight))
+        raise input_error(f"hidden_states and {name} [..., width] and weight [width]", got)
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -151,80 +116,34 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _rms_norm_reference(hidden_states, weight, eps, *, residual, offset):
+def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
+    if linear_weight is not None:
+        return F.linear(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
     if residual is not None:
         hidden_states = residual + hidden_states
-    x = widened(hidden_states)
+    x, dtype = widened(hidden_states), hidden_states.dtype
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    normed = (x * (offset + widened(weight))).type_as(hidden_states)
+    if gate is not None:
+        return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
+    normed = (x * (offset + widened(weight))).to(dtype)
     return normed if residual is None else (normed, hidden_states)
 
 
-def _gated_rms_norm_reference(hidden_states, gate, weight, eps):
-    dtype = hidden_states.dtype
-    x = widened(hidden_states)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
-
-
-def _rms_norm_triton(hidden_states, weight, eps, *, residual, offset):
+def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     from .backends.triton.norm import RMSNorm
 
-    shape = hidden_states.shape
-    rows = (x if x is None else x.reshape(-1, shape[-1]) for x in (hidden_states, residual))
-    x, residual = rows
-    if residual is None:
-        return RMSNorm.apply(x, weight, None, None, eps, offset).view(shape)
-    normed, stream = RMSNorm.apply(x, weight, residual, None, eps, offset)
-    return normed.view(shape), stream.view(shape)
+    return RMSNorm.apply(hidden_states, weight, residual, gate, linear_weight, eps, offset)
 
 
-def _verify_gated(hidden_states, gate, weight, eps):
-    if gate.dtype != hidden_states.dtype:
-        return False, f"wants one dtype, not {hidden_states.dtype} beside {gate.dtype}"
-    return _verify(hidden_states)
-
-
-def _gated_rms_norm_triton(hidden_states, gate, weight, eps):
-    from .backends.triton.norm import RMSNorm
-
-    width = hidden_states.shape[-1]
-    x, gate = hidden_states.reshape(-1, width), gate.reshape(-1, width)
-    return RMSNorm.apply(x, weight, None, gate, eps, 0.0).view(hidden_states.shape)
-
-
-def _verify(hidden_states, *args, residual=None, **kwargs):
+def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
         return False, "serves float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:
         return False, f"serves widths up to 16384, not {hidden_states.shape[-1]}"
-    return verify_triton(hidden_states)
+    return triton.verify_gated(hidden_states, hidden_states if gate is None else gate, linear_weight)
 
 
-def _gated_rms_norm_linear_reference(hidden_states, gate, norm_weight, weight, eps):
-    return F.linear(gated_rms_norm(hidden_states, gate, norm_weight, eps).flatten(-2), weight)
-
-
-def _gated_rms_norm_linear_triton(hidden_states, gate, norm_weight, weight, eps):
-    from .backends.triton.norm import GatedRMSNormLinear
-
-    return GatedRMSNormLinear.apply(hidden_states, gate, norm_weight, weight, eps)
-
-
-def _verify_gated_linear(hidden_states, gate, norm_weight, weight, eps):
-    ok, reason = verify_triton_linear(hidden_states, weight)
-    return _verify_gated(hidden_states, gate, norm_weight, eps) if ok else (ok, reason)
-
-
-RMS_NORM = {
-    "triton": Implementation(_rms_norm_triton, _verify),
-    "reference": Implementation(_rms_norm_reference, always),
-}
-GATED_RMS_NORM = {
-    "triton": Implementation(_gated_rms_norm_triton, _verify_gated),
-    "reference": Implementation(_gated_rms_norm_reference, always),
-}
-GATED_RMS_NORM_LINEAR = {
-    "triton": Implementation(_gated_rms_norm_linear_triton, _verify_gated_linear),
-    "reference": Implementation(_gated_rms_norm_linear_reference, always),
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _verify_triton),
+    "reference": Implementation(_reference, always),
 }

@@ -18,6 +18,7 @@ import torch
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from .backends import CHUNK_SIZE
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class BucketLayout:
     inverse: torch.Tensor | None
 
 
-# Lengths are compared in steps of 64 tokens, the chunk of the gated delta rule, and one more batch costs about as much as
-# this many tokens of padding (measured on a CPU, where the fallback runs).
-_LENGTH_STEP = 64
+# Lengths are compared in chunks of the gated delta rule, and one more batch costs about as much as this many tokens of
+# padding (measured on a CPU, where the fallback runs).
 _BATCH_COST = 128
 
 
@@ -87,19 +87,11 @@ def per_document(
 
     ```
     """
-    if boundaries.is_shard:
-        raise input_error(
-            "a whole row",
-            "a part of one, whose first and last documents may be cut",
-            "Train this model without sequence parallelism.",
-        )
+    boundaries.check_whole("Train this model without sequence parallelism.")
     for tensor in tensors:
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
-            raise input_error(
-                f"tensors of shape [1, {boundaries.total_length}, ...], the packed row",
-                f"{tuple(tensor.shape)}",
-                "Pass the tensors of the row that the boundaries describe.",
-            )
+            expected = f"tensors of shape [1, {boundaries.total_length}, ...], the packed row"
+            raise input_error(expected, tuple(tensor.shape), "Pass those of the row that the boundaries describe.")
     layout = boundaries.derived("per_document", lambda: _layout(boundaries))
     sizes = [bucket.tokens for bucket in layout.buckets]
     ordered = [row[0] if layout.order is None else row[0].index_select(0, layout.order) for row in tensors]
@@ -160,7 +152,7 @@ def _group_by_length(lengths: list[int]) -> list[list[int]]:
     """Documents in groups, longest first, such that padding each group to its longest costs least in all."""
     steps: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
-        steps.setdefault(-(-length // _LENGTH_STEP), []).append(document)
+        steps.setdefault(-(-length // CHUNK_SIZE), []).append(document)
     sizes = sorted(steps, reverse=True)
     # best[i]: the cost of the i longest sizes, and where their last group begins.
     best = [(0, 0)]
@@ -168,7 +160,7 @@ def _group_by_length(lengths: list[int]) -> list[list[int]]:
         options, documents = [], 0
         for begin in reversed(range(end)):
             documents += len(steps[sizes[begin]])
-            options.append((best[begin][0] + documents * sizes[begin] * _LENGTH_STEP + _BATCH_COST, begin))
+            options.append((best[begin][0] + documents * sizes[begin] * CHUNK_SIZE + _BATCH_COST, begin))
         best.append(min(options))
     groups, end = [], len(sizes)
     while end:

@@ -3,12 +3,12 @@
 import torch
 
 from ..errors import input_error
+from .backends import triton
 from .dispatch import Implementation, always, run
-from .kernels import verify_triton
 from .norm import rms_norm
 
 
-def normed_rotary(
+def qk_norm_rope(
     query_gate: torch.Tensor,
     key: torch.Tensor,
     query_weight: torch.Tensor,
@@ -46,10 +46,10 @@ def normed_rotary(
 
     ```python
     >>> import torch
-    >>> from transformers_packed.ops import normed_rotary
+    >>> from transformers_packed.ops import qk_norm_rope
     >>> query_gate, key = torch.ones(1, 1, 2, 8), torch.full((1, 1, 1, 4), 3.0)
     >>> cos, sin = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)  # a quarter turn
-    >>> query, key, gate = normed_rotary(query_gate, key, torch.zeros(4), torch.zeros(4), cos, sin)
+    >>> query, key, gate = qk_norm_rope(query_gate, key, torch.zeros(4), torch.zeros(4), cos, sin)
     >>> key.round(decimals=4).flatten().tolist()
     [-1.0, 1.0, 1.0, 1.0]
 
@@ -60,12 +60,10 @@ def normed_rotary(
     fits = fits and query_gate.shape[:2] == key.shape[:2] and query_weight.shape == key_weight.shape == (dim,)
     fits = fits and cos.shape == sin.shape and cos.shape[:-1] in (key.shape[:2], (1, key.shape[1]))
     if not fits or rotary > dim or rotary % 2:
-        raise input_error(
-            "query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]",
-            ", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin)),
-            "Keep heads before channels.",
-        )
-    return run("normed_rotary", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
+        got = ", ".join(str(tuple(x.shape)) for x in (query_gate, key, query_weight, key_weight, cos, sin))
+        expected = "query_gate [B, T, Q, 2 * dim], key [B, T, K, dim], weights [dim], cos and sin [B, T, rotary]"
+        raise input_error(expected, got)
+    return run("qk_norm_rope", impl, IMPLEMENTATIONS, query_gate, key, query_weight, key_weight, cos, sin, eps)
 
 
 def _reference(query_gate, key, query_weight, key_weight, cos, sin, eps):
@@ -84,12 +82,12 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
-    from .backends.triton.rotary import NormedRotary
+    from .backends.triton.rotary import QKNormRope
 
     rows, length, heads, double = query_gate.shape
     query_gate = query_gate.reshape(rows * length, heads, 2, double // 2)
     cos, sin = (x.expand(rows, -1, -1).flatten(0, 1) for x in (cos, sin))
-    results = NormedRotary.apply(query_gate, key.flatten(0, 1), query_weight, key_weight, cos, sin, eps)
+    results = QKNormRope.apply(query_gate, key.flatten(0, 1), query_weight, key_weight, cos, sin, eps)
     return tuple(x.unflatten(0, (rows, length)) for x in results)
 
 
@@ -105,7 +103,7 @@ def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
         return False, f"wants weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
     if cos.requires_grad or sin.requires_grad:
         return False, "has no gradients of cos and sin"
-    return verify_triton(query_gate)
+    return triton.verify(query_gate)
 
 
 IMPLEMENTATIONS = {

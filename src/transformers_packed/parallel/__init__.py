@@ -5,11 +5,12 @@ from importlib import import_module
 from typing import Any
 
 from .groups import SequenceParallel
+from .layers import ops_for
 from .losses import gather_loss_tensors
 from .shard import RowShard, shard_batch
 
 
-__all__ = ["RowShard", "SequenceParallel", "gather_loss_tensors", "shard_batch"]
+__all__ = ["RowShard", "SequenceParallel", "gather_loss_tensors", "ops_for", "shard_batch"]
 
 
 def __getattr__(name: str) -> Any:

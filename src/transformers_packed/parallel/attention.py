@@ -1,6 +1,6 @@
 """Softmax attention on a part of a row: exchange tokens for heads, or gather all keys and values."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -8,14 +8,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.attention import attention_with_earlier_keys, kernel_for_earlier_keys
+from ..ops.attention import attention_with_earlier_keys, causal_mask, implementations, kernel_for_earlier_keys
 from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all
 from .groups import attention_method, fits_heads
-
-
-if TYPE_CHECKING:
-    from .shard import RowShard
+from .shard import RowShard
 
 
 class _WithGroups:
@@ -29,38 +26,35 @@ class _WithGroups:
 
 
 def attention(
-    shard: "RowShard",
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    attention_mask: None,
     *,
-    boundaries: SequenceBoundaries,
+    boundaries: RowShard,
+    dropout: float = 0.0,
+    impl: str = "auto",
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
     if options.get("output_attentions"):
-        raise input_error(
-            "a whole row for attention weights",
-            "a part of a row",
-            "Leave output_attentions out, or run without sequence parallelism.",
-        )
-    heads, kv_heads = query.shape[1], key.shape[1]
+        raise input_error("a whole row for attention weights", "a part of a row", "Leave output_attentions out.")
+    implementations(module)
+    shard, options["dropout"] = boundaries, dropout
+    size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
     # By "gather" a rank behind the cut of a long document has most of the work, and needs a kernel for that.
     gather_is_even = not shard.is_cut_in_long_pieces and kernel_for_earlier_keys(module, query, **options) is not None
-    if attention_method(shard.size, heads, kv_heads, shard.parallel.attention, gather_is_even) == "gather":
-        return _by_gather(shard, module, query, key, value, **options), None
-    if not fits_heads(shard.size, heads, kv_heads):
-        raise input_error(
-            f"{heads} heads over {kv_heads} that {shard.size} processes can share",
-            f"{shard.size} processes",
-            'Use attention="gather".',
-        )
-    return _by_heads(shard, module, query, key, value, **options), None
+    if attention_method(size, heads, kv_heads, shard.processes.attention, gather_is_even) == "gather":
+        return _by_gather(shard, module, query, key, value, impl, **options), None
+    if not fits_heads(size, heads, kv_heads):
+        expected = f"{heads} heads over {kv_heads} that {size} processes can share"
+        raise input_error(expected, f"{size} processes", 'Use attention="gather".')
+    return _by_heads(shard, module, query, key, value, impl=impl, **options), None
 
 
-def _by_heads(shard: "RowShard", module, query, key, value, **options: Any) -> torch.Tensor:
-    size, group = shard.size, shard.parallel.group
+def _by_heads(shard: RowShard, module, query, key, value, **options: Any) -> torch.Tensor:
+    size, group = shard.size, shard.processes.group
     if key.shape[1] < size:
         # Each rank gets the one key head of its query heads; their gradients are summed.
         key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
@@ -70,13 +64,13 @@ def _by_heads(shard: "RowShard", module, query, key, value, **options: Any) -> t
     return all_to_all(output, 1, 2, group)
 
 
-def _by_gather(shard: "RowShard", module, query, key, value, **options: Any) -> torch.Tensor:
+def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options: Any) -> torch.Tensor:
     # One exchange for both. The keys that are used begin with the first document's, wherever it began.
     begin, before = shard.start - shard.tokens_before, shard.tokens_before
-    both = all_gather(torch.cat([key, value], dim=-1), 2, shard.parallel.group)
+    both = all_gather(torch.cat([key, value], dim=-1), 2, shard.processes.group)
     key, value = both[:, :, begin : shard.start + shard.total_length].split([key.shape[-1], value.shape[-1]], dim=-1)
     if not before:
-        return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), **options)[0]
+        return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), impl=impl, **options)[0]
     if query.is_cuda:
         # All pieces at once, where a kernel can.
         lengths = {"boundaries": _pieces(shard, 0), "keys": _keys(shard)}
@@ -88,19 +82,17 @@ def _by_gather(shard: "RowShard", module, query, key, value, **options: Any) -> 
     outputs = [_continued(module, query[:, :, :first], *(x[:, :, : before + first] for x in (key, value)), **options)]
     if shard.num_documents > 1:
         rest = query[:, :, first:], *(x[:, :, before + first :] for x in (key, value))
-        outputs.append(ops.attention(module, *rest, None, boundaries=_pieces(shard, 1), **options)[0])
+        outputs.append(ops.attention(module, *rest, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
     return torch.cat(outputs, dim=1)
 
 
-def _pieces(shard: "RowShard", begin: int) -> SequenceBoundaries:
+def _pieces(shard: RowShard, begin: int) -> SequenceBoundaries:
     """The boundaries of the pieces from `begin` on, as if they were all."""
-    device = shard.cu_seqlens.device
-    return shard.derived(
-        f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(shard.lengths[begin:], device=device)
-    )
+    lengths, device = shard.lengths[begin:], shard.cu_seqlens.device
+    return shard.derived(f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(lengths, device=device))
 
 
-def _keys(shard: "RowShard") -> SequenceBoundaries:
+def _keys(shard: RowShard) -> SequenceBoundaries:
     """The boundaries of the pieces' keys: the first piece has those of the whole document before it."""
     first, *others = shard.lengths
     lengths = [shard.tokens_before + first, *others]
@@ -110,7 +102,5 @@ def _keys(shard: "RowShard") -> SequenceBoundaries:
 def _continued(module, query, key, value, *, eager, scaling, dropout, **kwargs: Any) -> torch.Tensor:
     """The last queries of one document against all keys up to them."""
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    shape = query.shape[2], key.shape[2]
-    mask = torch.full(shape, torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
-    mask = mask.triu(1 + shape[1] - shape[0])[None, None]
+    mask = causal_mask(query, key)
     return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]

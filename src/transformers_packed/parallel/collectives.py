@@ -6,6 +6,7 @@ that this rank has no use for must be given to [`tie`].
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,11 @@ def all_to_all(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.P
     Returns:
         `torch.Tensor`: with `P` ranks `scatter_dim` is `P` times shorter and `gather_dim` `P` times longer.
     """
-    return _AllToAll.apply(x, scatter_dim, gather_dim, group)
+    there, back = (
+        partial(_exchange, group, scatter_dim, gather_dim),
+        partial(_exchange, group, gather_dim, scatter_dim),
+    )
+    return _Collective.apply(x, there, back)
 
 
 @torch.compiler.disable
@@ -44,7 +49,7 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     Returns:
         `torch.Tensor`: with `P` ranks `dim` is `P` times longer.
     """
-    return _AllGather.apply(x, dim, group)
+    return _Collective.apply(x, partial(_gather, group, dim), partial(_reduce_scatter, group, dim))
 
 
 @torch.compiler.disable
@@ -64,7 +69,8 @@ def redistribute(
     Returns:
         `torch.Tensor` of shape `[wanted[rank], ...]`.
     """
-    return _Redistribute.apply(x, tuple(given), tuple(wanted), group)
+    there, back = partial(_redistribute, group, given, wanted), partial(_redistribute, group, wanted, given)
+    return _Collective.apply(x, there, back)
 
 
 def tie(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
@@ -72,51 +78,49 @@ def tie(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
     return _Tie.apply(x, *unused)
 
 
-def _exchange(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = dist.get_world_size(group)
-    sent = torch.stack(x.chunk(size, dim=scatter_dim))
+class _Collective(torch.autograd.Function):
+    """`there(x)`, whose gradient goes `back`; both are linear, and each the other's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.ways = back, there
+        return there(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Collective.apply(gradient, *ctx.ways), None, None
+
+
+def _exchange(group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, x: torch.Tensor) -> torch.Tensor:
+    sent = torch.stack(x.chunk(dist.get_world_size(group), dim=scatter_dim))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(0), dim=gather_dim)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scatter_dim, gather_dim, group):
-        ctx.arguments = gather_dim, scatter_dim, group
-        return _exchange(x, scatter_dim, gather_dim, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _AllToAll.apply(gradient, *ctx.arguments), None, None, None
+def _gather(group: dist.ProcessGroup, dim: int, x: torch.Tensor) -> torch.Tensor:
+    first = x.movedim(dim, 0).contiguous()
+    gathered = first.new_empty(dist.get_world_size(group) * len(first), *first.shape[1:])
+    dist.all_gather_into_tensor(gathered, first, group=group)
+    return gathered.movedim(0, dim)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.arguments = dim, group
-        first = x.movedim(dim, 0).contiguous()
-        gathered = first.new_empty(dist.get_world_size(group) * len(first), *first.shape[1:])
-        dist.all_gather_into_tensor(gathered, first, group=group)
-        return gathered.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _ReduceScatter.apply(gradient, *ctx.arguments), None, None
+def _reduce_scatter(group: dist.ProcessGroup, dim: int, x: torch.Tensor) -> torch.Tensor:
+    first = x.movedim(dim, 0).contiguous()
+    own = first.new_empty(len(first) // dist.get_world_size(group), *first.shape[1:])
+    dist.reduce_scatter_tensor(own, first, group=group)
+    return own.movedim(0, dim)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.arguments = dim, group
-        first = x.movedim(dim, 0).contiguous()
-        own = first.new_empty(len(first) // dist.get_world_size(group), *first.shape[1:])
-        dist.reduce_scatter_tensor(own, first, group=group)
-        return own.movedim(0, dim)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _AllGather.apply(gradient, *ctx.arguments), None, None
+def _redistribute(
+    group: dist.ProcessGroup, given: Sequence[int], wanted: Sequence[int], x: torch.Tensor
+) -> torch.Tensor:
+    rank = dist.get_rank(group)
+    received = x.new_empty(wanted[rank], *x.shape[1:])
+    # What a rank receives lies in the order of the ranks that it comes from, which is that of the whole.
+    sizes = _overlaps(rank, wanted, given), _overlaps(rank, given, wanted)
+    dist.all_to_all_single(received, x.contiguous(), *sizes, group=group)
+    return received
 
 
 def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]:
@@ -127,22 +131,6 @@ def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]
         sizes.append(max(0, min(end, before + length) - max(start, before)))
         before += length
     return sizes
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, given, wanted, group):
-        ctx.arguments = wanted, given, group
-        rank = dist.get_rank(group)
-        received = x.new_empty(wanted[rank], *x.shape[1:])
-        # What a rank receives lies in the order of the ranks that it comes from, which is that of the whole.
-        sizes = _overlaps(rank, wanted, given), _overlaps(rank, given, wanted)
-        dist.all_to_all_single(received, x.contiguous(), *sizes, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Redistribute.apply(gradient, *ctx.arguments), None, None, None
 
 
 class _Tie(torch.autograd.Function):

@@ -21,20 +21,20 @@ decided from the row and the number of ranks, and so alike on all of them: what 
 **Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back.
 """
 
-from typing import TYPE_CHECKING, Any
+from inspect import unwrap
+from typing import Any
 
 import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.convolution import triton_query_key_value, verify_triton_query_key_value
+from ..ops.backends import fla
+from ..ops.convolution import check_heads, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import logger, record
+from ..ops.gated_delta_rule import check_call
 from .collectives import all_gather, all_to_all, tie
-
-
-if TYPE_CHECKING:
-    from .shard import RowShard
+from .shard import RowShard
 
 
 class _WithEnds(torch.autograd.Function):
@@ -57,21 +57,18 @@ class _WithEnds(torch.autograd.Function):
         return gradient, None, None
 
 
-def _halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank gets its own, which no position reaches."""
     wanted = width - 1
     if x.shape[1] < wanted:
-        raise input_error(
-            f"at least {wanted} tokens on each rank, as many as a window looks back",
-            f"{x.shape[1]}",
-            "Use longer rows, or fewer processes per row.",
-        )
+        expected = f"at least {wanted} tokens on each rank, as many as a window looks back"
+        raise input_error(expected, x.shape[1], "Use longer rows, or fewer processes per row.")
     x, _, tail = _WithEnds.apply(x, 0, wanted)
-    tails = all_gather(tail, 0, shard.parallel.group)
+    tails = all_gather(tail, 0, shard.processes.group)
     return x, tails[max(shard.rank - 1, 0)][None]
 
 
-def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
+def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
     """`x` `[1, L, D]` behind those tokens of its halo that its first document has, how many those are, and the boundaries
     of both together."""
     x, halo = _halo(shard, x, width)
@@ -86,54 +83,74 @@ def _with_halo(shard: "RowShard", x: torch.Tensor, width: int) -> tuple[torch.Te
     return joined, shard.derived(f"halo of {kept}", boundaries), kept
 
 
-def causal_conv1d(shard: "RowShard", hidden_states: torch.Tensor, weight: torch.Tensor, *args, **options: Any):
+def causal_conv1d(
+    hidden_states: torch.Tensor, weight: torch.Tensor, *args, boundaries: RowShard, **options: Any
+) -> torch.Tensor:
     """[`ops.causal_conv1d`] on a part of a row."""
-    x, options["boundaries"], before = _with_halo(shard, hidden_states, weight.shape[-1])
+    x, options["boundaries"], before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 
 
-def convolved_query_key_value(
-    shard: "RowShard", hidden_states: torch.Tensor, weight: torch.Tensor, *args, **options: Any
+def causal_conv1d_qkv(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    boundaries: RowShard,
+    impl: str = "auto",
+    **heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`ops.convolved_query_key_value`] on a part of a row."""
-    if verify_triton_query_key_value(hidden_states, weight, *args, **options)[0]:
+    """[`ops.causal_conv1d_qkv`] on a part of a row."""
+    check_heads(hidden_states, weight, **heads)
+    call = weight, bias, activation
+    if impl == "auto" and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         # Its kernel takes the halo by itself: the part is not copied, nor are the results.
-        record("convolved_query_key_value", "triton", [], logger.info)
-        x, halo = _halo(shard, hidden_states, weight.shape[-1])
-        return triton_query_key_value(x, weight, *args, **options, halo=halo[0])
-    x, options["boundaries"], before = _with_halo(shard, hidden_states, weight.shape[-1])
-    return tuple(y[:, before:] for y in ops.convolved_query_key_value(x, weight, *args, **options))
+        record("causal_conv1d_qkv", "triton", [], logger.info)
+        x, halo = _halo(boundaries, hidden_states, weight.shape[-1])
+        return triton_qkv(x, *call, boundaries=boundaries, halo=halo[0], **heads)
+    x, whole, before = _with_halo(boundaries, hidden_states, weight.shape[-1])
+    return tuple(y[:, before:] for y in ops.causal_conv1d_qkv(x, *call, boundaries=whole, impl=impl, **heads))
 
 
 def gated_delta_rule(
-    shard: "RowShard", query, key, value, g, beta, *, boundaries, initial_state, output_final_state, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    boundaries: RowShard,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    impl: str = "auto",
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[`ops.gated_delta_rule`] on a part of a row, by the method that `shard.parallel` names."""
-    tensors = query, key, value, g, beta
-    if shard.parallel.gated_delta_rule == "heads":
-        return _by_heads(shard, *tensors, **options), None
+    """[`ops.gated_delta_rule`] on a part of a row, by the method that the shard's `parallel` names."""
+    check_call(key, value, boundaries, initial_state, output_final_state)
+    shard, tensors = boundaries, (query, key, value, g, beta)
+    if shard.processes.gated_delta_rule == "heads":
+        return _by_heads(shard, *tensors, impl=impl, **options), None
     # flash-linear-attention is taken to need twice FlashQLA's time for a token. Then two pieces of a quarter of the part each
     # cost as much as the part, and both together what `cp_context` needs for the whole part.
-    if shard.is_cut_in_long_pieces and _has_fla(*tensors, **options):
+    whole = shard.is_cut_in_long_pieces and impl == "auto"
+    if whole and fla.verify_gated_delta_rule(*tensors, **options)[0]:
         return _by_fla(shard, *tensors, **options), None
-    return _by_states(shard, *tensors, **options), None
+    return _by_states(shard, *tensors, impl=impl, **options), None
 
 
-def _by_heads(shard: "RowShard", *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-    size, group = shard.size, shard.parallel.group
+def _by_heads(shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    size, group = shard.size, shard.processes.group
     for x in tensors:
         if x.shape[2] % size:
-            raise input_error(
-                f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"',
-                f"{x.shape[2]}",
-                'Use gated_delta_rule="state".',
-            )
+            expected = f'numbers of key and value heads that are multiples of {size} for gated_delta_rule="heads"'
+            raise input_error(expected, x.shape[2], 'Use gated_delta_rule="state".')
     whole = (all_to_all(x, 2, 1, group) for x in tensors)
     output = ops.gated_delta_rule(*whole, boundaries=shard.row, **options)[0]
     return all_to_all(output, 1, 2, group)
 
 
-def _by_states(shard: "RowShard", *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
     record("gated_delta_rule", "states of cut documents", [], logger.info)
     total, lengths, value = shard.total_length, shard.lengths, inputs[2]
     heads, key_dim, value_dim = value.shape[2], inputs[1].shape[-1], value.shape[-1]
@@ -164,10 +181,10 @@ def _by_states(shard: "RowShard", *inputs: torch.Tensor, **options: Any) -> torc
         summary = torch.nn.functional.pad(state, (0, key_dim))
 
     # Every rank has to have the exchange in its backward, whichever of these is trained.
-    summaries = all_gather(tie(summary.contiguous(), *ends), 0, shard.parallel.group)
+    summaries = all_gather(tie(summary.contiguous(), *ends), 0, shard.processes.group)
     if not spans:
         # The pieces as if they were documents.
-        own = shard.derived("pieces", lambda: SequenceBoundaries(shard.cu_seqlens, shard.cu_seqlens_cpu))
+        own = shard.derived("pieces", lambda: SequenceBoundaries(shard.cu_seqlens, shard.host))
         output = ops.gated_delta_rule(*inputs, boundaries=own, **options)[0]
     if not continued:
         return tie(output, summaries)
@@ -199,27 +216,15 @@ class _AddToStart(torch.autograd.Function):
         return gradient, gradient[:, : ctx.length]
 
 
-def _has_fla(query, key, value, g, beta, **options: Any) -> bool:
-    """Whether flash-linear-attention's own context parallelism serves: wherever its kernel would for a whole row."""
-    if not query.is_cuda:
-        return False
-    from ..ops.kernels import verify_fla_gated_delta_rule
-
-    return verify_fla_gated_delta_rule(query, key, value, g, beta, **options)[0]
-
-
-def _by_fla(shard: "RowShard", query, key, value, g, beta, **options: Any) -> torch.Tensor:
+def _by_fla(shard: RowShard, query, key, value, g, beta, **options: Any) -> torch.Tensor:
     """State passing inside flash-linear-attention's kernels."""
-    from inspect import unwrap
-
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     record("gated_delta_rule", "fla with cp_context", [], logger.info)
     # It keeps index tensors by the identity of what it is given, so it is built once per row, from the whole row.
-    row, group = shard.row, shard.parallel.group
-    context = shard.derived(
-        f"fla context {id(group)}", lambda: build_cp_context(row.cu_seqlens, group, cu_seqlens_cpu=row.cu_seqlens_cpu)
-    )
+    cu_seqlens, host, group = shard.row.cu_seqlens, shard.row.cu_seqlens_cpu, shard.processes.group
+    name = f"fla context {id(group)}"
+    context = shard.derived(name, lambda: build_cp_context(cu_seqlens, group, cu_seqlens_cpu=host))
     # Unwrapped, it is the Triton kernel and not what the package would hand the call to, which knows no other ranks.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]

@@ -44,18 +44,11 @@ class SequenceParallel:
     ):
         _check_names(gated_delta_rule, attention)
         if not dist.is_initialized():
-            raise input_error(
-                "a default process group",
-                "none",
-                "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first.",
-            )
+            fix = "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first."
+            raise input_error("a default process group", "none", fix)
         world = dist.get_world_size()
         if not isinstance(size, int) or size < 1 or world % size:
-            raise input_error(
-                f"a size that divides the {world} processes",
-                f"{size}",
-                "Start a multiple of it, or choose another size.",
-            )
+            raise input_error(f"a size that divides the {world} processes", size)
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
         self.mesh = init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
@@ -96,33 +89,22 @@ def check_methods(config, size: int, gated_delta_rule: str, attention: str | Non
     _check_names(gated_delta_rule, attention)
     unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
     if unknown or not hasattr(config, "linear_num_key_heads"):
-        raise input_error(
-            "a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)",
-            f"{config.model_type}",
-            "Train this model without sequence parallelism.",
-        )
-    if gated_delta_rule == "heads":
-        for heads in (config.linear_num_key_heads, config.linear_num_value_heads):
-            if heads % size:
-                raise input_error(
-                    f'numbers of linear key and value heads that are multiples of {size} for "heads"',
-                    f"{config.linear_num_key_heads} and {config.linear_num_value_heads}",
-                    'Use gated_delta_rule="state".',
-                )
+        expected = "a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)"
+        raise input_error(expected, config.model_type, "Train this model without sequence parallelism.")
+    heads, kv_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    if gated_delta_rule == "heads" and (heads % size or kv_heads % size):
+        expected = f'numbers of linear key and value heads that are multiples of {size} for "heads"'
+        raise input_error(expected, f"{heads} and {kv_heads}", 'Use gated_delta_rule="state".')
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if attention == "heads" and not fits_heads(size, heads, kv_heads):
-        raise input_error(
-            f"{size} processes to divide the attention heads, and to divide or be a multiple of the "
-            'key and value heads, for "heads"',
-            f"{heads} and {kv_heads}",
-            'Use attention="gather".',
+        expected = (
+            f"{size} processes to divide the attention heads, and the key and value heads or be a multiple of these"
         )
+        raise input_error(expected, f"{heads} and {kv_heads}", 'Use attention="gather".')
 
 
 def _check_names(gated_delta_rule: str, attention: str | None) -> None:
-    for name, value, known in (
-        ("gated_delta_rule", gated_delta_rule, GATED_DELTA_RULES),
-        ("attention", attention, (None, *ATTENTIONS)),
-    ):
-        if value not in known:
-            raise input_error(f"{name} to be one of {known}", repr(value), "Choose one.")
+    known = {"gated_delta_rule": GATED_DELTA_RULES, "attention": (None, *ATTENTIONS)}
+    for name, value in {"gated_delta_rule": gated_delta_rule, "attention": attention}.items():
+        if value not in known[name]:
+            raise input_error(f"{name} of {known[name]}", repr(value))

@@ -27,12 +27,9 @@ def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[t
         `ValueError`: a tensor is not this part of the row, or the other ranks are not known.
     """
     for x in tensors:
-        if boundaries.parallel is None or x.shape[:2] != (1, boundaries.total_length):
-            raise input_error(
-                f"tensors [1, {boundaries.total_length}, ...] of a shard that knows the other ranks",
-                f"shape {tuple(x.shape)}",
-                "Pass the boundaries of these tensors' batch, as the model got them.",
-            )
-    group, row = boundaries.parallel.group, boundaries.row
+        if x.shape[:2] != (1, boundaries.total_length):
+            expected = f"tensors [1, {boundaries.total_length}, ...] of this part of the row"
+            raise input_error(expected, f"shape {tuple(x.shape)}", "Pass the boundaries of these tensors' batch.")
+    group, row = boundaries.processes.group, boundaries.row
     length = row.total_length - row.padding_tokens
     return tuple(all_gather(x, 1, group)[:, :length] for x in tensors)

@@ -8,12 +8,9 @@ from zlib import crc32
 
 import torch
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
-from ..models.inputs import METADATA, boundaries_from_metadata
-from .attention import attention
 from .collectives import all_gather
-from .gated_delta import causal_conv1d, convolved_query_key_value, gated_delta_rule
 from .groups import SequenceParallel
 from .vision import TOKEN_TYPES, VisionShard, cut_vision
 
@@ -23,10 +20,10 @@ class RowShard(SequenceBoundaries):
     """The boundaries of the tokens `[rank * T / P, (rank + 1) * T / P)` of a packed row of `T` tokens.
 
     As [`SequenceBoundaries`] it describes the pieces of documents that this rank holds, and is handed to a model in
-    their place. Ops that find `parallel` on it compute with the other ranks what crosses the cuts.
+    their place. With [`ops_for`] its layers compute with the other ranks what crosses the cuts.
 
     Args:
-        cu_seqlens, cu_seqlens_cpu:
+        cu_seqlens, host:
             Cumulative lengths of the pieces.
         row ([`SequenceBoundaries`]):
             The whole row.
@@ -54,11 +51,8 @@ class RowShard(SequenceBoundaries):
     ) -> "RowShard":
         """The part `rank` of `size` parts of `row`. A length that is not a multiple of `size` is a `ValueError`."""
         if row.total_length % size:
-            raise input_error(
-                f"a row whose length is a multiple of {size}",
-                f"{row.total_length} tokens",
-                f"Pad it: DataCollatorWithFlattening(pad_to_multiple_of={size}, pad_token_id=...).",
-            )
+            fix = f"Pad it: DataCollatorWithFlattening(pad_to_multiple_of={size}, pad_token_id=...)."
+            raise input_error(f"a row whose length is a multiple of {size}", f"{row.total_length} tokens", fix)
         length = row.total_length // size
         pieces = (row.cu_seqlens_cpu - rank * length).clamp(0, length).unique()
         device = row.cu_seqlens.device
@@ -105,7 +99,7 @@ class RowShard(SequenceBoundaries):
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Those of the whole row, `[T / P, ...]` to `[T, ...]`, without its tail padding. All ranks have to call it."""
-        return self.row.real_tokens(all_gather(tokens, 0, self.parallel.group))
+        return self.row.real_tokens(all_gather(tokens, 0, self.processes.group))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RowShard":
         moved = super().to(device, non_blocking)
@@ -118,30 +112,19 @@ class RowShard(SequenceBoundaries):
     def vision_features(self, kind: str, features: torch.Tensor) -> torch.Tensor:
         """From the features of the frames that this rank computed to those of its tokens."""
         if kind not in self.vision:
-            raise input_error(
-                f"a row that was cut together with its {kind}s",
-                f"a part without {kind}s",
-                "Cut the batch with shard_batch.",
-            )
-        return self.vision[kind].exchange(features, self._known(f"{kind}s"))
+            raise input_error(f"a row cut together with its {kind}s", f"a part without {kind}s", "Use shard_batch.")
+        return self.vision[kind].exchange(features, self.processes)
 
-    def run(self, op: str, *args, **kwargs) -> Any:
-        """Compute `op` with the other ranks; called by the ops themselves."""
-        self._known(op)
-        return _OPS[op](self, *args, **kwargs)
-
-    def _known(self, op: str) -> SequenceParallel:
+    @property
+    def processes(self) -> SequenceParallel:
+        """`parallel`, which everything that the parts compute together needs."""
         if self.parallel is None:
             raise input_error("a shard that knows the other ranks", "one without", "Pass parallel= to shard_batch.")
         return self.parallel
 
+    def check_whole(self, fix: str) -> None:
+        raise input_error("a whole row", f"part {self.rank} of {self.size} of one", fix)
 
-_OPS = {
-    "attention": attention,
-    "causal_conv1d": causal_conv1d,
-    "convolved_query_key_value": convolved_query_key_value,
-    "gated_delta_rule": gated_delta_rule,
-}
 
 # Columns of a batch with one entry per token in their last dimension.
 _TOKEN_COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels", TOKEN_TYPES)
@@ -179,7 +162,7 @@ def shard_batch(
 
     Returns:
         `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of `T' / P` tokens, and `boundaries`, a [`RowShard`].
-        `labels` are `shift_labels`: who looks whether there are any finds some. Of images and videos there are those
+        `labels` equal `shift_labels`, for code that asks whether a batch has any. Images and videos are reduced to the
         frames that this rank computes.
 
     Raises:
@@ -200,18 +183,14 @@ def shard_batch(
 
     ```
     """
-    call = "shard_batch"
     batch = dict(batch)
     tokens = batch.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or len(tokens) != 1:
-        raise input_error(
-            "input_ids [1, T] of one packed row",
-            "none" if tokens is None else f"shape {tuple(tokens.shape)}",
-            "Use DataCollatorWithFlattening.",
-        )
+        got = "none" if tokens is None else f"shape {tuple(tokens.shape)}"
+        raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
     length = tokens.shape[1]
     padding_tokens = batch.get("padding_tokens") or 0
-    row = boundaries_from_metadata(call, length, {name: batch.pop(name, None) for name in METADATA})
+    row = SequenceBoundaries.from_kwargs({name: batch.pop(name, None) for name in PACKING_KEYWORDS}, length)
     if row is None:
         if "position_ids" not in batch:
             raise input_error("document boundaries", "none", "Return position_ids or cu_seqlens.")
@@ -221,11 +200,8 @@ def shard_batch(
     names = [name for name in (*_TOKEN_COLUMNS, *token_columns) if name in batch]
     for name in names:
         if batch[name].shape[-1] != length:
-            raise input_error(
-                f"{name} with one entry for each of the row's {length} tokens",
-                f"shape {tuple(batch[name].shape)}",
-                "Labels of whole documents cannot be cut.",
-            )
+            expected = f"{name} with one entry for each of the row's {length} tokens"
+            raise input_error(expected, f"shape {tuple(batch[name].shape)}", "Labels of documents cannot be cut.")
     if "shift_labels" not in batch and "labels" in batch:
         batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][..., 1:], (0, 1), value=-100)
         names.append("shift_labels")
@@ -238,19 +214,17 @@ def shard_batch(
         fillers = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
         for name in names:
             batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=fillers.get(name, 0))
-        counted = torch.arange(padding_tokens, padding_tokens + padding) if padding_tokens else torch.arange(padding)
+        counted = torch.arange(padding_tokens, padding_tokens + padding)
         batch["position_ids"][..., length:] = counted.to(batch["position_ids"].device)
-        lengths = row.lengths
-        lengths = [*lengths[:-1], lengths[-1] + padding] if padding_tokens else [*lengths, padding]
-        row = SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device)
-        row = replace(row, padding_tokens=padding_tokens + padding)
-    vision = cut_vision(call, batch, rank, size)
+        # The padding's document grows, or there is one now.
+        documents = row.lengths[:-1] if padding_tokens else row.lengths
+        lengths = [*documents, padding_tokens + padding]
+        row = SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device).with_padding(lengths[-1])
+    vision = cut_vision(batch, rank, size)
     if vision and batch["position_ids"].ndim != 3:
-        raise input_error(
-            "position_ids [4, 1, T] beside images or videos, which only a whole row gives",
-            f"shape {tuple(batch['position_ids'].shape)}",
-            "Pass model= to DataCollatorWithFlattening.",
-        )
+        expected = "position_ids [4, 1, T] beside images or videos, which only a whole row gives"
+        got = f"shape {tuple(batch['position_ids'].shape)}"
+        raise input_error(expected, got, "Pass model= to DataCollatorWithFlattening.")
     checksum = crc32(batch["input_ids"].cpu().contiguous().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
     shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision, checksum=checksum)
     for name in names:

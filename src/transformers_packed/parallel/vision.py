@@ -31,12 +31,10 @@ class VisionShard:
         return redistribute(features[: self.computed[parallel.rank]], self.computed, self.used, parallel.group)
 
 
-def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[str, VisionShard]:
+def cut_vision(batch: dict[str, Any], rank: int, size: int) -> dict[str, VisionShard]:
     """Leave in a whole row's `batch` the pixels and grids of the frames that `rank` computes; grids count frames then.
 
     Args:
-        call (`str`):
-            Who asks, for messages.
         batch (`dict`):
             With `pixel_values` `[patches, ...]` and `image_grid_thw` `[images, 3]`, the same of videos, or none of them,
             and `mm_token_type_ids` `[1, T]`, `T` a multiple of `size`.
@@ -55,11 +53,8 @@ def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[s
         if pixels is None and grid is None:
             continue
         if pixels is None or grid is None or TOKEN_TYPES not in batch:
-            raise input_error(
-                f"{pixels_name}, {grid_name} and {TOKEN_TYPES} together",
-                ", ".join(name for name in (pixels_name, grid_name, TOKEN_TYPES) if batch.get(name) is not None),
-                "Pass what the processor returned.",
-            )
+            got = ", ".join(name for name in (pixels_name, grid_name, TOKEN_TYPES) if batch.get(name) is not None)
+            raise input_error(f"{pixels_name}, {grid_name} and {TOKEN_TYPES} together", got)
         tokens = (batch[TOKEN_TYPES][0] == token_type).view(size, -1).sum(1).tolist()
         frames = grid.repeat_interleave(grid[:, 0], dim=0)
         frames[:, 0] = 1
@@ -68,11 +63,8 @@ def cut_vision(call: str, batch: dict[str, Any], rank: int, size: int) -> dict[s
         square = len(pixels) // max(sum(tokens), 1)
         side = isqrt(square)
         if sum(patches) != len(pixels) or side * side * sum(tokens) != len(pixels):
-            raise input_error(
-                f"{kind} tokens for the {sum(patches)} patches of {grid_name}",
-                f"{sum(tokens)} tokens and {len(pixels)} patches",
-                "Keep the tokens and pixels of each image and video together.",
-            )
+            got = f"{sum(tokens)} tokens and {len(pixels)} patches"
+            raise input_error(f"{kind} tokens for the {sum(patches)} patches of {grid_name}", got)
         ends = [0, *accumulate(patches)]
         # A frame goes where its middle falls.
         owners = torch.tensor([(a + b) * size // (2 * len(pixels)) for a, b in zip(ends, ends[1:], strict=False)])

@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..cli.env import planned_implementations
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import PackingDataset
 from ..data.guard import unshifted_smoothing
@@ -35,6 +34,7 @@ from ..models.verdict import (
     measured,
     text_config,
 )
+from ..ops.availability import availability
 
 
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
@@ -120,17 +120,20 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
         return "running the model on each document alone", None
     attention = config._attn_implementation
     delta, heads = getattr(config, "linear_key_head_dim", None) or 128, getattr(config, "head_dim", None) or 128
-    planned = planned_implementations(trainer.args.device, _compute_dtype(trainer), attention, delta, heads)
+    planned = availability(trainer.args.device, _compute_dtype(trainer), delta, heads)
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
-    if flash:
-        planned["attention"] = (attention, "")
-    name, why_not = planned.get("attention", (None, "packed rows are not known to it"))
+    unknown = None, [(attention, "is not known to keep packed rows apart")]
+    name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)
     if name is None:
-        got = f'attn_implementation="{attention}" ({why_not})'
+        got = f'attn_implementation="{attention}" ({"; ".join(" ".join(words) for words in refused)})'
         fix = 'Load the model with attn_implementation="sdpa".'
         return "", input_error("an attention implementation that keeps documents apart", got, fix)
     if families & set(FAMILIES):
-        return ", ".join(f"{name} ({op})" for op, (name, _) in planned.items()), None
+        # The reference of the convolution to heads is the convolution itself.
+        to_heads = planned["causal_conv1d_qkv"][0]
+        convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
+        rule = planned["gated_delta_rule"][0]
+        return f"{rule} (gated delta rule), {convolution} (causal convolution), {name} (attention)", None
     way = f"{attention} attention with {'cumulative lengths' if flash else 'a mask made from position_ids'}"
     return f"running recurrent modules on each document alone, {way}" if families & set(MIXERS) else way, None
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
-from ..models.inputs import METADATA, mask_targets_across_documents, resolve_boundaries
+from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 
 
 class DocumentLogps(NamedTuple):
@@ -294,7 +294,7 @@ def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
         got = "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}"
         fix = "Use DataCollatorWithFlattening or a collator that pads."
         raise input_error("batches with labels [rows, tokens] and without shift_labels", got, fix)
-    names = (*METADATA, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    names = (*PACKING_KEYWORDS, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
     boundaries = resolve_boundaries({name: batch.get(name) for name in names})
     if boundaries is None:
         boundaries = SequenceBoundaries.from_lengths([labels.shape[1]] * labels.shape[0], device=labels.device)

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...errors import input_error
+from ...ops.backends import CHUNK_SIZE
 
 
-# Tokens of a chunk of the gated delta rule.
-CHUNK = 64
 _NEEDED = (
     *("layer_types", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -87,7 +86,7 @@ class PackingCost:
         mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
         # Within a chunk: key and query products, the triangular inverse and its two products, the output; then the
         # state is read twice and written once.
-        within = CHUNK * (3 * key_dim + 2 * value_dim) + CHUNK**2 / 3
+        within = CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + CHUNK_SIZE**2 / 3
         core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
         # The query projection also makes the output gate.
         attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
@@ -103,7 +102,7 @@ class PackingCost:
     def documents(self, lengths: ArrayLike) -> np.ndarray:
         """The cost of each document, float64, for lengths in tokens of any shape."""
         lengths = np.asarray(lengths, np.float64)
-        whole_chunks = np.ceil(lengths / CHUNK) * CHUNK
+        whole_chunks = np.ceil(lengths / CHUNK_SIZE) * CHUNK_SIZE
         return self.linear * lengths + self.chunked * whole_chunks + self.quadratic * lengths**2
 
 

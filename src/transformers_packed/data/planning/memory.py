@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from ...errors import input_error
+from ...ops.backends import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...ops.cross_entropy import CHUNK_SIZE
 from ...parallel.groups import attention_method, check_methods
-from .cost import CHUNK, has_experts
+from .cost import has_experts
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -291,7 +292,7 @@ def layer_memory(
         # Queries, keys and values before and after the convolution, z, and the output. For each head a row of a chunk's
         # square, what decay and rate are made of, the rate, and in float32 the decay, its sum in a chunk, and the scale
         # of the norm.
-        kept = 2 * (2 * keys + values) + 2 * values + (CHUNK + 3 + 2 * 3) * text.linear_num_value_heads
+        kept = 2 * (2 * keys + values) + 2 * values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * text.linear_num_value_heads
         # In flash-linear-attention: states, what chunks write, made again, and gradients, of a head's size each.
         made = 13 * values
     else:

@@ -14,26 +14,14 @@ from transformers.utils import can_return_tuple
 
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
-from ...ops import (
-    attention,
-    convolved_query_key_value,
-    decay_and_rate,
-    gated_delta_rule,
-    gated_rms_norm,
-    gated_rms_norm_linear,
-    normed_rotary,
-    rms_norm,
-    sigmoid_gate,
-    sigmoid_gate_linear,
-    swiglu,
-    swiglu_linear,
-)
+from ...ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
+from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
-from ..inputs import PackingKwargs, boundaries_from_metadata, check_causal, without_packing
+from ..inputs import PackingKwargs, check_causal, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
-from ..untouched import can_fuse_linear, is_untouched, project
+from ..untouched import is_untouched, project, weight_to_fuse
 from ..vision import features_of_tokens, packed_position_ids
 
 
@@ -71,14 +59,14 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         Returns:
             `torch.Tensor` of shape `[B, T, hidden]`.
         """
-        call, length = f"{type(self).__name__}.forward", hidden_states.shape[1]
+        length = hidden_states.shape[1]
         if not isinstance(self.conv1d, torch.nn.Conv1d):
-            raise input_error(
-                "conv1d as a torch.nn.Conv1d, whose weight is used without calling it",
-                f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}",
-                "Leave conv1d out of what is adapted or replaced.",
-            )
-        boundaries = boundaries_from_metadata(call, length, {**kwargs, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens})
+            got = f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}"
+            fix = "Leave conv1d out of what is adapted or replaced."
+            raise input_error("conv1d as a torch.nn.Conv1d, whose weight is used without calling it", got, fix)
+        kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
+        ops = ops_for(boundaries)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, b, a = self.project(hidden_states)
 
@@ -89,7 +77,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        query, key, value = convolved_query_key_value(
+        query, key, value = ops.causal_conv1d_qkv(
             mixed_qkv,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
@@ -101,8 +89,8 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         )
         if cache_params is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
-        g, beta = decay_and_rate(a, b, self.A_log, self.dt_bias)
-        output, recurrent_state = gated_delta_rule(
+        g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
+        output, recurrent_state = ops.gated_delta_rule(
             query,
             key,
             value,
@@ -115,9 +103,9 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        norm = self.norm
-        if is_untouched(norm, Qwen3_5RMSNormGated) and can_fuse_linear(self.out_proj, output):
-            return gated_rms_norm_linear(output, z, norm.weight, self.out_proj.weight, norm.variance_epsilon)
+        norm, weight = self.norm, weight_to_fuse(self.out_proj, output)
+        if weight is not None and is_untouched(norm, Qwen3_5RMSNormGated):
+            return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=weight)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
 
@@ -132,7 +120,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        boundaries = boundaries_from_metadata(f"{type(self).__name__}.forward", hidden_states.shape[1], kwargs)
+        boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
         shape = hidden_states.shape[:-1]
         query_gate, key, value = (
             x.view(*shape, -1, dim)
@@ -146,7 +134,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
         norms = self.q_norm, self.k_norm
         fused = all(is_untouched(norm, Qwen3_5RMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         if fused:
-            query, key, gate = normed_rotary(query_gate, key, *(norm.weight for norm in norms), cos, sin, norms[0].eps)
+            query, key, gate = qk_norm_rope(query_gate, key, *(norm.weight for norm in norms), cos, sin, norms[0].eps)
         else:
             query, gate = query_gate.chunk(2, dim=-1)
             query, key = self.q_norm(query), self.k_norm(key)
@@ -155,7 +143,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        output, weights = attention(
+        output, weights = ops_for(boundaries).attention(
             self,
             query,
             key,
@@ -167,9 +155,9 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        if can_fuse_linear(self.o_proj, output):
-            return sigmoid_gate_linear(gate, output, self.o_proj.weight), weights
-        return self.o_proj(sigmoid_gate(gate, output)), weights
+        weight = weight_to_fuse(self.o_proj, output)
+        output = glu(gate, output, weight, activation="sigmoid")
+        return (self.o_proj(output) if weight is None else output), weights
 
 
 @fast_path
@@ -193,9 +181,9 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
-        if can_fuse_linear(self.down_proj, gate):
-            return swiglu_linear(gate, up, self.down_proj.weight)
-        return self.down_proj(swiglu(gate, up))
+        weight = weight_to_fuse(self.down_proj, gate)
+        product = glu(gate, up, weight)
+        return self.down_proj(product) if weight is None else product
 
 
 @fast_path

@@ -6,6 +6,7 @@ waits for the GPU. The lengths of documents stay on the device until the log, wh
 
 import time
 
+import numpy as np
 import torch
 from accelerate.utils import gather
 from tqdm.auto import tqdm

@@ -93,87 +93,61 @@ def _tile(width: int) -> dict[str, int]:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Of `x`, `residual`, `gate` `[rows, width]` and `weight` `[width]`; with a residual the sum is returned too."""
+    """Of `x`, `residual`, `gate` `[..., width]` and `weight` `[width]`; with a residual the pair of the norm and the sum.
 
-    @staticmethod
-    @on_its_device
-    def forward(ctx, x, weight, residual, gate, eps: float, offset: float):
-        # Under autocast the layers' results are in low precision, and the stream is not.
-        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
-        y, ctx.options = _normed(ctx.save_for_backward, x, weight, residual, gate, eps, offset)
-        return y
-
-    @staticmethod
-    @first_order()
-    def backward(ctx, dy, dsum=None):
-        dx, dweight, dgate, _ = _gradients(dy, dsum, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1])
-        dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
-        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None
-
-
-class GatedRMSNormLinear(torch.autograd.Function):
-    """The norm of `x` with `gate` `[..., heads, width]`, through a linear layer with `weight` `[out, heads * width]`.
-
-    The norm is not kept for backward, which makes it again where it computes the gradients.
+    With a gate the norms `[..., heads, width]` may go through a linear layer with `linear_weight` `[out, heads * width]`.
+    They are not kept for backward then, which makes them again where it computes the gradients.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, gate, norm_weight, weight, eps: float):
-        def save(*tensors):
-            ctx.save_for_backward(*tensors, weight)
-
-        rows = (z.reshape(-1, z.shape[-1]) for z in (x, gate))
-        x_rows, gate_rows = rows
-        y, ctx.options = _normed(save, x_rows, norm_weight, None, gate_rows, eps, 0.0)
-        ctx.shape = x.shape
-        return F.linear(y.view(*x.shape[:-2], weight.shape[1]), weight)
+    def forward(ctx, x, weight, residual, gate, linear_weight, eps: float, offset: float):
+        # Under autocast the layers' results are in low precision, and the stream is not.
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
+        x, residual, gate = (
+            None if z is None else z.reshape(-1, z.shape[-1]).contiguous() for z in (x, residual, gate)
+        )
+        weight = weight.contiguous()
+        rows, width = x.shape
+        total = x
+        if residual is not None:
+            total = torch.empty(x.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
+        y = torch.empty_like(total)
+        r = torch.empty(rows, dtype=torch.float32, device=x.device)
+        tile = _tile(width)
+        ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
+        grid = (ceil_div(rows, tile["ROWS"]),)
+        _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **ctx.options)
+        ctx.save_for_backward(total, weight, gate, r, linear_weight)
+        if linear_weight is not None:
+            return F.linear(y.view(*ctx.shape[:-2], linear_weight.shape[1]), linear_weight)
+        return y.view(ctx.shape) if residual is None else (y.view(ctx.shape), total.view(ctx.shape))
 
     @staticmethod
     @first_order()
-    def backward(ctx, d_out):
-        *saved, weight = ctx.saved_tensors
-        d_out = d_out.reshape(-1, weight.shape[0])
-        dy = torch.mm(d_out, weight).view(saved[0].shape)
-        _, _, for_norm, for_weight, _ = ctx.needs_input_grad
-        dx, d_norm, dgate, y = _gradients(dy, None, *saved, ctx.options, for_norm, again=for_weight)
-        d_weight = torch.mm(d_out.t(), y.view(-1, weight.shape[1])) if for_weight else None
-        return dx.view(ctx.shape), dgate.view(ctx.shape), d_norm, d_weight, None
-
-
-def _normed(save, x, weight, residual, gate, eps: float, offset: float):
-    """The norm, or with a residual the pair of it and the sum; and the kernel's options. `save`s what backward needs."""
-    x, weight = x.contiguous(), weight.contiguous()
-    residual, gate = (None if z is None else z.contiguous() for z in (residual, gate))
-    rows, width = x.shape
-    total = x
-    if residual is not None:
-        total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
-    y = torch.empty_like(total)
-    r = torch.empty(rows, dtype=torch.float32, device=x.device)
-    tile = _tile(width)
-    grid = (ceil_div(rows, tile["ROWS"]),)
-    options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
-    _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **options)
-    save(total, weight, gate, r)
-    return (y if residual is None else (y, total)), options
-
-
-def _gradients(dy, dsum, x, weight, gate, r, options: dict, for_weight: bool, again: bool = False):
-    """Of `x` (and of the residual), the weight and the gate; and the gated norm `again` if it is wanted."""
-    rows, width = x.shape
-    dy = dy.contiguous()
-    dsum = None if dsum is None else dsum.contiguous()
-    dx = torch.empty_like(x)
-    dgate = None if gate is None else torch.empty_like(gate)
-    y = torch.empty_like(x) if again else None
-    tiles = ceil_div(rows, options["ROWS"])
-    programs = programs_for(tiles, x.device)
-    dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](
-        dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, **options
-    )
-    return dx, dweight.sum(0).to(weight.dtype) if for_weight else None, dgate, y
+    def backward(ctx, d_out, dsum=None):
+        x, weight, gate, r, linear_weight = ctx.saved_tensors
+        rows, width = x.shape
+        again = linear_weight is not None and ctx.needs_input_grad[4]
+        if linear_weight is not None:
+            d_out = d_out.reshape(-1, linear_weight.shape[0])
+        dy = (d_out if linear_weight is None else torch.mm(d_out, linear_weight)).reshape(rows, width).contiguous()
+        dsum = None if dsum is None else dsum.reshape(rows, width).contiguous()
+        dx = torch.empty_like(x)
+        dgate = None if gate is None else torch.empty_like(gate)
+        y = torch.empty_like(x) if again else None
+        tiles = ceil_div(rows, ctx.options["ROWS"])
+        programs = programs_for(tiles, x.device)
+        dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        _norm_backward[(programs,)](
+            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, **ctx.options
+        )
+        dx = dx.view(ctx.shape)
+        dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
+        dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        d_linear = torch.mm(d_out.t(), y.view(-1, linear_weight.shape[1])) if again else None
+        dgate = None if gate is None else dgate.view(ctx.shape)
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, d_linear, None, None
 
 
 @lru_cache

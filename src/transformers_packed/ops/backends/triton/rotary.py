@@ -142,7 +142,7 @@ def _rotary_backward(
     tl.store(to + HALF + turning, tl.sum(dw2, 0), mask=turning < HALF)
 
 
-class NormedRotary(torch.autograd.Function):
+class QKNormRope(torch.autograd.Function):
     """Of queries with gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, `cos` and `sin` `[T, rotary]`."""
 
     @staticmethod

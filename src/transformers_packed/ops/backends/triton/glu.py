@@ -47,46 +47,11 @@ def _gate_backward(
         tl.store(y_ptr + at, (x * activated).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _product(gate: torch.Tensor, x: torch.Tensor, silu: bool) -> torch.Tensor:
-    y = torch.empty_like(x)
-    if y.numel():
-        _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
-    return y
+class GLU(torch.autograd.Function):
+    """`x * sigmoid(gate)`, or with `silu` `x * silu(gate)`, of tensors `[..., width]`.
 
-
-def _gradients(dy, gate, x, silu: bool, again: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Of `gate` and `x`, and the product `again` if it is wanted."""
-    dy = dy.contiguous()
-    dgate, dx = torch.empty_like(gate), torch.empty_like(x)
-    y = torch.empty_like(x) if again else None
-    if dy.numel():
-        grid = (ceil_div(dy.numel(), _BLOCK),)
-        _gate_backward[grid](dy, gate, x, dgate, dx, y, dy.numel(), silu, again, _BLOCK)
-    return dgate, dx, y
-
-
-class GatedProduct(torch.autograd.Function):
-    """`x * sigmoid(gate)`, or with `silu` `x * silu(gate)`, of tensors of one shape."""
-
-    @staticmethod
-    @on_its_device
-    def forward(ctx, gate, x, silu: bool):
-        gate, x = gate.contiguous(), x.contiguous()
-        ctx.save_for_backward(gate, x)
-        ctx.silu = silu
-        return _product(gate, x, silu)
-
-    @staticmethod
-    @first_order()
-    def backward(ctx, dy):
-        dgate, dx, _ = _gradients(dy, *ctx.saved_tensors, ctx.silu)
-        return dgate, dx, None
-
-
-class GatedProductLinear(torch.autograd.Function):
-    """[`GatedProduct`] of `gate` and `x` `[..., width]`, through a linear layer with `weight` `[out, width]`.
-
-    The product is not kept for backward, which makes it again where it computes the gradients.
+    The product may go through a linear layer with `weight` `[out, width]`. It is not kept for backward then, which makes it
+    again where it computes the gradients.
     """
 
     @staticmethod
@@ -95,13 +60,22 @@ class GatedProductLinear(torch.autograd.Function):
         gate, x = gate.contiguous(), x.contiguous()
         ctx.save_for_backward(gate, x, weight)
         ctx.silu = silu
-        return F.linear(_product(gate, x, silu), weight)
+        y = torch.empty_like(x)
+        if y.numel():
+            _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
+        return y if weight is None else F.linear(y, weight)
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out):
         gate, x, weight = ctx.saved_tensors
-        d_out = d_out.reshape(-1, weight.shape[0])
-        dy = torch.mm(d_out, weight).view(x.shape)
-        dgate, dx, y = _gradients(dy, gate, x, ctx.silu, again=ctx.needs_input_grad[2])
-        return dgate, dx, None if y is None else torch.mm(d_out.t(), y.reshape(-1, y.shape[-1])), None
+        again = weight is not None and ctx.needs_input_grad[2]
+        if weight is not None:
+            d_out = d_out.reshape(-1, weight.shape[0])
+        dy = d_out.contiguous() if weight is None else torch.mm(d_out, weight)
+        dgate, dx = torch.empty_like(gate), torch.empty_like(x)
+        y = torch.empty_like(x) if again else None
+        if x.numel():
+            grid = (ceil_div(x.numel(), _BLOCK),)
+            _gate_backward[grid](dy, gate, x, dgate, dx, y, x.numel(), ctx.silu, again, _BLOCK)
+        return dgate, dx, torch.mm(d_out.t(), y.reshape(-1, y.shape[-1])) if again else None, None

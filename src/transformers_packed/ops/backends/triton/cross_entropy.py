@@ -76,18 +76,9 @@ def softmax_minus_target(
     """The loss of each row `[C]`, float32; `logits` `[C, V]` become the gradient of its sum."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _softmax_minus_target[(rows,)](
-        logits,
-        labels.contiguous(),
-        losses,
-        vocab,
-        logits.stride(0),
-        float(label_smoothing),
-        label_smoothing > 0,
-        gradient_too,
-        min(2048, triton.next_power_of_2(vocab)),
-        num_warps=8,
-    )
+    block = min(2048, triton.next_power_of_2(vocab))
+    options = float(label_smoothing), label_smoothing > 0, gradient_too, block
+    _softmax_minus_target[(rows,)](logits, labels.contiguous(), losses, vocab, logits.stride(0), *options, num_warps=8)
     return losses
 
 

@@ -9,7 +9,8 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.ops import kernels
+from transformers_packed.ops import backends
+from transformers_packed.ops.backends import causal_conv1d, fla, flash_qla
 
 
 BFLOAT16 = torch.bfloat16
@@ -37,9 +38,10 @@ class KernelVerifiersTest(unittest.TestCase):
     def setUp(self):
         # As on a Hopper GPU where everything is installed.
         for target, name, value in (
-            (kernels, "_importable", lambda module, package: (True, "")),
-            (kernels, "_flash_qla_problem", lambda: ""),
-            (kernels, "_fla_backward_problem", lambda: ""),
+            (fla, "importable", lambda module, package: (True, "")),
+            (causal_conv1d, "importable", lambda module, package: (True, "")),
+            (flash_qla, "_problem", lambda: ""),
+            (fla, "_backward_problem", lambda: ""),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         ):
             patcher = mock.patch.object(target, name, value)
@@ -54,56 +56,55 @@ class KernelVerifiersTest(unittest.TestCase):
     def test_all_serve_what_they_are_made_for(self):
         boundaries = SequenceBoundaries.from_lengths([4, 5])
         for verify, call in (
-            (kernels.verify_flash_qla_gated_delta_rule, rule_call()),
-            (kernels.verify_fla_gated_delta_rule, rule_call()),
-            (kernels.verify_fla_gated_delta_rule, rule_call(dim=64, value_dim=256)),
-            (kernels.verify_fla_causal_conv1d, conv_call(dtype=torch.float32)),
-            (kernels.verify_compiled_causal_conv1d, conv_call()),
-            (kernels.verify_compiled_causal_conv1d, conv_call(activation=None)),
+            (flash_qla.verify_gated_delta_rule, rule_call()),
+            (fla.verify_gated_delta_rule, rule_call()),
+            (fla.verify_gated_delta_rule, rule_call(dim=64, value_dim=256)),
+            (fla.verify_causal_conv1d, conv_call(dtype=torch.float32)),
+            (causal_conv1d.verify_causal_conv1d, conv_call()),
+            (causal_conv1d.verify_causal_conv1d, conv_call(activation=None)),
         ):
             self.assertEqual(verify(*call, boundaries=boundaries), (True, ""))
 
     def test_tensors_on_a_cpu(self):
         row = torch.zeros(1, 9, 2, 128)
         for verify, call in (
-            (kernels.verify_flash_qla_gated_delta_rule, [row] * 5),
-            (kernels.verify_fla_gated_delta_rule, [row] * 5),
-            (kernels.verify_fla_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
-            (kernels.verify_compiled_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
+            (flash_qla.verify_gated_delta_rule, [row] * 5),
+            (fla.verify_gated_delta_rule, [row] * 5),
+            (fla.verify_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
+            (causal_conv1d.verify_causal_conv1d, [row[0], row[0, 0], None, "silu"]),
         ):
             self.refused(verify, call, "^needs CUDA tensors$")
 
     @parameterized.expand([("float32", torch.float32), ("float64", torch.float64)])
     def test_types(self, _, dtype):
-        for verify in (kernels.verify_flash_qla_gated_delta_rule, kernels.verify_fla_gated_delta_rule):
+        for verify in (flash_qla.verify_gated_delta_rule, fla.verify_gated_delta_rule):
             self.refused(verify, rule_call(dtype=dtype), f"not {dtype}")
-        for verify in (kernels.verify_fla_causal_conv1d, kernels.verify_compiled_causal_conv1d):
+        for verify in (fla.verify_causal_conv1d, causal_conv1d.verify_causal_conv1d):
             self.refused(verify, conv_call(dtype=torch.float64), "float64")
         mixed = rule_call(value_dtype=torch.float16)
-        self.refused(kernels.verify_flash_qla_gated_delta_rule, mixed, "in float16 or in bfloat16")
+        self.refused(flash_qla.verify_gated_delta_rule, mixed, "in float16 or in bfloat16")
 
     def test_shapes(self):
-        flash_qla, fla = kernels.verify_flash_qla_gated_delta_rule, kernels.verify_fla_gated_delta_rule
-        self.refused(flash_qla, rule_call(dim=64), "128, not 64 and 128")
-        self.refused(flash_qla, rule_call(value_dim=256), "128, not 128 and 256")
-        self.refused(fla, rule_call(dim=512), "up to 256, not 512 and 128")
-        self.refused(kernels.verify_compiled_causal_conv1d, conv_call(channels=12), "not 12 and 4")
-        self.refused(kernels.verify_compiled_causal_conv1d, conv_call(width=5), "not 16 and 5")
+        self.refused(flash_qla.verify_gated_delta_rule, rule_call(dim=64), "128, not 64 and 128")
+        self.refused(flash_qla.verify_gated_delta_rule, rule_call(value_dim=256), "128, not 128 and 256")
+        self.refused(fla.verify_gated_delta_rule, rule_call(dim=512), "up to 256, not 512 and 128")
+        self.refused(causal_conv1d.verify_causal_conv1d, conv_call(channels=12), "not 12 and 4")
+        self.refused(causal_conv1d.verify_causal_conv1d, conv_call(width=5), "not 16 and 5")
 
     def test_activations(self):
-        for verify in (kernels.verify_fla_causal_conv1d, kernels.verify_compiled_causal_conv1d):
+        for verify in (fla.verify_causal_conv1d, causal_conv1d.verify_causal_conv1d):
             self.refused(verify, conv_call(activation="gelu"), "silu and swish, not gelu")
 
     def test_flash_qla_leaves_states_and_other_gpus_to_the_others(self):
-        verify = kernels.verify_flash_qla_gated_delta_rule
+        verify = flash_qla.verify_gated_delta_rule
         self.refused(verify, rule_call(), "without states", output_final_state=True)
         self.refused(verify, rule_call(), "without states", initial_state=on_gpu(1, 4, 128, 128))
         with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
             self.refused(verify, rule_call(), "compute capability")
 
     def test_a_backward_that_would_be_wrong(self):
-        verify = kernels.verify_fla_gated_delta_rule
-        with mock.patch.object(kernels, "_fla_backward_problem", lambda: "computes a wrong backward"):
+        verify = fla.verify_gated_delta_rule
+        with mock.patch.object(fla, "_backward_problem", lambda: "computes a wrong backward"):
             self.refused(verify, rule_call(), "computes a wrong backward")
             self.refused(verify, rule_call(requires_grad=False), "wrong", initial_state=on_gpu(1, 4, 128, 128))
             self.assertEqual(verify(*rule_call(requires_grad=False)), (True, ""))
@@ -111,40 +112,41 @@ class KernelVerifiersTest(unittest.TestCase):
                 self.assertEqual(verify(*rule_call()), (True, ""))
 
     def test_missing_packages(self):
-        with mock.patch.object(kernels, "_importable", lambda module, package: (False, f"no {package}")):
-            self.refused(kernels.verify_fla_gated_delta_rule, rule_call(), "^no flash-linear-attention$")
-            self.refused(kernels.verify_fla_causal_conv1d, conv_call(), "^no flash-linear-attention$")
-            self.refused(kernels.verify_compiled_causal_conv1d, conv_call(), "^no causal-conv1d$")
+        missing = {"importable": lambda module, package: (False, f"no {package}")}
+        with mock.patch.multiple(fla, **missing), mock.patch.multiple(causal_conv1d, **missing):
+            self.refused(fla.verify_gated_delta_rule, rule_call(), "^no flash-linear-attention$")
+            self.refused(fla.verify_causal_conv1d, conv_call(), "^no flash-linear-attention$")
+            self.refused(causal_conv1d.verify_causal_conv1d, conv_call(), "^no causal-conv1d$")
 
 
 class InstalledTest(unittest.TestCase):
     """What is looked up once."""
 
     def setUp(self):
-        for function in (kernels._importable, kernels._flash_qla_problem):
+        for function in (backends.importable, flash_qla._problem):
             function.cache_clear()
             self.addCleanup(function.cache_clear)
 
     def test_importable(self):
-        self.assertEqual(kernels._importable("json", "json"), (True, ""))
-        self.assertEqual(kernels._importable("no_such", "no-such"), (False, "is not installed (pip install no-such)"))
+        self.assertEqual(backends.importable("json", "json"), (True, ""))
+        self.assertEqual(backends.importable("no_such", "no-such"), (False, "is not installed (pip install no-such)"))
 
     def test_flash_qla(self):
         with mock.patch.dict(sys.modules, {"flash_qla": None}):
-            self.assertRegex(kernels._flash_qla_problem(), "^cannot be imported: .*pip install flash-qla")
-        kernels._flash_qla_problem.cache_clear()
+            self.assertRegex(flash_qla._problem(), "^cannot be imported: .*pip install flash-qla")
+        flash_qla._problem.cache_clear()
         with mock.patch.dict(sys.modules, {"flash_qla": mock.Mock()}):
-            with mock.patch.object(kernels.shutil, "which", return_value=None):
-                self.assertRegex(kernels._flash_qla_problem(), "^needs nvcc")
-            kernels._flash_qla_problem.cache_clear()
-            with mock.patch.object(kernels.shutil, "which", return_value="/usr/bin/nvcc"):
-                self.assertEqual(kernels._flash_qla_problem(), "")
+            with mock.patch.object(flash_qla.shutil, "which", return_value=None):
+                self.assertRegex(flash_qla._problem(), "^needs nvcc")
+            flash_qla._problem.cache_clear()
+            with mock.patch.object(flash_qla.shutil, "which", return_value="/usr/bin/nvcc"):
+                self.assertEqual(flash_qla._problem(), "")
 
 
 class ChunkIndicesTest(unittest.TestCase):
     @parameterized.expand([([1],), ([64],), ([65, 64, 63],), ([5, 1, 200, 7],), ([1] * 70,)])
     def test_against_the_definition(self, lengths):
-        indices = kernels._chunk_indices(SequenceBoundaries.from_lengths(lengths))
+        indices = backends.chunk_indices(SequenceBoundaries.from_lengths(lengths))
         expected = [[n, chunk] for n, length in enumerate(lengths) for chunk in range(-(-length // 64))]
         self.assertEqual(indices.tolist(), expected)
         self.assertEqual(indices.dtype, torch.int32)
@@ -152,9 +154,9 @@ class ChunkIndicesTest(unittest.TestCase):
     def test_never_reads_the_device(self):
         # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
         boundaries = SequenceBoundaries.from_lengths([65, 1], device="meta")
-        self.assertEqual(kernels._chunk_indices(boundaries).shape, (3, 2))
-        first = kernels._fla_boundaries(boundaries)
-        self.assertIs(kernels._fla_boundaries(boundaries)["chunk_indices"], first["chunk_indices"])
+        self.assertEqual(backends.chunk_indices(boundaries).shape, (3, 2))
+        first = fla._boundaries(boundaries)
+        self.assertIs(fla._boundaries(boundaries)["chunk_indices"], first["chunk_indices"])
 
 
 if __name__ == "__main__":

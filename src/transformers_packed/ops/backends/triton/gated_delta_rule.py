@@ -69,7 +69,7 @@ def _decay_backward(
     tl.store(sums_ptr + at + heads, d_dt, mask=column < heads)
 
 
-class DecayAndRate(torch.autograd.Function):
+class GatedDeltaGates(torch.autograd.Function):
     """Of `a` and `b` `[tokens, heads]`, `A_log` and `dt_bias` `[heads]`; `g` is float32."""
 
     @staticmethod

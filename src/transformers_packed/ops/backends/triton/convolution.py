@@ -200,7 +200,7 @@ def _convolution_backward(
         tl.store(at - 3, tl.sum(dw3, 0))
 
 
-class ConvolvedQueryKeyValue(torch.autograd.Function):
+class CausalConv1dQKV(torch.autograd.Function):
     """Of `x` `[T, channels]`, `weight` `[channels, W]`, `position` `[T]` int32, and `halo` `[W - 1, channels]` or `None`."""
 
     @staticmethod

@@ -1,0 +1,67 @@
+"""flash-linear-attention: gated delta rule and convolution in Triton, with `cu_seqlens`."""
+
+from functools import lru_cache
+from inspect import unwrap
+
+import torch
+
+from ...boundaries import SequenceBoundaries
+from . import chunk_indices, importable, verify_convolution
+
+
+def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, output_final_state, **options):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+    decoding = query.shape[1] == 1 and initial_state is not None
+    if decoding and not _needs_backward(query, key, value, g, beta, initial_state):
+        return fused_recurrent_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
+    # Unwrapped, it is the Triton kernel; wrapped, it may pass the call on to FlashQLA, with an approximation.
+    return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, **options, **_boundaries(boundaries))
+
+
+def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, **options):
+    if not query.is_cuda:
+        return False, "needs CUDA tensors"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False, f"rounds products to ten bits of mantissa; needs float16 or bfloat16, not {query.dtype}"
+    if max(key.shape[-1], value.shape[-1]) > 256:
+        return False, f"serves head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+    ok, reason = importable("fla", "flash-linear-attention")
+    if ok and _needs_backward(query, key, value, g, beta, initial_state):
+        reason = _backward_problem()
+    return not reason, reason
+
+
+def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
+    from fla.modules.causal_conv1d.ops import causal_conv1d
+
+    boundaries = _boundaries(boundaries)
+    return causal_conv1d(hidden_states, weight, bias, activation=activation, backend="triton", **boundaries)[0]
+
+
+def verify_causal_conv1d(hidden_states, weight, bias, activation, **options):
+    ok, reason = verify_convolution(hidden_states, activation)
+    return importable("fla", "flash-linear-attention") if ok else (ok, reason)
+
+
+def _boundaries(boundaries: SequenceBoundaries | None) -> dict[str, torch.Tensor]:
+    if boundaries is None:
+        return {}
+    indices = boundaries.derived("fla", lambda: chunk_indices(boundaries))
+    return {"cu_seqlens": boundaries.cu_seqlens, "chunk_indices": indices}
+
+
+def _needs_backward(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+@lru_cache
+def _backward_problem() -> str:
+    """Why flash-linear-attention cannot run the backward here, or nothing."""
+    from fla.ops.common.backends.tilelang import CommonTileLangBackend
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or CommonTileLangBackend.can_use():
+        return ""
+    return "computes a wrong backward on Hopper GPUs with this triton; install triton >= 3.7.1 or tilelang"

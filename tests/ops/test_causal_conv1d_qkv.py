@@ -1,0 +1,208 @@
+"""The convolution of a gated-delta-rule layer, to queries, keys and values by heads. What all fused ops owe is tested in test_fused.py."""
+
+import unittest
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from common.fused import boundaries_of, errors, guarded_buffers
+from mixins.op import BuiltinTesterMixin
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import causal_conv1d_qkv
+
+
+class InterpretedTest(InterpretedKernelsTest):
+    def setUp(self):
+        super().setUp()
+        # What a kernel's program does for its runs of many tokens, it does for runs of a few too.
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.convolution._TOKENS", 6))
+
+    def assert_same_bits(self, actual, expected):
+        for a, b in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+
+class HaloTest(InterpretedTest):
+    """A part of a row, with the tokens before it, which count as far as the positions reach."""
+
+    def compute(self, x, weight, position, upstream, halo=None):
+        from transformers_packed.ops.backends.triton.convolution import CausalConv1dQKV
+
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
+        outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *inputs[2:])
+        return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
+
+    @parameterized.expand(
+        [
+            (before, length, width)
+            for before in (0, 1, 2, 3, 5)
+            for length in (3, 4, 6, 25)
+            for width in (4, 3, 2)
+            if width == 4 or length == 6
+        ]
+    )
+    def test_equals_the_whole_row(self, before, length, width):
+        generator = torch.Generator().manual_seed(0)
+        # A document of which `before` tokens stand before the part, behind another one; two tokens begin a third.
+        first = 4
+        total, start = first + before + length, first + before
+        x, weight = (torch.randn(*shape, generator=generator) for shape in ((total, 48), (48, width)))
+        lengths = [first, before + length - 2, 2]
+        position = torch.cat([torch.arange(n) for n in lengths]).to(torch.int32)
+        upstream = [torch.randn(total, 1, 16, generator=generator) for _ in range(3)]
+        # Of the outputs of the part alone, as its gradients are.
+        alone = [F.pad(y[start:], (0, 0, 0, 0, start, 0)) for y in upstream]
+        outputs, (dx, dweight) = self.compute(x, weight, position, alone)
+        halo = x[start - (width - 1) : start].clone()
+        halo[: max(0, width - 1 - before)] = float("nan")
+        with guarded_buffers():
+            found, gradients = self.compute(x[start:], weight, position[start:], [y[start:] for y in upstream], halo)
+        self.assert_same_bits(found, [y[start:] for y in outputs])
+        self.assert_same_bits(gradients[:1], [dx[start:]])
+        torch.testing.assert_close(gradients[1], dweight, rtol=1e-5, atol=1e-5)
+        self.assert_same_bits(gradients[2:], [dx[start - (width - 1) : start]])
+
+
+class DocumentsMixin:
+    """Documents in `causal_conv1d_qkv`."""
+
+    lengths = (5, 1, 34, 9)
+    impl: str
+
+    def run_row(self, x, upstream, boundaries):
+        """q, k, v and the gradient of x, `[T, ...]`, and the gradient of the weight."""
+        x = x.detach().requires_grad_()
+        weight = torch.randn(48, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        options = {"key_heads": 1, "key_dim": 16, "value_dim": 16, "boundaries": boundaries, "impl": self.impl}
+        outputs = causal_conv1d_qkv(x, weight, **options)
+        gradients = torch.autograd.grad(outputs, (x, weight), upstream)
+        return [*(y[0].detach() for y in (*outputs, gradients[0])), gradients[1]]
+
+    def row(self):
+        generator = torch.Generator().manual_seed(0)
+        total = sum(self.lengths)
+        x = torch.randn(1, total, 48, generator=generator)
+        upstream = [torch.randn(1, total, 1, 16, generator=generator) for _ in range(3)]
+        return x, upstream, SequenceBoundaries.from_lengths(self.lengths)
+
+    def cut(self, results):
+        """One list per document of what belongs to its tokens."""
+        return list(zip(*(x.split(self.lengths) for x in results[:4]), strict=True))
+
+    def spans(self, boundaries):
+        cumulative = boundaries.cu_seqlens_cpu.tolist()
+        return [slice(*span) for span in zip(cumulative, cumulative[1:], strict=False)]
+
+    def test_each_document_equals_itself_alone(self):
+        x, upstream, boundaries = self.row()
+        alone = [self.run_row(x[:, s], [u[:, s] for u in upstream], None) for s in self.spans(boundaries)]
+        expected = [*(torch.cat(column) for column in zip(*(y[:4] for y in alone), strict=True))]
+        expected.append(sum(y[4] for y in alone))
+        self.assertLess(max(errors(self.run_row(x, upstream, boundaries), expected)), 1e-6)
+        # The comparison can fail.
+        self.assertGreater(min(errors(self.run_row(x, upstream, None), expected)), 1e-2)
+
+    @parameterized.expand([("halved", 0.5), ("nan", float("nan"))])
+    def test_a_change_in_one_document_changes_no_bit_in_others(self, _, factor):
+        x, upstream, boundaries = self.row()
+        before = self.cut(self.run_row(x, upstream, boundaries))
+        for changed, span in enumerate(self.spans(boundaries)):
+            # Its last token is the one that a document behind it could see, and its first one that before it.
+            other = x.clone()
+            other[:, span] *= factor
+            after = self.cut(self.run_row(other, upstream, boundaries))
+            for document in range(len(self.lengths)):
+                same = [torch.equal(a, b) for a, b in zip(after[document], before[document], strict=True)]
+                self.assertEqual(same, [document != changed] * 4, f"document {document}, changed {changed}")
+
+    def test_gradients_across_documents_are_exactly_zero(self):
+        x, upstream, boundaries = self.row()
+        for span in self.spans(boundaries):
+            one = [torch.zeros_like(u) for u in upstream]
+            for a, b in zip(one, upstream, strict=True):
+                a[:, span] = b[:, span]
+            gradient = self.run_row(x, one, boundaries)[3]
+            self.assertGreater(int(gradient[span].count_nonzero()), 0)
+            gradient[span] = 0
+            self.assertEqual(int(gradient.count_nonzero()), 0)
+
+
+class TritonDocumentsTest(DocumentsMixin, InterpretedTest):
+    impl = "triton"
+
+
+class ReferenceDocumentsTest(DocumentsMixin, unittest.TestCase):
+    impl = "reference"
+
+
+class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
+    def test_causal_conv1d_qkv(self):
+        def theirs(x, weight):
+            convolved = builtin.causal_conv1d_fn(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
+            query, key, value = (y.unflatten(-1, (-1, 8)) for y in convolved.split([16, 16, 32], dim=-1))
+            return builtin.l2norm(query), builtin.l2norm(key), value
+
+        self.assert_same(
+            lambda x, w: causal_conv1d_qkv(x, w, key_heads=2, key_dim=8, value_dim=8, impl="reference"),
+            theirs,
+            [self.normal(2, 7, 64), self.normal(64, 4)],
+            summed=(0, 1, 2),
+        )
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def convolve(x, weight, *options, key_dim=16, value_dim=16, **more):
+    return causal_conv1d_qkv(x, weight, *options, key_heads=1, key_dim=key_dim, value_dim=value_dim, **more)
+
+
+SHAPES = [
+    ("conv_channels", lambda: convolve(ones(1, 5, 48), ones(40, 4)), "expected"),
+    ("conv_no_values", lambda: convolve(ones(1, 5, 32), ones(32, 4)), "number of heads"),
+    ("conv_part_of_a_head", lambda: convolve(ones(1, 5, 56), ones(56, 4)), "number of heads"),
+    ("conv_ndim", lambda: convolve(ones(5, 48), ones(48, 4)), r"\[B, T, D\]"),
+    ("conv_weight_ndim", lambda: convolve(ones(1, 5, 48), ones(48, 1, 4)), r"weight \[D, W\]"),
+]
+UNSERVED = [
+    ("conv_bias", lambda impl: convolve(ones(1, 5, 48), ones(48, 4), ones(48), impl=impl), "without a bias"),
+    ("conv_activation", lambda impl: convolve(ones(1, 5, 48), ones(48, 4), None, "gelu", impl=impl), "SiLU"),
+    ("conv_width", lambda impl: convolve(ones(1, 5, 48), ones(48, 5), impl=impl), "up to 4 tokens, not 5"),
+    (
+        "conv_heads",
+        lambda impl: convolve(ones(1, 5, 72), ones(72, 4), key_dim=24, value_dim=24, impl=impl),
+        "power of two of channels, from 16 to 256, not 24",
+    ),
+    (
+        "conv_two_dims",
+        lambda impl: convolve(ones(1, 5, 64), ones(64, 4), value_dim=32, impl=impl),
+        "not 16 and 32",
+    ),
+]
+
+
+class BadInputTest(InterpretedKernelsTest):
+    @parameterized.expand(SHAPES)
+    def test_shapes(self, _, call, message):
+        with self.assertRaisesRegex(ValueError, message):
+            call()
+
+    @parameterized.expand(UNSERVED)
+    def test_what_the_kernel_does_not_serve(self, _, call, message):
+        self.check_what_the_kernel_does_not_serve(call, message)
+
+    @parameterized.expand(["triton", "reference"])
+    def test_a_row_that_its_boundaries_do_not_describe(self, impl):
+        boundaries = boundaries_of(5, torch.device("cpu"))
+        for shape in ((1, 4, 48), (1, 6, 48), (2, 5, 48)):
+            with self.assertRaisesRegex(ValueError, r"expected hidden_states \[1, 5, D\]"):
+                convolve(ones(*shape), ones(48, 4), boundaries=boundaries, impl=impl)
+
+
+if __name__ == "__main__":
+    unittest.main()
