@@ -263,6 +263,13 @@ class ReasonsTest(ConfigureTestCase):
             configure_packing(trainer, **arguments)
         self.assertEqual(self.state(trainer), before)
 
+    def test_the_old_name_of_packing(self):
+        trainer = self.trainer(dataset=Samples(24))
+        with self.assertWarnsRegex(DeprecationWarning, "packing=True"):
+            said(configure_packing, trainer, "packing", 128)
+        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [True, True])
+        self.assertIsInstance(trainer.train_dataset, PackingDataset)
+
     def test_packing_without_a_dataset_or_of_packed_rows(self):
         trainer = self.trainer()
         trainer.train_dataset = None

@@ -111,7 +111,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     ):
         super().__init__(*args, **kwargs)
         if on_leak not in ("error", "warn", "ignore"):
-            raise input_error('on_leak "error", "warn" or "ignore"', repr(on_leak), "Change it.")
+            raise input_error('on_leak "error", "warn" or "ignore"', repr(on_leak))
         if pad_to_multiple_of is not None:
             if pad_to_multiple_of < 1:
                 raise input_error("pad_to_multiple_of of at least 1", f"{pad_to_multiple_of}", "Change it.")

@@ -225,11 +225,10 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    for callback in (PackingMetricsCallback, DocumentNoise):
-        trainer.remove_callback(callback)
-    # First, so that the callbacks that report find its figures in the log.
-    trainer.callback_handler.callbacks.insert(0, PackingMetricsCallback(trainer, row_tokens=row_tokens))
-    trainer.add_callback(DocumentNoise)
+    callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, DocumentNoise)
+    others = [callback for callback in callbacks if type(callback) not in ours]
+    # First the figures, so that the callbacks that report find them in the log.
+    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, DocumentNoise()]
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:

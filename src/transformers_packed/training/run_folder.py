@@ -103,7 +103,8 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         fix = "Restore it, or remove it to start from the beginning."
         raise input_error("a complete checkpoint", "; ".join(damaged), fix, option="--resume")
     if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
-        expected, got = "a run that has not finished, or has checkpoints", f"a finished one without any in {output}"
+        expected = "a run that has not finished, or one with checkpoints"
+        got = f"a finished one without any in {output}"
         fix = "Choose another --output; to train further, pass it as --model."
         raise input_error(expected, got, fix, option="--resume")
     return checkpoint, damaged
