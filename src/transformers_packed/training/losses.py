@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..boundaries import SequenceBoundaries
-from ..data.samples import IGNORED_LABEL
+from ..data.samples import IGNORED_LABEL as _IGNORED_LABEL
 from ..errors import input_error
 from ..models.inputs import METADATA, mask_targets_across_documents, resolve_boundaries
 
@@ -168,9 +168,9 @@ def _logps(call, logits, labels, boundaries, head, chunk_size) -> DocumentLogps:
         )
     boundaries = boundaries.to(device)
     labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
-    rows, targets, predicting = logits[0], F.pad(labels[1:], (0, 1), value=IGNORED_LABEL), None
+    rows, targets, predicting = logits[0], F.pad(labels[1:], (0, 1), value=_IGNORED_LABEL), None
     if head is not None:
-        predicting = (targets != IGNORED_LABEL).nonzero()[:, 0]
+        predicting = (targets != _IGNORED_LABEL).nonzero()[:, 0]
         rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
     chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
     # Not kept for backward but made again there: each chunk's logits in float32.
@@ -189,13 +189,13 @@ def _chunk_logps(head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     """The log-probability of each row's target, 0 without one; at least float32."""
     logits = rows if head is None else head(rows)
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    return 0 - F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED_LABEL, reduction="none")
+    return 0 - F.cross_entropy(logits, targets.to(logits.device), ignore_index=_IGNORED_LABEL, reduction="none")
 
 
 def _count(labels: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
     """How many of `labels` `[T]` are targets, in each document."""
     counts = torch.zeros(boundaries.num_documents, dtype=torch.int64, device=labels.device)
-    return counts.index_add(0, boundaries.seq_idx[0].long(), (labels != IGNORED_LABEL).long())
+    return counts.index_add(0, boundaries.seq_idx[0].long(), (labels != _IGNORED_LABEL).long())
 
 
 def set_loss_normalization(trainer: Any, normalization: str) -> None:
@@ -288,7 +288,7 @@ class _SampleMeanTrainer:
             boundaries = _documents(batch)
             labels = mask_targets_across_documents(boundaries, batch["labels"].flatten()[None], {})[0]
             # One label per document, for Trainer to count and to add up over processes.
-            item = torch.where(_count(labels, boundaries.to(labels.device)) > 0, 0, IGNORED_LABEL)
+            item = torch.where(_count(labels, boundaries.to(labels.device)) > 0, 0, _IGNORED_LABEL)
             items.append({"labels": item, "shift_labels": item})
         return super()._get_num_items_in_batch(items, device)
 
