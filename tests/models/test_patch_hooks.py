@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator, cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.state import AcceleratorState
+from common.families import tiny_model
 from mixins.model import alone, packed_batch, relative_error
 from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours, snapshot
 from parameterized import parameterized
@@ -321,6 +322,20 @@ class RefusalTest(PatchTestCase):
         model = accelerator.prepare(patch_model(builtin_model()))
         # Its wrapper copies outputs, and a copy makes no logits later.
         self.assertEqual(model(**packed_batch(documents()), skip_logits=False).logits.dtype, torch.float32)
+
+    @parameterized.expand(["qwen3_5", "bamba"])
+    def test_unwrapped_after_mixed_precision(self, family):
+        """accelerate takes its wrappers off until nothing says that it wraps something: what is left is our forward."""
+        self.addCleanup(AcceleratorState._reset_state, True)
+        AcceleratorState._reset_state(True)
+        model, accelerator = patch_model(tiny_model(family)), Accelerator(cpu=True, mixed_precision="bf16")
+        batch = packed_batch(documents())
+        # Every token is a target, so that one of another document would count.
+        batch["labels"] = batch["input_ids"]
+        expected, signature = model(**batch).loss, inspect.signature(model.forward)
+        model = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+        self.assertEqual(model(**batch).loss, expected)
+        self.assertEqual(inspect.signature(model.forward), signature)
         self.assert_refused(unpatch_model, model, "the model itself.*Accelerator.prepare")
 
     def test_subclasses_and_copies(self):

@@ -107,18 +107,25 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
     Trainer drops the columns of a dataset that a signature does not name, so it is kept. Parameters `added`, keywords
     that the built-in does not name, come last.
     """
-    parameters = inspect.signature(builtin).parameters
-    names = [name for name, p in list(parameters.items())[1:] if p.kind is not Parameter.VAR_KEYWORD]
+    signature = inspect.signature(builtin)
+    rest = [p for p in signature.parameters.values() if p.kind is Parameter.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p not in rest]
+    names = [p.name for p in parameters[1:]]
+    added = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in added if p.name not in signature.parameters]
 
-    @wraps(builtin)
-    def forward(self, *args, **kwargs):
+    @wraps(builtin, updated=())
+    def inner(self, *args, **kwargs):
         return run(self, named_arguments(names, args, kwargs))
 
-    added = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in added if p.name not in parameters]
-    if added:
-        rest = [p for p in parameters.values() if p.kind is Parameter.VAR_KEYWORD]
-        named = [p for p in parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        forward.__signature__ = inspect.signature(builtin).replace(parameters=[*named, *added, *rest])
+    # accelerate looks for the forward below its wrappers by `__wrapped__`: that of the built-in must not be found.
+    del inner.__wrapped__
+    inner.__signature__ = signature.replace(parameters=[*parameters, *added, *rest])
+
+    # Hooks copy the attributes of a bound forward, of which a signature that names `self` must not be one.
+    @wraps(inner, updated=())
+    def forward(self, *args, **kwargs):
+        return inner(self, *args, **kwargs)
+
     return forward
 
 

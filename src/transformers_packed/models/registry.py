@@ -53,7 +53,10 @@ _REQUIRED = {
     "transformers.models.qwen3_5.modeling_qwen3_5": (
         "Qwen3_5ForSequenceClassification",
         "Qwen3_5GatedDeltaNet",
+        "Qwen3_5Model.compute_3d_position_ids",
+        "Qwen3_5Model.get_image_features",
         "Qwen3_5Model.get_rope_index",
+        "Qwen3_5Model.get_video_features",
         "Qwen3_5TextForSequenceClassification",
         "apply_mask_to_padding_states",
         "apply_rotary_pos_emb",
