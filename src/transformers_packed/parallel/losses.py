@@ -28,7 +28,7 @@ def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[t
     """
     for x in tensors:
         if x.shape[:2] != (1, boundaries.total_length):
-            expected = f"tensors [1, {boundaries.total_length}, ...] of this part of the row"
+            expected = f"tensors [1, {boundaries.total_length}, ...] of a shard of the row"
             raise input_error(expected, f"shape {tuple(x.shape)}", "Pass the boundaries of these tensors' batch.")
     group, row = boundaries.processes.group, boundaries.row
     length = row.total_length - row.padding_tokens
