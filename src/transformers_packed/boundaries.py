@@ -261,7 +261,7 @@ class SequenceBoundaries:
     @property
     def total_length(self) -> int:
         """`T`, the row's length in tokens."""
-        return int(self.cu_seqlens_cpu[-1]) if self.length is None else self.length
+        return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
 
     @cached_property
     def max_length(self) -> int:
