@@ -194,7 +194,8 @@ class SequenceBoundaries:
                 if same and other is not tensor and may_read(tensor) and may_read(other):
                     same = torch.equal(tensor.cpu().long(), other.cpu().long())
                 if not same:
-                    raise input_error(f"{name} and {other_name} of the same documents", "different ones", "Pass one.")
+                    expected = f"{name} and {other_name} that describe the same documents"
+                    raise input_error(expected, "different ones", "Pass one of them.")
         else:
             boundaries = cls.from_seq_idx(seq_idx)
         if seq_idx is not None:
