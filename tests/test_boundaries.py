@@ -217,6 +217,29 @@ class SequenceBoundariesTest(unittest.TestCase):
             self.assertEqual(kwargs[name], 3)
 
 
+class HostCopyTest(unittest.TestCase):
+    def test_it_is_made_on_first_use(self):
+        boundaries = SequenceBoundaries(ids(0, 3, 5).int(), length=5)
+        self.assertIsNone(boundaries.host)
+        self.assertEqual((boundaries.num_documents, boundaries.lengths), (2, [3, 2]))
+        self.assertIs(boundaries.cu_seqlens_cpu, boundaries.cu_seqlens_cpu)
+        self.assertIs(type(boundaries), SequenceBoundaries)
+
+    def test_it_is_checked(self):
+        for cu_seqlens, message in (([0, 3, 4], "ends at the row's 5 tokens"), ([0, 5, 5], "strictly increasing")):
+            for name in ("lengths", "seq_idx", "position_ids", "max_length", "total_length"):
+                with self.subTest(name), self.assertRaisesRegex(ValueError, message):
+                    getattr(SequenceBoundaries(ids(*cu_seqlens).int(), length=5), name)
+
+    def test_where_only_the_device_knows_it(self):
+        boundaries = SequenceBoundaries(ids(0, 3, 5, 5).int(), length=5, device_only="Do that.")
+        self.assertEqual((boundaries.num_documents, boundaries.total_length, boundaries.max_length), (3, 5, 5))
+        self.assertEqual(boundaries.seq_idx.tolist(), [[0, 0, 0, 1, 1]])
+        for name in ("lengths", "cu_seqlens_cpu"):
+            with self.assertRaisesRegex(ValueError, "no lengths on the host, got one that reads them. Do that"):
+                getattr(boundaries, name)
+
+
 class PackUnpackTest(unittest.TestCase):
     @parameterized.expand(LENGTHS)
     def test_unpack_then_pack(self, _, lengths):

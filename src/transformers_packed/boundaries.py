@@ -200,7 +200,8 @@ class SequenceBoundaries:
                 if same and other is not tensor and may_read(tensor) and may_read(other):
                     same = torch.equal(tensor.cpu().long(), other.cpu().long())
                 if not same:
-                    raise input_error(f"{name} and {other_name} of the same documents", "different ones", "Pass one.")
+                    expected = f"{name} and {other_name} that describe the same documents"
+                    raise input_error(expected, "different ones", "Pass one of them.")
         else:
             boundaries = cls.from_seq_idx(seq_idx)
         if seq_idx is not None:
@@ -267,7 +268,7 @@ class SequenceBoundaries:
     @property
     def total_length(self) -> int:
         """`T`, the row's length in tokens."""
-        return int(self.cu_seqlens_cpu[-1]) if self.length is None else self.length
+        return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
 
     @cached_property
     def max_length(self) -> int:

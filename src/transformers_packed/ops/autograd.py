@@ -1,7 +1,7 @@
-"""Gradients that cannot be differentiated once more: an error where somebody asks for that, instead of constants.
+"""Backwards without a second derivative: an error when one is asked for, instead of gradients that are silently constant.
 
-torch's own `once_differentiable` stays silent where the gradient that comes in is a constant, as that of a loss is, and
-where `torch.autograd.grad` differentiates the second time.
+torch's own `once_differentiable` does not notice when the incoming gradient is a constant, as that of a loss is, or when
+`torch.autograd.grad` differentiates the second time.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def first_order(
 
     Args:
         fix (`str`, *optional*):
-            Where gradients of second order are to be had; by default that is so for a kernel with a torch form.
+            How to get second-order gradients; the default is right for a kernel with a torch form.
     """
 
     def decorate(backward: Callable) -> Callable:
@@ -37,5 +37,5 @@ def first_order(
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` runs, which would want autograd functions to be written in another way."""
+    """Whether a transform of `torch.func` is active, which our autograd functions do not support."""
     return torch._C._are_functorch_transforms_active()

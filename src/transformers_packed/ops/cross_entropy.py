@@ -2,9 +2,9 @@
 
 With a vocabulary of 248,320 words the logits of 16,384 tokens take 8 GiB in bfloat16 and 16 GiB in float32, and their
 gradient as much again. [`linear_cross_entropy`] leaves out the tokens without a target, makes the logits of a few
-thousand tokens at a time, turns them into their own gradient in place, and goes on to the gradients of `h` and `W`
-before it makes the next ones. So all that backward does is to scale. Memory: one chunk of logits, and the gradient of
-`W` in float32, to which every chunk adds.
+thousand tokens at a time, turns them into their own gradient in place, and computes the gradients of `h` and `W` before
+the next chunk. Backward only scales. Memory: one chunk of logits, and the float32 gradient of `W`, to which every chunk
+adds.
 
 Cost: three matrix products of `tokens x hidden x vocabulary`, as with the logits, and two readings and one writing of
 the logits. The number of targets has to be known on the host to leave the other tokens out: one wait for the GPU.
@@ -137,7 +137,7 @@ def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Ten
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss, with the gradients of all that has one made on the way, of the sum over the targets."""
+    """The loss; forward also computes the gradients of the sum over the targets."""
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        # Here gradients are off in any case; whether they are wanted was to be seen outside.
+        # Gradients are always off in a forward; whether they are wanted was read outside.
         softmax_step, scaled, wanted = steps
         for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
         losses = hidden_states.new_zeros(len(labels), dtype=torch.float32)

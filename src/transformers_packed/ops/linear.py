@@ -2,8 +2,8 @@
 
     y_i = x W_i^T          dx = sum_i dy_i W_i          dW_i = dy_i^T x
 
-Each layer alone would give autograd a gradient of `x` of its own to add up, in a kernel that reads two of them and
-writes a third; here each product adds to the last one's result.
+Separate layers would each return a gradient of `x`, which autograd adds in extra kernels. Here each matrix product
+accumulates into the result of the previous one.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def check_layer(width: int, weight: torch.Tensor) -> None:
 def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     """Whether [`shared_input_linears`] does what the layers do, and is worth it.
 
-    On a CPU the additions that it saves count for little, and gradients keep the order of additions of the layers alone.
+    On a CPU the saved additions hardly matter, and the layers' own order of additions is kept.
     """
     return triton.on_gpu(hidden_states) and not is_transformed() and triton.runs_uncast(hidden_states, *weights)
 

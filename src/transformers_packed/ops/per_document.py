@@ -1,9 +1,9 @@
 """Run a causal function that knows nothing of document boundaries on each document alone.
 
-The packed row is cut into its documents, documents of similar length become one right-padded batch, the function runs
-on each batch, and the results are laid end to end again. Padding stands after the real tokens, so a causal function
-cannot see it, and it is zero, so it can spread neither values nor NaNs. Everything is differentiable: gradients of
-one document's outputs with respect to another document's inputs are exactly zero, because no operation joins them.
+Documents of similar length become one right-padded batch, the function runs on each batch, and the results are laid end
+to end again. Padding follows the real tokens, so a causal function cannot see it, and it is zero, so it spreads neither
+values nor NaNs. Everything is differentiable: gradients of one document's outputs with respect to another document's
+inputs are exactly zero, because no operation joins them.
 
 Cost: one gather and one scatter of the row, one call of the function per bucket of lengths, and at most a fifth of
 padding in a bucket (documents of up to 64 tokens share one). The layout is computed once per batch, on the host, and

@@ -1,8 +1,8 @@
 """What crosses the cut between the shards of a row: three exchanges between the ranks of a group, with their gradients.
 
-Each sends one contiguous tensor per call, laid out along its first dimension, which gloo and NCCL do alike. Autograd runs
-a backward only where the result was used, and a rank that leaves one out leaves the others waiting for ever: a result
-that this rank has no use for must be given to [`tie`].
+Each sends one contiguous tensor per call, laid out along its first dimension, which gloo and NCCL do alike. Autograd skips
+the backward of a result that is not used. The other ranks would wait for it forever, so a rank passes results that it does
+not use to [`tie`].
 """
 
 from collections.abc import Sequence

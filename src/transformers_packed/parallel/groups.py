@@ -13,8 +13,8 @@ ATTENTIONS = ("heads", "gather")
 class SequenceParallel:
     """`size` neighbouring processes compute one packed row, each of them a contiguous part of its tokens.
 
-    The object makes a device mesh `("dp", "sp")` of its own. A shard of a row carries it to the layers
-    ([`RowShard`]), so there is no global state, and a model computes whole rows as before when it is given one.
+    The object creates its own device mesh `("dp", "sp")`. Shards carry it to the layers ([`RowShard`]), so there is no
+    global state, and a model that is given a whole row computes it as before.
 
     Args:
         size (`int`):

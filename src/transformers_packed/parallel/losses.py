@@ -10,9 +10,9 @@ from .shard import RowShard
 def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[torch.Tensor, ...]:
     """The whole row's log-probabilities, labels, and whatever else has one entry per token. Differentiable.
 
-    Every rank gets the same and can compute the loss of the row, each document's own for example, from
-    `boundaries.row`. As in data parallelism, the gradients' mean over all processes (DDP, FSDP) is then that of the mean
-    of the rows' losses. All ranks have to call it, and to use the same of what it returns.
+    Every rank gets the same tensors and computes the loss of the row from them and `boundaries.row`, per document for
+    example. As in data parallelism, the mean of the gradients over all processes (DDP, FSDP) is then the gradient of the
+    mean of the rows' losses. All ranks have to call this function, and to use the same outputs.
 
     Args:
         tensors (`torch.Tensor` of shape `[1, T / P, ...]`):
@@ -28,7 +28,7 @@ def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[t
     """
     for x in tensors:
         if x.shape[:2] != (1, boundaries.total_length):
-            expected = f"tensors [1, {boundaries.total_length}, ...] of this part of the row"
+            expected = f"tensors [1, {boundaries.total_length}, ...] of a shard of the row"
             raise input_error(expected, f"shape {tuple(x.shape)}", "Pass the boundaries of these tensors' batch.")
     group, row = boundaries.processes.group, boundaries.row
     length = row.total_length - row.padding_tokens

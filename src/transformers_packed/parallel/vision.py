@@ -1,8 +1,8 @@
 """Images and videos of a row that several ranks compute: each frame goes through the vision tower on one of them.
 
-The tower looks at each frame of an image or video alone, so the frames of a row are dealt out by their patches, whoever
-has their tokens, and each rank gets the features of its own tokens. A rank without a frame computes a blank one of which
-nothing is used: the tower's gradients, and under FSDP its weights, are exchanged between all ranks.
+The tower looks at each frame of an image or video alone. So frames are distributed by their patches, whichever rank has
+their tokens, and each rank then gets the features of its own tokens. A rank without a frame computes a blank one and
+discards the result, because all ranks exchange the tower's gradients, and under FSDP its weights.
 """
 
 from dataclasses import dataclass
