@@ -27,35 +27,32 @@ def relative_change(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     size = expected.norm(dim=-1)
     # A token that is nearly zero has no rounding of its own.
     size = size.clamp_min(0.05 * size.median().item()).clamp_min(torch.finfo(torch.float32).tiny)
-    change = (actual - expected).norm(dim=-1) / size
+    return finite((actual - expected).norm(dim=-1) / size)
+
+
+def finite(change: torch.Tensor) -> torch.Tensor:
+    """`change` with `NOT_FINITE` where it is not."""
     return change.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE)
 
 
 def locate_forward(
-    model: torch.nn.Module,
-    run: Callable,
-    changed_ids: torch.Tensor,
-    total: int,
-    tokens: slice,
-    width: int,
-    tolerance: float,
+    model: torch.nn.Module, run: Callable, changed_ids: torch.Tensor, tokens: slice, width: int, tolerance: float
 ) -> Found | None:
     """Name, class and kind of the module through which the change in `changed_ids` gets to `tokens`."""
+    total = len(changed_ids)
     with torch.no_grad(), eager(model) as plain:
         expected = _records(plain, lambda: run(plain), total, tokens)
         actual = _records(plain, lambda: run(plain, changed_ids), total, tokens)
         key = _first(actual, expected, tolerance)
         if key is None:
             return None
-        calls = _Capture(plain, key)
-        with calls:
-            run(plain)
         module = plain.get_submodule(key[0])
+        arguments = _arguments(plain, run, key)
         kind = "attention" if _is_attention(module) else "other"
-        if kind == "other" and calls.arguments is not None:
+        if kind == "other" and arguments is not None:
             # Not every module can run by itself, and then its kind stays open.
             with suppress(Exception):
-                kind = _kind_of_mixing(module, *calls.arguments, total, tokens, width, tolerance)
+                kind = _kind_of_mixing(module, *arguments, total, tokens, width, tolerance)
     return _named(key[0], module, kind)
 
 
@@ -226,25 +223,20 @@ def _is_attention(module: torch.nn.Module) -> bool:
     return bool(re.search("attention|attn", name)) and not re.search("linear|delta|lightning|mamba|recurrent", name)
 
 
-class _Capture:
-    """The arguments of one call of a module, while the model runs inside the `with` block."""
+def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> tuple | None:
+    """What one call of a module is given while `run` runs the model."""
+    name, number = key
+    calls = []
 
-    def __init__(self, model: torch.nn.Module, key: tuple[str, int]):
-        self.model, (self.name, self.number) = model, key
-        self.arguments = None
+    def hook(_module, args, kwargs):
+        calls.append(_map(lambda x: x.clone(), (args, kwargs)) if len(calls) == number else None)
 
-    def __enter__(self):
-        calls = iter(range(1_000_000))
-
-        def hook(_module, args, kwargs):
-            if next(calls) == self.number:
-                self.arguments = _map(lambda x: x.clone(), (args, kwargs))
-
-        module = self.model.get_submodule(self.name)
-        self.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def __exit__(self, *_):
-        self.handle.remove()
+    handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        run(model)
+    finally:
+        handle.remove()
+    return calls[number] if number < len(calls) else None
 
 
 def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int, tolerance: float) -> str:

@@ -40,9 +40,7 @@ KEPT_CHECKPOINTS = 2
 def finetune(settings: argparse.Namespace) -> int:
     """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
 
-    Args:
-        settings (`argparse.Namespace`):
-            The options of the `train` command.
+    `settings` are the options of the `train` command.
 
     Raises:
         `ImportError`: an optional package that is asked for is missing.
@@ -51,6 +49,7 @@ def finetune(settings: argparse.Namespace) -> int:
         `ValueError`: the data, the model or the settings do not fit. Nothing has been written then.
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
+    settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
     if settings.lora and find_spec("peft") is None:
         raise ImportError("--lora needs peft: pip install peft")
     # An adapter names its base model, which must still be found from another directory.
@@ -71,7 +70,7 @@ def finetune(settings: argparse.Namespace) -> int:
     bfloat16 = computes_in_bfloat16(settings.dtype)
     model = load_model(source, settings, bfloat16)
     check_vocabulary(model, samples)
-    trainer = make_trainer(model, tokenizer, samples, settings, kept["learning_rate"], bfloat16)
+    trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
     base = model.get_base_model() if settings.lora else model
     _say(
         f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}"
@@ -103,25 +102,23 @@ def finetune(settings: argparse.Namespace) -> int:
 
 def settings_to_keep(settings: argparse.Namespace, source: str, samples: Samples) -> dict[str, Any]:
     """What a resumed run must share with the one before: with something else it would not continue that run."""
+    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
     return {
         "model": source,
         "samples": samples.fingerprint(),
-        "batch_size": settings.batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "learning_rate": settings.learning_rate or (2e-4 if settings.lora else 2e-5),
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        "seed": settings.seed,
+        **{name: getattr(settings, name) for name in names},
     }
 
 
 def supported_config(source: str) -> PreTrainedConfig:
     """The configuration of a checkpoint that one of our causal language models serves."""
     supported = {
-        config: family
-        for family, configs in FAMILIES.items()
-        for config, autos in configs.items()
-        if "AutoModelForCausalLM" in autos
+        name: family
+        for family in FAMILIES
+        for name, ours in FAMILIES[family].items()
+        if "AutoModelForCausalLM" in ours
     }
     try:
         # What we train needs no code of the checkpoint's own.
@@ -149,17 +146,16 @@ def load_model(source: str, settings: argparse.Namespace, bfloat16: bool) -> Pre
     """Our causal language model of the checkpoint, with LoRA adapters if those are asked for."""
     # Small updates vanish in bfloat16 weights, so what is trained is float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
+    options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     with registered():
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=settings.attn, trust_remote_code=False
-        )
-    if settings.lora:
-        from peft import LoraConfig, get_peft_model
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    if not settings.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
 
-        rank = settings.lora_rank
-        adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        model = get_peft_model(model, adapters)
-    return model
+    rank = settings.lora_rank
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, adapters)
 
 
 def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
@@ -176,7 +172,6 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     samples: Samples,
     settings: argparse.Namespace,
-    learning_rate: float,
     bfloat16: bool,
 ) -> RunFolderTrainer:
     """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
@@ -186,7 +181,7 @@ def make_trainer(
         max_steps=settings.max_steps or -1,
         per_device_train_batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        learning_rate=learning_rate,
+        learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         activation_checkpointing=settings.gradient_checkpointing,
         activation_checkpointing_kwargs={"use_reentrant": False},
