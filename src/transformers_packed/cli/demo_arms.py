@@ -3,20 +3,18 @@
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PrinterCallback,
+    ProgressCallback,
     Qwen3_5TextConfig,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -40,7 +38,6 @@ def make_model(work: Path, settings: dict[str, int]) -> None:
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
-        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -73,7 +70,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(work / "tokenizer"), padding=True)
-    batches, recorder = [], Recorder(arm)
+    batches = []
 
     def counted(features: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collator(features)
@@ -97,10 +94,10 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         disable_tqdm=True,
     )
     data = json.loads((work / "samples.json").read_text(encoding="utf-8"))
-    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[recorder])
+    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[Progress(arm)])
     trainer.remove_callback(PrinterCallback)
     before = psutil.Process().memory_info().rss
-    trainer.train()
+    metrics = trainer.train().metrics
 
     # The data loader collates one batch ahead, so there may be more batches than steps.
     samples, real_tokens, computed_tokens = map(sum, zip(*batches[: settings["steps"]], strict=True))
@@ -108,36 +105,29 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         "samples": samples,
         "real_tokens": real_tokens,
         "computed_tokens": computed_tokens,
-        "seconds": recorder.seconds,
+        "seconds": metrics["train_runtime"],
         "memory_before": before,
         "peak_memory": peak_memory(),
-        "losses": recorder.losses,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "implementations": implementations_used(isolating=True),
     }
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-class Recorder(TrainerCallback):
-    """Keeps the losses and the time of a training, and shows a progress bar."""
+class Progress(ProgressCallback):
+    """A progress bar with the arm's name and its loss."""
 
     def __init__(self, arm: str):
-        self.arm, self.losses, self.seconds = arm, [], 0.0
+        super().__init__()
+        self.arm = arm
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(total=state.max_steps, desc=f"training, {self.arm}", unit="step")
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.bar.update()
+        super().on_train_begin(args, state, control, **kwargs)
+        self.training_bar.set_description(f"training, {self.arm}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            self.losses.append(logs["loss"])
-            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.seconds = time.perf_counter() - self.start
-        self.bar.close()
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}")
 
 
 def peak_memory() -> int:
