@@ -4,10 +4,10 @@ The data, the model and every setting are checked first. Only then is the output
 what it gets. The built-in classes load the model.
 """
 
-import argparse
 import os
 import sys
 import time
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from .checkpoint import has_own_code, load_tokenizer
 KEPT_CHECKPOINTS = 2
 
 
-def finetune(settings: argparse.Namespace) -> int:
+def finetune(settings: Namespace) -> int:
     """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
 
     `settings` are the options of the `train` command.
@@ -100,7 +100,7 @@ def finetune(settings: argparse.Namespace) -> int:
     return 0
 
 
-def settings_to_keep(settings: argparse.Namespace, source: str, samples: Samples) -> dict[str, Any]:
+def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
     """What a resumed run must share with the one before: with something else it would not continue that run."""
     names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
     return {
@@ -142,7 +142,7 @@ def computes_in_bfloat16(dtype: str) -> bool:
     return dtype == "bfloat16"
 
 
-def load_model(source: str, settings: argparse.Namespace, bfloat16: bool) -> PreTrainedModel:
+def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
     """Our causal language model of the checkpoint, with LoRA adapters if those are asked for."""
     # Small updates vanish in bfloat16 weights, so what is trained is float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
@@ -168,11 +168,7 @@ def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
 
 
 def make_trainer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: Samples,
-    settings: argparse.Namespace,
-    bfloat16: bool,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
 ) -> RunFolderTrainer:
     """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
     arguments = TrainingArguments(
