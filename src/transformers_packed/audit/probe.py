@@ -18,7 +18,8 @@ Cost: for `N` documents `N + 2` forwards of the row per source, `N` forwards wit
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -144,30 +145,28 @@ def conv_width(model: torch.nn.Module) -> int:
     return max((x for name, x in values if pattern.search(name) and isinstance(x, int) and x < 32), default=4)
 
 
+@dataclass
 class Probe:
     """The runs on one model; `prepare` first."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        lengths: list[int],
-        width: int,
-        tolerance: float | None,
-        gradients: bool,
-        seed: int,
-        notes: list[str],
-    ):
-        self.model, self.lengths, self.width, self.notes = model, lengths, width, notes
-        self.tolerance, self.gradients = tolerance, gradients
-        self.inner = transformers_model(model)
+    model: torch.nn.Module
+    lengths: list[int]
+    width: int
+    tolerance: float | None
+    gradients: bool
+    seed: int
+    notes: list[str]
+
+    def __post_init__(self):
+        self.inner = transformers_model(self.model)
         self.embeddings = self.inner.get_input_embeddings()
         self.device = self.embeddings.weight.device
         compiled = torch._dynamo.OptimizedModule
-        self.compiled = any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in model.modules())
-        self.total = sum(lengths)
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        self.documents = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.generator = torch.Generator().manual_seed(seed)
+        self.compiled = any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in self.model.modules())
+        self.total = sum(self.lengths)
+        ends = accumulate(self.lengths)
+        self.documents = [slice(end - n, end) for n, end in zip(self.lengths, ends, strict=True)]
+        self.generator = torch.Generator().manual_seed(self.seed)
         self.vocabulary = self._ordinary_tokens()
         self.ids = self._random_ids(self.total)
         # Every token becomes another one.

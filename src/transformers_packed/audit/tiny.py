@@ -53,17 +53,14 @@ _WINDOWS = {name: value for value, names in _WINDOWS.items() for name in names.s
 # Patterns of layers: every kind that the type's full-sized default has is there.
 _PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _FULL_AND_SLIDING = ["full_attention", "sliding_attention"] * 2
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ROPE = dict.fromkeys(_FULL_AND_SLIDING, {"rope_type": "default", "rope_theta": 1e4})
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2
 # By model type, what it needs besides: to be valid, to be small, or to have all its kinds of layers.
 _OVERRIDES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"max_position_embeddings": 1024},
     "blt": {"encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}},
-    "cohere_compass_text": {
-        "layer_types": _FULL_AND_SLIDING,
-        "rope_parameters": dict.fromkeys(_FULL_AND_SLIDING, _ROPE),
-    },
+    "cohere_compass_text": {"layer_types": _FULL_AND_SLIDING, "rope_parameters": _ROPE},
     # The model asks the attention's part for a setting that it does not have by default.
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
@@ -153,12 +150,10 @@ def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
         values["num_key_value_heads"] = values["num_attention_heads"]
         if "q_lora_rank" in known and known["q_lora_rank"].default is None:
             del values["q_lora_rank"]
-    if any(name in known for name in _PATTERNS):
-        default = cls()
-        for name in _PATTERNS:
-            kinds = list(dict.fromkeys(getattr(default, name, None) or ())) if name in known else []
-            if len(kinds) > 1:
-                values[name] = [kinds[n % len(kinds)] for n in range(_TINY["num_hidden_layers"])]
+    for name in (name for name in _PATTERNS if name in known):
+        kinds = list(dict.fromkeys(getattr(cls(), name, None) or ()))
+        if len(kinds) > 1:
+            values[name] = [kinds[n % len(kinds)] for n in range(_TINY["num_hidden_layers"])]
     return values
 
 
