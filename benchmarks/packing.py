@@ -22,7 +22,7 @@ import numpy as np
 from cpu_step import cpu_model
 
 from transformers_packed import PackingCost, PackingPlan, __version__, plan_packing
-from transformers_packed.cli.demo import peak_memory
+from transformers_packed.cli.demo_arms import peak_memory
 
 
 MAX_LENGTH = 4096

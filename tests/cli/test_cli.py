@@ -39,7 +39,6 @@ class CommandLineTest(unittest.TestCase):
         [
             ("plan_save", [*PLAN, "--save"]),
             ("plan_plot", [*PLAN, "--plot"]),
-            ("audit_output", ["audit", "--all", "--types", "llama", "--output"]),
             ("audit_json", ["audit", "llama", "--json"]),
             ("audit_plot", ["audit", "llama", "--plot"]),
         ]
@@ -61,10 +60,19 @@ class CommandLineTest(unittest.TestCase):
             self.assertEqual(stdout.getvalue(), "")
             self.assertEqual([path.name for path in self.root.iterdir()], ["data.jsonl"])
 
+    def test_help_without_torch(self):
+        for command in ([], ["demo"], ["train"], ["plan"], ["memory"], ["audit"], ["env"]):
+            code = INTERRUPTED.replace("raise KeyboardInterrupt", "raise AssertionError('torch is imported')")
+            result = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+            self.assertIn(" ".join(["usage: transformers-packed", *command, "[-h]"]), result.stdout)
+            self.assertNotRegex(result.stdout, r"default: None|default: False|default:.*default:")
+
     @parameterized.expand(
         [
             (["env"],),
             (PLAN,),
+            (["memory", "--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"],),
             (["train", "--model", "m", "--data", "d", "--output", "o"],),
             (["audit", "llama"],),
             (["demo"],),
@@ -74,6 +82,18 @@ class CommandLineTest(unittest.TestCase):
         result = subprocess.run([sys.executable, "-c", INTERRUPTED, *command], capture_output=True, text=True)
         self.assertEqual(result.returncode, 130)
         self.assertEqual(result.stderr, f"\ntransformers-packed {command[0]}: interrupted\n")
+
+    @parameterized.expand(
+        [
+            ("all", ["audit", "--all", "--types", "llama", "--jobs", "2"], "error: --all .*utils/audit_all.py"),
+            ("no_model", ["audit"], "arguments are required: MODEL_OR_TYPE"),
+        ]
+    )
+    def test_wrong_options(self, _, command, message):
+        with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()) as stderr:
+            main(command)
+        self.assertEqual(exit.exception.code, 2)
+        self.assertRegex(stderr.getvalue(), message)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,8 @@ class PlanCommandTest(unittest.TestCase):
                 "line 1: expected token ids from 0 to 2147483647 in input_ids",
             ),
             ("larger id", [{"input_ids": [1, 2**64]}], [], "line 1: expected input_ids as a list"),
-            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100. Correct it"),
-            ("negative label", [{"input_ids": [1], "labels": [-1]}], [], "or -100 in labels, got -1. Correct it"),
+            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100.\n"),
+            ("negative label", [{"input_ids": [1], "labels": [-1]}], [], "or -100 in labels, got -1.\n"),
             ("no id", [{"input_ids": [1, None]}], [], "line 1: expected input_ids as a list"),
             (
                 "short",

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from transformers_packed import cli
-from transformers_packed.cli import train as finetune
+from transformers_packed.cli import finetune
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.ops import dispatch
 from transformers_packed.training import run_folder

@@ -29,10 +29,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
-from transformers_packed.audit.matrix import load_support_matrix
 from transformers_packed.models import generic, mixers
 from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, MIXERS, REFUSED, UNPACKED
+from transformers_packed.models.verdict import measurements
 
 
 FAMILIES = [*MIXERS, *UNPACKED]
@@ -386,8 +386,7 @@ class RefusalTest(unittest.TestCase):
 
     def test_decisions_agree_with_the_measurement(self):
         """The tables are written by hand, the matrix by `make support-matrix`."""
-        matrix = load_support_matrix()
-        for name, entry in matrix.types.items():
+        for name, entry in measurements().items():
             family = generic.family_of(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]))
             with self.subTest(name, family=family):
                 self.assertEqual("not_built" in entry, name in NOT_MEASURED)

@@ -10,7 +10,6 @@ from scripts.trainer_arms import CONFIGS
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 
 from transformers_packed import DataCollatorWithFlattening
-from transformers_packed.audit.matrix import load_support_matrix
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models import verdict
 
@@ -147,7 +146,7 @@ class JudgeTest(unittest.TestCase):
         self.assertEqual(self.judge(ends, model=model)[1], "its type was not audited, only qwen3_5_text")
 
     def test_every_leak_in_the_matrix_names_a_module(self):
-        for name, entry in load_support_matrix().types.items():
+        for name, entry in verdict.measurements().items():
             for found in entry.get("builtin", {}).values():
                 if found["verdict"] == "leaks":
                     self.assertNotEqual(found["module"], "not found", name)

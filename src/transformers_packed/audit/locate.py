@@ -27,35 +27,32 @@ def relative_change(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tenso
     size = expected.norm(dim=-1)
     # A token that is nearly zero has no rounding of its own.
     size = size.clamp_min(0.05 * size.median().item()).clamp_min(torch.finfo(torch.float32).tiny)
-    change = (actual - expected).norm(dim=-1) / size
+    return finite((actual - expected).norm(dim=-1) / size)
+
+
+def finite(change: torch.Tensor) -> torch.Tensor:
+    """`change` with `NOT_FINITE` where it is not."""
     return change.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE)
 
 
 def locate_forward(
-    model: torch.nn.Module,
-    run: Callable,
-    changed_ids: torch.Tensor,
-    total: int,
-    tokens: slice,
-    width: int,
-    tolerance: float,
+    model: torch.nn.Module, run: Callable, changed_ids: torch.Tensor, tokens: slice, width: int, tolerance: float
 ) -> Found | None:
     """Name, class and kind of the module through which the change in `changed_ids` gets to `tokens`."""
+    total = len(changed_ids)
     with torch.no_grad(), eager(model) as plain:
         expected = _records(plain, lambda: run(plain), total, tokens)
         actual = _records(plain, lambda: run(plain, changed_ids), total, tokens)
         key = _first(actual, expected, tolerance)
         if key is None:
             return None
-        calls = _Capture(plain, key)
-        with calls:
-            run(plain)
         module = plain.get_submodule(key[0])
+        arguments = _arguments(plain, run, key)
         kind = "attention" if _is_attention(module) else "other"
-        if kind == "other" and calls.arguments is not None:
+        if kind == "other" and arguments is not None:
             # Not every module can run by itself, and then its kind stays open.
             with suppress(Exception):
-                kind = _kind_of_mixing(module, *calls.arguments, total, tokens, width, tolerance)
+                kind = _kind_of_mixing(module, *arguments, total, tokens, width, tolerance)
     return _named(key[0], module, kind)
 
 
@@ -226,30 +223,25 @@ def _is_attention(module: torch.nn.Module) -> bool:
     return bool(re.search("attention|attn", name)) and not re.search("linear|delta|lightning|mamba|recurrent", name)
 
 
-class _Capture:
-    """The arguments of one call of a module, while the model runs inside the `with` block."""
+def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> tuple | None:
+    """What one call of a module is given while `run` runs the model."""
+    name, number = key
+    calls = []
 
-    def __init__(self, model: torch.nn.Module, key: tuple[str, int]):
-        self.model, (self.name, self.number) = model, key
-        self.arguments = None
+    def hook(_module, args, kwargs):
+        calls.append(_map(lambda x: x.clone(), (args, kwargs)) if len(calls) == number else None)
 
-    def __enter__(self):
-        calls = iter(range(1_000_000))
-
-        def hook(_module, args, kwargs):
-            if next(calls) == self.number:
-                self.arguments = _map(lambda x: x.clone(), (args, kwargs))
-
-        module = self.model.get_submodule(self.name)
-        self.handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def __exit__(self, *_):
-        self.handle.remove()
+    handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        run(model)
+    finally:
+        handle.remove()
+    return calls[number] if number < len(calls) else None
 
 
 def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int, tolerance: float) -> str:
     """By which of the tokens before a document move its output, and how many tokens of it move."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves = tree_flatten((args, kwargs))[0]
     # The hidden states: the first tensor of numbers with a row for each token.
     hidden = next((n for n, x in enumerate(leaves) if by_token(x, total) is not None and x.is_floating_point()), None)
     if hidden is None:
@@ -258,10 +250,8 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
     def output(changed: slice) -> torch.Tensor | None:
         x = leaves[hidden].clone()
         by_token(x, total)[changed] *= -2.0
-        inputs = [x if n == hidden else leaf for n, leaf in enumerate(_copies(leaves))]
-        args, kwargs = tree_unflatten(inputs, spec)
-        outputs = _by_token(_plain(module(*args, **kwargs)), total)
-        return next((y[tokens] for y in outputs.values() if y.is_floating_point()), None)
+        outputs = _outputs(module, args, kwargs, total, {hidden: x})
+        return outputs[0][tokens] if outputs else None
 
     start = tokens.start
     expected = output(slice(0, 0))
@@ -287,32 +277,30 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
     return "other"
 
 
-def _copies(leaves: list) -> list:
-    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+def _outputs(module, args, kwargs, total: int, replaced: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What the module gives for each token, with copies of its arguments of which some leaves are replaced."""
+    leaves, spec = tree_flatten((args, kwargs))
+    copies = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    args, kwargs = tree_unflatten([replaced.get(n, leaf) for n, leaf in enumerate(copies)], spec)
+    outputs = _by_token(_plain(module(*args, **kwargs)), total)
+    return [y for y in outputs.values() if y.is_floating_point()]
 
 
 def _own_gradient(module, args, kwargs, total: int, tokens: slice) -> torch.Tensor | None:
     """`[T]`: the gradient of the module's output at `tokens` with respect to its own input, by size at each token."""
-    leaves, spec = tree_flatten((args, kwargs))
     starts = {}
-    for n, x in enumerate(leaves):
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and by_token(x, total) is not None:
+    for n, x in enumerate(tree_flatten((args, kwargs))[0]):
+        if by_token(x, total) is not None and x.is_floating_point():
             starts[n] = x.detach().clone().requires_grad_()
-    if not starts:
-        return None
     with torch.enable_grad():
         # Some modules write into their input, which a leaf does not allow.
-        inputs = [starts[n] * 1 if n in starts else leaf for n, leaf in enumerate(_copies(leaves))]
-        args, kwargs = tree_unflatten(inputs, spec)
-        loss = 0.0
-        for y in _by_token(_plain(module(*args, **kwargs)), total).values():
-            if y.is_floating_point() and y.requires_grad:
-                loss = loss + (y[tokens].float() * torch.randn_like(y[tokens].float())).sum()
-        if not isinstance(loss, torch.Tensor):
+        outputs = _outputs(module, args, kwargs, total, {n: x * 1 for n, x in starts.items()})
+        outputs = [y[tokens].float() for y in outputs if y.requires_grad]
+        if not outputs:
             return None
         # Not autograd.grad, which reentrant checkpointing refuses.
-        loss.backward()
-    gradient = torch.zeros(total, device=loss.device)
+        sum((y * torch.randn_like(y)).sum() for y in outputs).backward()
+    gradient = torch.zeros(total, device=outputs[0].device)
     for x in starts.values():
         if x.grad is not None:
             gradient += by_token(x.grad, total).reshape(total, -1).float().norm(dim=-1).to(gradient.device)

@@ -1,6 +1,6 @@
 """The model as it is during an audit: training mode without randomness; afterwards it is what it was before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     configs = _configs(modules)
     # Whatever a forward leaves behind in a module or a configuration (mode, cached lengths, ...) is an attribute.
     attributes = [(vars(item), dict(vars(item))) for item in (*modules, *configs)]
-    buffers = [
-        (module._buffers, dict(module._buffers), {k: _copy(v) for k, v in module._buffers.items()})
-        for module in modules
-    ]
+    buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in modules]
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     was_training = model.training
@@ -72,7 +69,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None or tensor.is_meta else tensor.detach().clone()
 
 
-def _configs(modules: list[torch.nn.Module]) -> list[Any]:
+def _configs(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """Every configuration that a module holds, with those inside it, each once."""
     found = {}
     waiting = [vars(module).get("config") for module in modules]
@@ -100,6 +97,5 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         notes.append(f"experts run as they are, so their rounding counts as noise: {error}")
         return
-    after = {config._experts_implementation for config in _configs(list(model.modules()))}
-    if "batched_mm" in after:
+    if any(config._experts_implementation == "batched_mm" for config in _configs(model.modules())):
         notes.append(f"experts ran as batched_mm (the model's own: {before})")

@@ -10,6 +10,7 @@ from .report import AuditReport, SourceResult
 
 
 SMALLEST = 1e-8
+_COLORS = {"isolated": "#1b7837", "leaks": "#b2182b", "refused": "#666666"}
 _ROWS = {"influence": ("forward", "document changed"), "backward": ("backward", "document that gets the gradient")}
 
 
@@ -22,33 +23,26 @@ def draw(path: str | Path, reports: list[AuditReport], titles: Sequence[str] | N
 
     names = [report.model.rpartition(".")[2] for report in reports] if titles is None else list(titles)
     if len(names) != len(reports):
-        raise input_error(f"{len(reports)} titles, one per report", f"{len(names)}", "Pass as many titles as reports.")
-    columns = [
-        (name, report, source, result)
-        for name, report in zip(names, reports, strict=True)
-        for source, result in report.sources.items()
-    ]
+        raise input_error(f"{len(reports)} titles, one per report", len(names))
+    pairs = zip(names, reports, strict=True)
+    columns = [(name, report, *item) for name, report in pairs for item in report.sources.items()]
     rows = [row for row in _ROWS if any(getattr(result, row) for *_, result in columns)] or ["influence"]
     size = max(3.0, 0.42 * max(len(report.lengths) for report in reports))
-    figure = Figure(
-        figsize=(1.8 + (size + 0.9) * len(columns), 0.9 + (size + 1.0) * len(rows)), layout="constrained", dpi=150
-    )
+    figsize = (1.8 + (size + 0.9) * len(columns), 0.9 + (size + 1.0) * len(rows))
+    figure = Figure(figsize=figsize, layout="constrained", dpi=150)
     grid = figure.subplots(len(rows), len(columns), squeeze=False)
     norm, image = LogNorm(SMALLEST, 1), None
     for x, (name, report, source, result) in enumerate(columns):
         for y, row in enumerate(rows):
             axes = grid[y][x]
             if y == 0:
-                axes.set_title(f"{name}\n{source}: {result.verdict}", fontsize=10, weight="bold", color=_color(result))
+                title = f"{name}\n{source}: {result.verdict}"
+                axes.set_title(title, fontsize=10, weight="bold", color=_COLORS[result.verdict])
             image = _heat_map(axes, report, result, row, norm, first=x == 0) or image
     if image is not None:
         bar = figure.colorbar(image, ax=grid, shrink=0.7, extend="both", aspect=30)
         bar.set_label("largest relative change of a token (white: exactly 0)", fontsize=9)
     figure.savefig(path)
-
-
-def _color(result: SourceResult) -> str:
-    return {"isolated": "#1b7837", "leaks": "#b2182b", "refused": "#666666"}[result.verdict]
 
 
 def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *, first: bool):
@@ -57,7 +51,6 @@ def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *
 
     direction, changed = _ROWS[row]
     values = getattr(result, row)
-    labels = [str(length) for length in report.lengths]
     if values is None:
         axes.set(xticks=[], yticks=[], facecolor="#f4f4f4", box_aspect=1, xlabel=f"{direction}: not measured")
         axes.xaxis.label.set_size(8)
@@ -77,11 +70,9 @@ def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *
                 dark = matrix[i, j] > 1e-3
                 text = f"{matrix[i, j]:.2f}" if matrix[i, j] >= 0.01 else f"{matrix[i, j]:.0e}".replace("e-0", "e-")
                 axes.text(j, i, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "black")
-    ticks = range(len(labels))
-    axes.set_xticks(ticks, labels, fontsize=8)
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.set_xticks([tick - 0.5 for tick in ticks], minor=True)
-    axes.set_yticks([tick - 0.5 for tick in ticks], minor=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(range(len(matrix)), report.lengths, fontsize=8)
+        axis.set_ticks(np.arange(len(matrix)) - 0.5, minor=True)
     axes.grid(which="minor", color="#eeeeee", linewidth=0.8)
     axes.tick_params(which="both", length=0)
     worst = result.worst(direction)

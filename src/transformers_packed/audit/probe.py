@@ -18,6 +18,8 @@ Cost: for `N` documents `N + 2` forwards of the row per source, `N` forwards wit
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -27,7 +29,7 @@ import transformers
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
-from .locate import NOT_FINITE, locate_alone, locate_backward, locate_forward, relative_change
+from .locate import finite, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult
 
@@ -101,110 +103,70 @@ def audit_model(
     """
     inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
     if inner is None:
-        raise input_error(
-            "a model of Transformers, or a module with one inside", type(model).__name__, "Pass the model itself."
-        )
-    # What accelerate offloads waits on the meta device, too, and comes back when its module is called.
-    missing = [
-        name
-        for name, module in inner.named_modules()
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False))
-        and (module is inner.get_input_embeddings() or not hasattr(module, "_hf_hook"))
-    ]
-    if missing:
-        raise input_error(
-            "a model with weights",
-            f"{missing[0]} on the meta device",
-            "Load or initialize its weights first; keep embeddings out of what is offloaded.",
-        )
-    unknown = [name for name in inputs if not set(name.split("+")) <= set(SOURCES)]
-    if unknown or not inputs or isinstance(inputs, str):
-        raise input_error(
-            f"inputs among {', '.join(SOURCES)}", repr(inputs), 'For example inputs=("position_ids", "all").'
-        )
+        raise input_error("a model of Transformers, or a module with one inside", type(model).__name__)
+    for name, module in inner.named_modules():
+        # What accelerate offloads waits on the meta device, too, and comes back when its module is called.
+        offloaded = hasattr(module, "_hf_hook") and module is not inner.get_input_embeddings()
+        if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            fix = "Load or initialize its weights first; keep embeddings out of what is offloaded."
+            raise input_error("a model with weights", f"{name} on the meta device", fix)
+    if not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
+        raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
     if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
-        raise input_error(
-            "lengths of two documents or more, each of at least 1 token",
-            repr(lengths),
-            "Leave lengths out for a choice that meets every kernel's edges.",
-        )
-    notes: list[str] = []
-    sources: dict[str, SourceResult] = {}
-    leaks: list[Leak] = []
-    settings = _settings(inner, seed)
-    with audit_state(model, notes):
-        probe = Probe(model, lengths, width, tolerance, gradients, seed, notes)
-        try:
-            probe.prepare()
-        except Refused as refusal:
-            sources = {name: SourceResult("refused", str(refusal)) for name in inputs}
-        else:
-            for name in dict.fromkeys(inputs):
-                try:
-                    sources[name], found = probe.source(name)
-                    leaks += found
-                except Refused as refusal:
-                    sources[name] = SourceResult("refused", str(refusal))
-    leaks.sort(key=lambda leak: -leak.size)
-    cls = type(inner)
-    package = cls.__module__.partition(".")[0]
-    return AuditReport(f"{package}.{cls.__name__}", settings, lengths, sources, leaks, notes)
-
-
-def conv_width(model: torch.nn.Module) -> int:
-    """The width of the model's short convolution by its configuration, 4 if that does not say."""
-    values = vars(model.config.get_text_config())
-    widths = [
-        value
-        for name, value in values.items()
-        if re.search(r"conv.*(kernel|width|l_cache)|d_conv", name.lower()) and isinstance(value, int) and value < 32
-    ]
-    return max(widths, default=4)
-
-
-def _settings(model: torch.nn.Module, seed: int) -> dict[str, str | int]:
-    parameter = next(model.parameters())
-    device = str(parameter.device.type)
-    if device == "cuda":
-        device = torch.cuda.get_device_name(parameter.device)
-    return {
+        raise input_error("lengths of two documents or more, each of at least 1 token", lengths)
+    parameter, cls = next(inner.parameters()), type(inner)
+    cuda = parameter.device.type == "cuda"
+    settings = {
         "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": device,
-        "attention": str(getattr(model.config.get_text_config(), "_attn_implementation", None)),
+        "device": torch.cuda.get_device_name(parameter.device) if cuda else parameter.device.type,
+        "attention": str(getattr(inner.config.get_text_config(), "_attn_implementation", None)),
         "torch": f"torch {torch.__version__}",
         "transformers": f"transformers {transformers.__version__}",
         "seed": seed,
     }
+    report = AuditReport(f"{cls.__module__.partition('.')[0]}.{cls.__name__}", settings, lengths, {}, [])
+    with audit_state(model, report.notes):
+        probe = Probe(model, lengths, width, tolerance, gradients, seed, report.notes)
+        refusal = probe.refusal(probe.prepare)
+        for name in dict.fromkeys(inputs):
+            refused = refusal or probe.refusal(probe.source, name, report)
+            if refused:
+                report.sources[name] = SourceResult("refused", refused)
+    report.leaks.sort(key=lambda leak: -leak.size)
+    return report
 
 
+def conv_width(model: torch.nn.Module) -> int:
+    """The width of the model's short convolution by its configuration, 4 if that does not say."""
+    pattern = re.compile(r"conv.*(kernel|width|l_cache)|d_conv", re.IGNORECASE)
+    values = vars(model.config.get_text_config()).items()
+    return max((x for name, x in values if pattern.search(name) and isinstance(x, int) and x < 32), default=4)
+
+
+@dataclass
 class Probe:
     """The runs on one model; `prepare` first."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        lengths: list[int],
-        width: int,
-        tolerance: float | None,
-        gradients: bool,
-        seed: int,
-        notes: list[str],
-    ):
-        self.model, self.lengths, self.width, self.notes = model, lengths, width, notes
-        self.tolerance, self.gradients = tolerance, gradients
-        self.inner = transformers_model(model)
+    model: torch.nn.Module
+    lengths: list[int]
+    width: int
+    tolerance: float | None
+    gradients: bool
+    seed: int
+    notes: list[str]
+
+    def __post_init__(self):
+        self.inner = transformers_model(self.model)
         self.embeddings = self.inner.get_input_embeddings()
         self.device = self.embeddings.weight.device
-        self.compiled = any(
-            isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-            for module in model.modules()
-        )
-        self.total = sum(lengths)
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        self.documents = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.generator = torch.Generator().manual_seed(seed)
+        compiled = torch._dynamo.OptimizedModule
+        self.compiled = any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in self.model.modules())
+        self.total = sum(self.lengths)
+        ends = accumulate(self.lengths)
+        self.documents = [slice(end - n, end) for n, end in zip(self.lengths, ends, strict=True)]
+        self.generator = torch.Generator().manual_seed(self.seed)
         self.vocabulary = self._ordinary_tokens()
         self.ids = self._random_ids(self.total)
         # Every token becomes another one.
@@ -227,11 +189,7 @@ class Probe:
                     special.update(value if isinstance(value, (list, tuple)) else [value])
         tokens = [token for token in range(size) if token not in special]
         if len(tokens) < 2:
-            raise input_error(
-                "a vocabulary of two ordinary tokens or more",
-                f"{len(tokens)} of {size}",
-                "Build the model with a larger vocab_size.",
-            )
+            raise input_error("a vocabulary of two ordinary tokens or more", f"{len(tokens)} of {size}")
         return torch.tensor(tokens)
 
     def _random_ids(self, length: int) -> torch.Tensor:
@@ -248,11 +206,8 @@ class Probe:
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
-        return {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            if name in wanted
-        }
+        found = {name: value for name, value in batch.items() if name in wanted}
+        return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
     def changed(self, document: int) -> torch.Tensor:
         """The row's ids `[T]` with other tokens in one document."""
@@ -269,9 +224,8 @@ class Probe:
             output = model(**inputs, **kwargs)
         except Exception as error:
             raise Refused(_message(error)) from error
-        logits = getattr(output, "logits", None)
-        if logits is None:
-            logits = getattr(output, "last_hidden_state", None)
+        outputs = (getattr(output, name, None) for name in ("logits", "last_hidden_state"))
+        logits = next((x for x in outputs if x is not None), None)
         if logits is None or logits.shape[:2] != (1, len(ids)):
             got = "no logits" if logits is None else f"an output of shape {list(logits.shape)}"
             raise Refused(f"for a row of {len(ids)} tokens the model gives {got}")
@@ -352,9 +306,8 @@ class Probe:
             ids = torch.cat([self.ids[:place], self.other_ids[place:]])
             change = relative_change(self.logits(ids), row)[:place].max().item()
             if change > max(self.floor, SAFETY * repeated):
-                raise Refused(
-                    f"not causal: in a row of one document, tokens from {place} on change earlier ones by {change:.1e}"
-                )
+                what = f"in a row of one document, tokens from {place} on change earlier ones by {change:.1e}"
+                raise Refused(f"not causal: {what}")
         self.alone = [self.logits(self.ids[document]) for document in self.documents]
         noise = [repeated]
         for document, alone in zip(self.documents, self.alone, strict=True):
@@ -377,8 +330,15 @@ class Probe:
         later = [values[i][j] for i in range(len(values)) for j in range(i)]
         return max(self.floor, SAFETY * max(repeat_noise, min(median(later), self.shape_noise)))
 
-    def source(self, name: str) -> tuple[SourceResult, list[Leak]]:
-        """Everything about one source of boundaries."""
+    def refusal(self, measure: Callable, *args) -> str | None:
+        """Why `measure` could not be taken; `None` if it could."""
+        try:
+            measure(*args)
+        except Refused as refusal:
+            return str(refusal)
+
+    def source(self, name: str, report: AuditReport) -> None:
+        """Write everything about one source of boundaries into the report."""
         kwargs = self._packed(name)
         row = self.logits(self.ids, **kwargs)
         repeated = max(self.repeat_noise, self._repeat(row, **kwargs))
@@ -386,36 +346,31 @@ class Probe:
         for i in range(len(self.lengths)):
             change = relative_change(self.logits(self.changed(i), **kwargs), row)
             influence.append([change[document].max().item() for document in self.documents])
-        alone = [
-            relative_change(row[document], expected).max().item()
-            for document, expected in zip(self.documents, self.alone, strict=True)
-        ]
+        documents = zip(self.documents, self.alone, strict=True)
+        alone = [relative_change(row[document], expected).max().item() for document, expected in documents]
         result = SourceResult("isolated", influence=influence, alone=alone)
-        result.thresholds["forward"] = self.threshold(influence, repeated)
-        noise = max(SAFETY * self.alone_noise, result.thresholds["forward"])
-        result.thresholds["alone"] = noise if self.tolerance is None else self.tolerance
-        if self.gradients:
-            try:
-                result.backward = self._backward(row, kwargs)
-                result.thresholds["backward"] = self.threshold(result.backward, 0.0)
-            except Refused as refusal:
-                # What is wrong already in forward is no less wrong; what is right there may not be in backward.
-                if not self._leaks(name, result):
-                    raise
-                self.notes.append(f"{name}: {refusal}")
+        forward = self.threshold(influence, repeated)
+        noise = max(SAFETY * self.alone_noise, forward) if self.tolerance is None else self.tolerance
+        result.thresholds = {"forward": forward, "alone": noise}
+        refused = self.gradients and self.refusal(self._backward, row, kwargs, result)
+        leaks = self._leaks(name, result)
+        if refused:
+            # What is wrong already in forward is no less wrong; what is right there may not be in backward.
+            if not leaks:
+                raise Refused(refused)
+            self.notes.append(f"{name}: {refused}")
 
         def run(model, ids=self.ids):
             return self._call(model, ids, **kwargs)
 
-        leaks = self._leaks(name, result)
-        exact = repeated == 0.0
         for direction in dict.fromkeys(leak.direction for leak in leaks):
-            self._locate(leaks, direction, run, 0.0 if exact else result.thresholds[direction])
+            self._locate(leaks, direction, run, 0.0 if repeated == 0.0 else result.thresholds[direction])
         result.verdict = "leaks" if leaks else "isolated"
-        return result, leaks
+        report.sources[name] = result
+        report.leaks += leaks
 
-    def _backward(self, row: torch.Tensor, kwargs: dict[str, Any]) -> list[list[float]]:
-        """At `[i][j]` document `j`'s gradient in document `i`, relative to that in itself."""
+    def _backward(self, row: torch.Tensor, kwargs: dict[str, Any], result: SourceResult) -> None:
+        """Measure at `[i][j]` document `j`'s gradient in document `i`, relative to that in itself."""
         columns = []
         for j, document in enumerate(self.documents):
             projection = torch.randn(row[document].shape, generator=self.generator).to(row.device)
@@ -423,24 +378,22 @@ class Probe:
             own = sizes[document].max().item()
             if not 0 < own < float("inf"):
                 raise Refused(f"backward: the gradient of document {j} at its own embeddings is {own}")
-            columns.append([_finite((sizes[other] / own).max()) for other in self.documents])
-        return [list(line) for line in zip(*columns, strict=True)]
+            columns.append([finite(sizes[other] / own).max().item() for other in self.documents])
+        result.backward = [list(line) for line in zip(*columns, strict=True)]
+        result.thresholds["backward"] = self.threshold(result.backward, 0.0)
 
     def _leaks(self, source: str, result: SourceResult) -> list[Leak]:
-        leaks = []
+        leaks, limits = [], result.thresholds
         for direction, matrix in (("forward", result.influence), ("backward", result.backward)):
             for i, line in enumerate(matrix or ()):
                 for j, size in enumerate(line):
-                    if i != j and size > result.thresholds[direction]:
-                        leaks.append(Leak(source, direction, i, j, size, result.thresholds[direction]))
+                    if i != j and size > limits[direction]:
+                        leaks.append(Leak(source, direction, i, j, size, limits[direction]))
         # A document that another one changes cannot be what it is alone.
         touched = {leak.to_document for leak in leaks}
-        limit = result.thresholds["alone"]
-        leaks += [
-            Leak(source, "alone", None, j, size, limit)
-            for j, size in enumerate(result.alone)
-            if size > limit and j not in touched
-        ]
+        for j, size in enumerate(result.alone):
+            if size > limits["alone"] and j not in touched:
+                leaks.append(Leak(source, "alone", None, j, size, limits["alone"]))
         return leaks
 
     def _locate(self, leaks: list[Leak], direction: str, run: Callable, tolerance: float) -> None:
@@ -467,23 +420,18 @@ class Probe:
             if direction == "backward":
                 # A pair that is below the noise in forward, in a module that leaks there too.
                 kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
-            fields = {**vars(leak), "module": module, "module_class": module_class, "kind": kind}
-            leaks[leaks.index(leak)] = Leak(**fields)
+            leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
 
     def _find(self, leak: Leak, run: Callable, tolerance: float):
         tokens = self.documents[leak.to_document]
         if leak.direction == "forward":
             changed = self.changed(leak.from_document)
-            return locate_forward(self.model, run, changed, self.total, tokens, self.width, tolerance)
+            return locate_forward(self.model, run, changed, tokens, self.width, tolerance)
         if leak.direction == "backward":
             origin = self.documents[leak.from_document]
             return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
         ids = self.ids[tokens]
         return locate_alone(self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold)
-
-
-def _finite(value: torch.Tensor) -> float:
-    return value.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE).item()
 
 
 def _message(error: Exception) -> str:

@@ -84,6 +84,13 @@ class SourceResult:
             return max(values)
         return max(x for i, row in enumerate(values) for j, x in enumerate(row) if i != j)
 
+    def cell(self, direction: str) -> str:
+        """The largest figure of a direction and what is taken for noise, as the table has it."""
+        worst = self.worst(direction)
+        if worst is None:
+            return "-"
+        return f"{f'{worst:.1e}' if worst else 0} ({self.thresholds[direction]:.0e})"
+
 
 @dataclass
 class AuditReport:
@@ -129,34 +136,22 @@ class AuditReport:
         largest gradient that reaches another document, `alone` the largest difference between a document in the row
         and alone. In brackets stands what is taken for noise.
         """
-        settings = ", ".join(
-            f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items()
-        )
-        lines = [
-            f"{self.model}: {settings}",
-            f"documents 0 to {len(self.lengths) - 1} of {', '.join(map(str, self.lengths))} tokens",
-            "",
-        ]
-        rows = [("boundaries", "verdict", *_COLUMNS)]
+        settings = (f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items())
+        lines = [f"{self.model}: {', '.join(settings)}"]
+        lines += [f"documents 0 to {len(self.lengths) - 1} of {', '.join(map(str, self.lengths))} tokens", ""]
+        rows, refused, found = [("boundaries", "verdict", *_COLUMNS)], [], []
         for name, result in self.sources.items():
-            cells = []
+            rows.append((name, result.verdict, *map(result.cell, _COLUMNS)))
+            if result.verdict == "refused":
+                refused.append(f"{name}: {result.reason}")
             for direction in _COLUMNS:
-                value = result.worst(direction)
-                noise = f" ({result.thresholds[direction]:.0e})" if value is not None else ""
-                cells.append("-" if value is None else f"{_short(value)}{noise}")
-            rows.append((name, result.verdict, *cells))
+                leaks = [leak for leak in self.leaks if (leak.source, leak.direction) == (name, direction)]
+                if leaks:
+                    shown = next((leak for leak in leaks if leak.module is not None), leaks[0])
+                    found.append(f"{shown}{f'  ({len(leaks)} such)' if len(leaks) > 1 else ''}")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        refused = [f"{name}: {result.reason}" for name, result in self.sources.items() if result.verdict == "refused"]
-        found = {(leak.source, leak.direction): leak for leak in self.leaks if leak.module is not None}
-        summary = []
-        for key in ((source, direction) for source in self.sources for direction in _COLUMNS):
-            leaks = [leak for leak in self.leaks if (leak.source, leak.direction) == key]
-            if leaks:
-                summary.append(f"{found.get(key, leaks[0])}{f'  ({len(leaks)} such)' if len(leaks) > 1 else ''}")
-        for title, items in (("refused", refused), ("leaks", summary), ("notes", self.notes)):
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for title, items in (("refused", refused), ("leaks", found), ("notes", self.notes)):
             if items:
                 lines += ["", title, *(f"  {item}" for item in items)]
         return "\n".join(lines)
@@ -179,11 +174,7 @@ class AuditReport:
             fields["leaks"] = [Leak(**leak) for leak in fields["leaks"]]
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise input_error(
-                "the text that AuditReport.to_json returned",
-                f"something else ({error})",
-                "Write it with report.to_json(), or with transformers-packed audit --json.",
-            ) from None
+            raise input_error("the text that AuditReport.to_json returned", f"something else ({error})") from None
 
     def plot(self, path: str | Path, *others: "AuditReport", titles: Sequence[str] | None = None) -> None:
         """Draw the influence matrices as heat maps, those of `others` beside this report's: before and after.
@@ -202,7 +193,3 @@ class AuditReport:
         from .plot import draw
 
         draw(path, [self, *others], titles)
-
-
-def _short(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"

@@ -1,17 +1,47 @@
-"""The `audit` command."""
+"""`transformers-packed audit`: measure whether a model keeps the documents of a packed row apart."""
 
 import argparse
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 
-import torch
-
-from ..audit.matrix import COLUMNS
+from .options import Parser, output_file, positive_int
 
 
 # The built-in classes hand tensors to these whenever they can be imported, also tensors on a CPU, where they crash.
 _GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
+
+
+def add_parser(subparsers) -> Parser:
+    """Declare the command and its options."""
+    parser = subparsers.add_parser(
+        "audit",
+        help="measure whether a model keeps the documents of a packed row apart",
+        description="Change one document of a packed row and see which others notice, in logits and in gradients. Exit "
+        "status: 0 when documents are isolated with all boundaries that the collator can give (without 'all' among the "
+        "inputs, or if the model refuses it, with every kind that the model accepts), 1 when they leak, 2 when nothing "
+        "could be measured.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL_OR_TYPE", help="a checkpoint (directory or name on the Hub), or a type, built tiny")
+    add("--all", nargs=0, action=_Moved, help=argparse.SUPPRESS)
+    add("--stock", action="store_true", help="Transformers' class also where this package has one")
+    parser.add_shared("--attn", "--seed", "--trust-remote-code")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="default: the checkpoint's; float32 for a type")
+    add("--device", metavar="NAME", help="default: cuda if there is a GPU, else cpu")
+    sources, inputs = ("position_ids", "seq_idx", "cu_seq_lens", "all"), ["position_ids", "all"]
+    told = "boundaries to give the model (default: position_ids all)"
+    add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
+    add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
+    add("--json", type=output_file, metavar="FILE", help="write the report as JSON")
+    return parser
+
+
+class _Moved(argparse.Action):
+    def __call__(self, parser, *_):
+        parser.error("--all is a script now: make support-matrix, or python utils/audit_all.py, in a clone")
 
 
 def hide_gpu_packages() -> list[str]:
@@ -21,13 +51,10 @@ def hide_gpu_packages() -> list[str]:
     return hidden
 
 
-def run_audit(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the report: 0 if it is `ok`, 1 if documents leak, 2 if nothing could be measured."""
-    misplaced = [f"--{name}" for name in ("types", "jobs", "output") if getattr(args, name) is not None]
-    if args.model is None or misplaced:
-        got = " ".join(misplaced) or "neither"
-        print(f"transformers-packed audit: expected a model, or --all with its options, got {got}", file=sys.stderr)
-        return 2
+    import torch
+
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hidden = [] if device.startswith("cuda") else hide_gpu_packages()
     # Model classes choose their kernels when they are imported, so only now.
@@ -36,22 +63,20 @@ def run_audit(args: argparse.Namespace) -> int:
     from ..audit.probe import audit_model
     from ..audit.tiny import load_model
     from ..models.registry import registered
+    from .checkpoint import own_code_refused
+
+    def fail(why: str) -> int:
+        print(f"transformers-packed audit: {why}", file=sys.stderr)
+        return 2
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    options = {name: getattr(args, name) for name in ("attn", "dtype", "trust_remote_code", "seed")}
     try:
-        with nullcontext() if args.stock else registered():
-            model = load_model(
-                args.model,
-                attn=args.attn,
-                dtype=args.dtype,
-                device=device,
-                trust_remote_code=args.trust_remote_code,
-                seed=args.seed,
-            )
+        with nullcontext() if args.stock else registered(), own_code_refused("MODEL_OR_TYPE", args.model):
+            model = load_model(args.model, device=device, **options)
     except Exception as error:  # A configuration or code of the model's own may raise anything.
-        print(f"transformers-packed audit: {args.model} cannot be built: {error}", file=sys.stderr)
-        return 2
+        return fail(f"{args.model} cannot be built: {error}")
     try:
         report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
         if hidden:
@@ -64,34 +89,8 @@ def run_audit(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        print(f"transformers-packed audit: {error}", file=sys.stderr)
-        return 2
+        return fail(str(error))
     if report.refused:
-        reasons = "; ".join(dict.fromkeys(str(result.reason) for result in report.sources.values()))
-        print(f"transformers-packed audit: {args.model} could not be audited: {reasons}", file=sys.stderr)
-        return 2
+        reasons = dict.fromkeys(str(result.reason) for result in report.sources.values())
+        return fail(f"{args.model} could not be audited: {'; '.join(reasons)}")
     return 0 if report.ok else 1
-
-
-def run_all(args: argparse.Namespace) -> int:
-    """Audit every type: 0, 1 if a model of ours leaks, 2 for options of the audit of a single model."""
-    single = ("model", "stock", "attn", "dtype", "device", "lengths", "plot", "seed", "trust_remote_code")
-    misplaced = [name for name in single if getattr(args, name)]
-    if misplaced or args.inputs != ["position_ids", "all"]:
-        print(
-            "transformers-packed audit: --all goes with --types, --jobs, --output and --json alone; "
-            "leave it out to audit one model",
-            file=sys.stderr,
-        )
-        return 2
-    from ..audit.all_types import audit_all, summary
-
-    matrix = audit_all(args.types, jobs=args.jobs)
-    if args.json:
-        args.json.write_text(matrix.to_json(), encoding="utf-8")
-    if args.output:
-        args.output.write_text(matrix.to_markdown(), encoding="utf-8")
-        print(f"{summary(matrix)}\n\nWrote {args.output}")
-    else:
-        print(matrix.to_markdown(), end="")
-    return int(any(matrix.counts()[column]["leaks"] for column in COLUMNS if column[0] == "ours"))

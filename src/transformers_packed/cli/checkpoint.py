@@ -39,12 +39,8 @@ def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrai
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     # Without files Transformers makes an empty one of the class that the configuration's type has.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        raise input_error(
-            f"a tokenizer in {source}",
-            "none",
-            "Save the one that the model was trained with there: tokenizer.save_pretrained(...).",
-            option=option,
-        )
+        fix = "Save the one that the model was trained with there: tokenizer.save_pretrained(...)."
+        raise input_error(f"a tokenizer in {source}", "none", fix, option=option)
     return tokenizer
 
 
@@ -61,12 +57,8 @@ def own_code_refused(option: str, source: str) -> Iterator[None]:
     except ValueError as error:
         if not has_own_code(error):
             raise
-        raise input_error(
-            "a checkpoint that runs no code of its own",
-            f"{source}, which comes with some",
-            "Read that code; --trust-remote-code runs it.",
-            option=option,
-        ) from error
+        expected, fix = "a checkpoint that runs no code of its own", "Read that code; --trust-remote-code runs it."
+        raise input_error(expected, f"{source}, which comes with some", fix, option=option) from error
 
 
 @contextmanager

@@ -75,18 +75,12 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_siz
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|pad|>", "<|eos|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    tokens = {"special_tokens": ["<|pad|>", "<|eos|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **tokens)
     texts = tqdm((text for pair in pairs for text in pair), "training the tokenizer", 2 * len(pairs), unit="text")
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|eos|>", padding_side="right"
-    )
-    fast.save_pretrained(directory)
+    special = {"pad_token": "<|pad|>", "eos_token": "<|eos|>", "padding_side": "right"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
     return AutoTokenizer.from_pretrained(directory)
 
 
@@ -106,16 +100,9 @@ def tokenize(
             continue
         completion = [*tokenizer(source)["input_ids"], tokenizer.eos_token_id]
         truncated += len(prompt) + len(completion) > max_length
-        samples.append(
-            {
-                "input_ids": [*prompt, *completion][:max_length],
-                "labels": [*[-100] * len(prompt), *completion][:max_length],
-            }
-        )
+        columns = {"input_ids": [*prompt, *completion], "labels": [*[-100] * len(prompt), *completion]}
+        samples.append({name: column[:max_length] for name, column in columns.items()})
     if not samples:
-        raise input_error(
-            "functions with docstrings in the standard library's sources",
-            f"{len(pairs)} pairs",
-            "Run it with a Python whose standard library is installed as .py files.",
-        )
+        fix = "Run it with a Python whose standard library is installed as .py files."
+        raise input_error("functions with docstrings in the standard library", f"{len(pairs)} pairs", fix)
     return samples, truncated

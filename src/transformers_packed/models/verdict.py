@@ -1,7 +1,7 @@
 """Does a model keep the documents of a packed row apart? What the audit measured of its type says so.
 
 `support_matrix.json` beside this file holds these measurements for every causal type of Transformers. `make support-matrix`
-writes it, and `audit.matrix` shows it.
+writes it and `docs/support_matrix.md`.
 """
 
 import json
@@ -38,7 +38,7 @@ _FILLED_IN = merge_with_config_defaults(lambda self: None).__code__
 
 @cache
 def measurements() -> dict[str, dict]:
-    """The entries of the support matrix by model type (see `audit.matrix.SupportMatrix`)."""
+    """The entries of the support matrix by model type, as `utils/audit_all.py` describes them."""
     return json.loads(SUPPORT_MATRIX.read_text(encoding="utf-8"))["types"]
 
 

@@ -1,9 +1,7 @@
-"""`transformers-packed plan --gpus`: its formulae against what was measured, what is exchanged, and its own page."""
+"""The plan of `transformers-packed memory`: its formulae against what was measured, what is exchanged, its own page."""
 
 import contextlib
-import io
 import json
-import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -16,7 +14,6 @@ from parameterized import parameterized
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening
-from transformers_packed.cli import main
 from transformers_packed.data.planning.memory import (
     Parameters,
     exchanges,
@@ -233,44 +230,3 @@ class PlanTest(unittest.TestCase):
     def test_another_kind_of_model(self):
         with self.assertRaisesRegex(ValueError, "got llama"):
             plan_sequence_parallel(LlamaConfig(), 1024, 8, 80)
-
-
-class CommandTest(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.path = Path(directory.name)
-
-    def command(self, *arguments):
-        """Exit status, and what the command prints to both outputs."""
-        with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-            try:
-                status = main(["plan", *map(str, arguments)])
-            except SystemExit as stop:
-                status = stop.code
-        return status, output.getvalue()
-
-    @parameterized.expand(["directory", "file"])
-    def test_prints_the_plan(self, source):
-        config = Qwen3_5TextConfig(**SIZE_4B)
-        config.save_pretrained(self.path)
-        model = self.path if source == "directory" else self.path / "config.json"
-        status, output = self.command("--model", model, "--max-length", 2**20, "--gpus", 8, "--gpu-memory", 80)
-        self.assertEqual((status, output), (0, f"{plan_sequence_parallel(config, 2**20, 8, 80).summary()}\n"))
-        for part in ("Needed with gradient checkpointing: P = 8", "states in float32", "FSDP2 beside it"):
-            self.assertIn(part, output)
-
-    def test_what_cannot_be_is_an_error(self):
-        Qwen3_5TextConfig(**SIZE_4B).save_pretrained(self.path)
-        gpus = ("--max-length", 2**20, "--gpus", 2)
-        for arguments, expected, part in (
-            ((*gpus, "--model", self.path, "--gpu-memory", 24), 1, "GiB per GPU"),
-            ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
-            (gpus, 2, "needs --model and --gpu-memory"),
-            ((*gpus, "--model", self.path, "--gpu-memory", 24, "--seed", 3), 2, "--seed: not allowed with --gpus"),
-            (("--data", "x", "--max-length", 9, "--weights", "float32"), 2, "--weights: not allowed with --data"),
-            (("--max-length", 9), 2, "one of the arguments --data --gpus is required"),
-        ):
-            status, output = self.command(*arguments)
-            self.assertEqual(status, expected, output)
-            self.assertIn(part, output)

@@ -1,7 +1,8 @@
-"""`transformers-packed audit --all`: the processes, and the support matrix that comes with the package."""
+"""`utils/audit_all.py`: the processes, and the support matrix that comes with the package."""
 
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import pytest
 import transformers
 from parameterized import parameterized
 
-from transformers_packed import cli
-from transformers_packed.audit import all_types, matrix
-from transformers_packed.audit.all_types import causal_types, run_types
-from transformers_packed.audit.matrix import COLUMNS, SupportMatrix, load_support_matrix
-from transformers_packed.audit.sweep import audit_type
 from transformers_packed.models import families
+from transformers_packed.models.verdict import SUPPORT_MATRIX
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
+import audit_all
+from audit_all import audit_type, causal_types, run_types
 
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,10 @@ def is_running(process: int) -> bool:
 
 def audit(*arguments: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
-        status = cli.main(["audit", *arguments])
+        try:
+            status = audit_all.main([*arguments])
+        except SystemExit as exit:
+            status = exit.code
     return status, stdout.getvalue(), stderr.getvalue()
 
 
@@ -99,12 +104,13 @@ class WorkersTest(unittest.TestCase):
             "import signal, sys\n"
             # What a shell starts in the background may ignore it.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "from transformers_packed import cli\n"
-            "from transformers_packed.audit import all_types\n"
-            "run = all_types.run_types\n"
+            f"sys.path.insert(0, {str(ROOT / 'utils')!r})\n"
+            "import audit_all\n"
+            "run = audit_all.run_types\n"
             f"command = (sys.executable, '-c', {worker!r}, sys.argv[1])\n"
-            "all_types.run_types = lambda types, jobs: run(types, jobs, command=command)\n"
-            "sys.exit(cli.main(['audit', '--all', '--types', 'llama', 'gpt2', '--jobs', '1']))\n"
+            "audit_all.causal_types = lambda: ['llama', 'gpt2']\n"
+            "audit_all.run_types = lambda types, jobs: run(types, jobs, command=command)\n"
+            "sys.exit(audit_all.main(['--jobs', '1']))\n"
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "process")
@@ -117,7 +123,7 @@ class WorkersTest(unittest.TestCase):
             running.send_signal(signal.SIGINT)
             _, stderr = running.communicate(timeout=60)
         self.assertEqual(running.returncode, 130, stderr)
-        self.assertIn("transformers-packed audit: interrupted", stderr)
+        self.assertIn("audit_all: interrupted", stderr)
         self.assertFalse(is_running(worker))
 
 
@@ -127,40 +133,39 @@ class CommandTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             page, data = Path(folder, "page.md"), Path(folder, "data.json")
             status, stdout, stderr = audit(
-                *("--all", "--types", "llama", "qwen3_5_text", "musicgen", "--jobs", "1"),
+                *("--types", "llama", "qwen3_5_text", "musicgen", "--jobs", "1"),
                 *("--output", str(page), "--json", str(data)),
             )
-            found = SupportMatrix.from_json(data.read_text())
-            self.assertEqual(page.read_text(), found.to_markdown())
+            found = json.loads(data.read_text())
+            self.assertEqual(page.read_text(), audit_all.to_markdown(found))
         self.assertEqual(status, 0)
         self.assertIn("3/3", stderr)
         self.assertIn("1 isolated, 1 leaks, 1 not built", stdout)
-        self.assertEqual(list(found.types), ["llama", "qwen3_5_text", "musicgen"])
-        self.assertEqual(found.transformers, transformers.__version__)
-        self.assertEqual(found.verdict("llama", "builtin", "all"), "isolated")
-        self.assertEqual(found.verdict("qwen3_5_text", "ours", "position_ids"), "isolated")
-        self.assertEqual(found.types["qwen3_5_text"]["builtin"]["position_ids"]["module"], "Qwen3_5GatedDeltaNet")
+        types = found["types"]
+        self.assertEqual(list(types), ["llama", "qwen3_5_text", "musicgen"])
+        self.assertEqual(found["transformers"], transformers.__version__)
+        self.assertEqual(types["llama"]["builtin"]["all"]["verdict"], "isolated")
+        self.assertEqual(types["qwen3_5_text"]["ours"]["position_ids"]["verdict"], "isolated")
+        self.assertEqual(types["qwen3_5_text"]["builtin"]["position_ids"]["module"], "Qwen3_5GatedDeltaNet")
 
     def test_status_when_ours_leaks(self):
         leaks = {"position_ids": {"verdict": "leaks", "module": "M", "kind": "state"}, "all": {"verdict": "isolated"}}
         isolated = dict.fromkeys(leaks, {"verdict": "isolated"})
         for builtin, ours, expected in ((leaks, isolated, 0), (isolated, leaks, 1)):
             entry = {"class": "C", "attention": "sdpa", "builtin": builtin, "ours": ours}
-            with mock.patch.object(all_types, "run_types", return_value=[("llama", entry)]):
-                self.assertEqual(audit("--all", "--types", "llama")[0], expected)
+            with mock.patch.object(audit_all, "run_types", return_value=[("llama", entry)]):
+                self.assertEqual(audit("--types", "llama")[0], expected)
 
     @parameterized.expand(
         [
-            ("no_model", [], "expected a model, or --all"),
-            ("types_alone", ["llama", "--types", "llama"], "got --types"),
-            ("model_and_all", ["llama", "--all"], "--all goes with"),
-            ("inputs", ["--all", "--inputs", "seq_idx"], "--all goes with"),
-            ("unknown", ["--all", "--types", "vit"], "expected types in Transformers' mapping .* got vit"),
+            ("type", ["--types", "vit"], "expected types in Transformers' mapping .* got vit"),
+            ("folder", ["--output", "."], "argument --output: expected a file, got the directory"),
+            ("missing_folder", ["--json", "missing/file"], "argument --json: there is no directory missing"),
         ]
     )
     def test_options(self, _, arguments, message):
-        status, _, stderr = audit(*arguments)
-        self.assertIn(status, (1, 2))
+        status, stdout, stderr = audit(*arguments)
+        self.assertEqual((status, stdout), (2, ""))
         self.assertRegex(stderr, message)
 
 
@@ -168,14 +173,14 @@ class SupportMatrixTest(unittest.TestCase):
     """The data that come with the package are those of this code and of the installed Transformers."""
 
     def setUp(self):
-        self.matrix = load_support_matrix()
+        self.matrix = json.loads(SUPPORT_MATRIX.read_text(encoding="utf-8"))
 
     def of_this_version(self):
-        if self.matrix.transformers != transformers.__version__:
-            self.skipTest(f"measured with {self.matrix.transformers}, installed is {transformers.__version__}")
+        if self.matrix["transformers"] != transformers.__version__:
+            self.skipTest(f"measured with {self.matrix['transformers']}, installed is {transformers.__version__}")
 
     def check(self, name: str, entry: dict):
-        want = self.matrix.types[name]
+        want = self.matrix["types"][name]
         self.assertEqual("not_built" in entry, "not_built" in want, name)
         for model in ("builtin", "ours"):
             for source, found in entry.get(model, {}).items():
@@ -188,7 +193,7 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_all_types_are_there(self):
         self.of_this_version()
-        self.assertEqual(sorted(self.matrix.types), sorted(causal_types()), "run make support-matrix")
+        self.assertEqual(sorted(self.matrix["types"]), sorted(causal_types()), "run make support-matrix")
 
     @parameterized.expand(["llama", "gpt2", "qwen3_5_text", "qwen3_5_moe", "bamba", "lfm2", "opt", "gpt_oss", "bert"])
     def test_audited_again(self, name):
@@ -204,35 +209,33 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_the_page_is_made_of_them(self):
         page = ROOT / "docs" / "support_matrix.md"
-        self.assertEqual(page.read_text(encoding="utf-8"), self.matrix.to_markdown(), "run make support-matrix")
-        self.assertEqual(matrix.SUPPORT_MATRIX.read_text(encoding="utf-8"), self.matrix.to_json())
+        self.assertEqual(
+            page.read_text(encoding="utf-8"), audit_all.to_markdown(self.matrix), "run make support-matrix"
+        )
+        self.assertEqual(SUPPORT_MATRIX.read_text(encoding="utf-8"), audit_all.to_json(self.matrix))
 
     def test_known_leaks_are_seen(self):
         for name in KNOWN_TO_LEAK:
-            self.assertEqual(self.matrix.verdict(name, "builtin", "position_ids"), "leaks", name)
+            self.assertEqual(self.matrix["types"][name]["builtin"]["position_ids"]["verdict"], "leaks", name)
 
     def test_hardly_any_type_is_missing(self):
-        missing = [name for name, entry in self.matrix.types.items() if "not_built" in entry]
+        missing = [name for name, entry in self.matrix["types"].items() if "not_built" in entry]
         self.assertLess(len(missing), 10, missing)
 
     def test_counts(self):
-        for column in COLUMNS:
-            self.assertEqual(sum(self.matrix.counts()[column].values()), len(self.matrix.types))
-
-    def test_json_of_something_else(self):
-        for text in ("", "{}", '{"types": {}}', "[]"):
-            with self.assertRaisesRegex(ValueError, "expected"):
-                SupportMatrix.from_json(text)
+        for found in audit_all.counts(self.matrix).values():
+            self.assertEqual(sum(found.values()), len(self.matrix["types"]))
 
     def test_unpacking_is_told_apart(self):
         """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
-        with mock.patch.object(families, "UNPACKED", families.UNPACKED | {"qwen3_5": "no kernel takes boundaries"}):
+        unpacked = families.Unpacked("Qwen3_5TextModel", "no kernel takes boundaries")
+        with mock.patch.object(families, "UNPACKED", families.UNPACKED | {"qwen3_5": unpacked}):
             entry = audit_type("qwen3_5_text")
             self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
         for found in entry["ours"].values():
             self.assertEqual(found, {"verdict": "isolated by unpacking", "reason": "no kernel takes boundaries"})
         self.assertEqual(entry["builtin"]["position_ids"]["verdict"], "leaks")
         entry["ours"]["all"] = {"verdict": "leaks", "module": "A|B", "kind": "state"}
-        page = SupportMatrix("1", "2", {"qwen3_5_text": entry}).to_markdown()
+        page = audit_all.to_markdown({"transformers": "1", "torch": "2", "types": {"qwen3_5_text": entry}})
         self.assertIn("| isolated by unpacking |  |  | 1 |  |", page)
         self.assertIn("| isolated by unpacking | leaks: `A\\|B` (state) |", page)

@@ -1,0 +1,160 @@
+"""The processes of the demo: `python -m transformers_packed.cli.demo_arms TASK FOLDER` makes the model or trains an arm."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PrinterCallback,
+    ProgressCallback,
+    Qwen3_5TextConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import logging
+
+from ..data.collator import DataCollatorWithFlattening
+from ..models.registry import registered
+from ..ops import implementations_used
+from .demo import KERNEL_PACKAGES, MAX_LENGTH
+
+
+LEARNING_RATE = 1e-3
+
+
+def make_model(work: Path, settings: dict[str, int]) -> None:
+    """Write the untrained model, from which both arms start, to `work`."""
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    set_seed(settings["seed"])
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(work / "model")
+    print(
+        f"Qwen3_5ForCausalLM with {model.num_parameters() / 1e6:.1f} M parameters, float32; "
+        f"{settings['steps']} steps of {settings['batch_size']} samples per arm.",
+        flush=True,
+    )
+
+
+def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
+    """Train one arm, in this process, and write its figures to `<arm>.json` in `work`."""
+    import psutil
+
+    if arm == "packed":
+        with registered():
+            model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+        collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(work / "tokenizer"), padding=True)
+    batches = []
+
+    def counted(features: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collator(features)
+        real = sum(len(feature["input_ids"]) for feature in features)
+        batches.append((len(features), real, batch["input_ids"].numel()))
+        return batch
+
+    arguments = TrainingArguments(
+        output_dir=str(work / arm),
+        use_cpu=True,
+        max_steps=settings["steps"],
+        per_device_train_batch_size=settings["batch_size"],
+        dataloader_drop_last=True,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        seed=settings["seed"],
+        data_seed=settings["seed"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = json.loads((work / "samples.json").read_text(encoding="utf-8"))
+    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[Progress(arm)])
+    trainer.remove_callback(PrinterCallback)
+    before = psutil.Process().memory_info().rss
+    metrics = trainer.train().metrics
+
+    # The data loader collates one batch ahead, so there may be more batches than steps.
+    samples, real_tokens, computed_tokens = map(sum, zip(*batches[: settings["steps"]], strict=True))
+    result = {
+        "samples": samples,
+        "real_tokens": real_tokens,
+        "computed_tokens": computed_tokens,
+        "seconds": metrics["train_runtime"],
+        "memory_before": before,
+        "peak_memory": peak_memory(),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "implementations": implementations_used(isolating=True),
+    }
+    (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+class Progress(ProgressCallback):
+    """A progress bar with the arm's name and its loss."""
+
+    def __init__(self, arm: str):
+        super().__init__()
+        self.arm = arm
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.training_bar.set_description(f"training, {self.arm}")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.3f}")
+
+
+def peak_memory() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        # Linux: what getrusage tells starts at the peak of the process that started this one.
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+    except (OSError, TypeError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main(task: str, work: Path) -> None:
+    """Run one task, on the torch forms of every op."""
+    # Before any modeling file is imported: those take the kernels whenever they can be imported.
+    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    settings = json.loads((work / "settings.json").read_text(encoding="utf-8"))
+    if task == "model":
+        make_model(work, settings)
+    else:
+        train_arm(task, work, settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

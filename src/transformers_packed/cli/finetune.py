@@ -1,0 +1,250 @@
+"""Fine-tune a supported model with the stock Trainer, a row per batch of samples.
+
+The data, the model and every setting are checked first. Only then is the output directory made; `run_folder.py` says
+what it gets. The built-in classes load the model.
+"""
+
+import os
+import sys
+import time
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from ..data.collator import DataCollatorWithFlattening
+from ..data.records.samples import Samples, make_samples, read_records
+from ..errors import input_error
+from ..models.families import FAMILIES
+from ..models.registry import registered
+from ..ops import implementations_used
+from ..training.run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
+from .checkpoint import has_own_code, load_tokenizer
+
+
+KEPT_CHECKPOINTS = 2
+
+
+def finetune(settings: Namespace) -> int:
+    """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
+
+    `settings` are the options of the `train` command.
+
+    Raises:
+        `ImportError`: an optional package that is asked for is missing.
+        `OSError`: the model, the data or the output directory cannot be read or written. What was not written
+            completely is not there.
+        `ValueError`: the data, the model or the settings do not fit. Nothing has been written then.
+    """
+    checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
+    settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
+    if settings.lora and find_spec("peft") is None:
+        raise ImportError("--lora needs peft: pip install peft")
+    # An adapter names its base model, which must still be found from another directory.
+    source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
+    config = supported_config(source)
+    tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
+    records = read_records(settings.data, settings.split, settings.subset)
+    samples = make_samples(records, tokenizer, settings.max_length, settings.format)
+    kept = settings_to_keep(settings, source, samples)
+    if settings.resume:
+        check_same_settings(settings.output, kept)
+    _say(
+        f"{len(samples.data)} samples ({samples.format}) with {samples.tokens} tokens, {samples.targets} of them targets; "
+        f"{samples.truncated} cut at {settings.max_length} tokens, {samples.dropped} without a target dropped."
+    )
+
+    set_seed(settings.seed)
+    bfloat16 = computes_in_bfloat16(settings.dtype)
+    model = load_model(source, settings, bfloat16)
+    check_vocabulary(model, samples)
+    trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
+    base = model.get_base_model() if settings.lora else model
+    _say(
+        f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}"
+        f"{'' if config.get_text_config() is config else ', its language model alone'}: "
+        f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
+        f"{'bfloat16' if bfloat16 else 'float32'} on {trainer.args.device}."
+    )
+    for wrong in damaged:
+        _say(f"Left out {wrong}.")
+    if checkpoint is not None:
+        _say(f"Resuming from {checkpoint}.")
+    elif settings.resume:
+        _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
+    if trainer.is_world_process_zero():
+        write_settings(settings.output, kept)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except _NothingLeftError:
+        _say("No step was left to train.")
+    except KeyboardInterrupt:
+        print(f"\nInterrupted at step {trainer.state.global_step}: {left(settings.output)}.", file=sys.stderr)
+        raise
+    trainer.save_to_folder()
+    for op, names in implementations_used(isolating=True).items():
+        _say(f"  {op}: {', '.join(names)}")
+    _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
+    return 0
+
+
+def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
+    """What a resumed run must share with the one before: with something else it would not continue that run."""
+    names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
+    return {
+        "model": source,
+        "samples": samples.fingerprint(),
+        "lora_rank": settings.lora_rank if settings.lora else None,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        **{name: getattr(settings, name) for name in names},
+    }
+
+
+def supported_config(source: str) -> PreTrainedConfig:
+    """The configuration of a checkpoint that one of our causal language models serves."""
+    supported = {
+        name: family
+        for family in FAMILIES
+        for name, ours in FAMILIES[family].items()
+        if "AutoModelForCausalLM" in ours
+    }
+    try:
+        # What we train needs no code of the checkpoint's own.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        found = f"{type(config).__name__} ({config.model_type})"
+    except OSError as error:
+        message = " ".join(str(error).split())
+        raise OSError(f"--model: no checkpoint can be read from {source}: {message}") from error
+    except ValueError as error:  # a model type that Transformers does not know
+        config, found = None, "code of its own" if has_own_code(error) else " ".join(str(error).split())
+    if type(config).__name__ not in supported:
+        families = ", ".join(sorted(set(supported.values())))
+        raise input_error(f"a checkpoint of {families}", f"{source}: {found}", option="--model")
+    return config
+
+
+def computes_in_bfloat16(dtype: str) -> bool:
+    """Whether matrix products run in bfloat16."""
+    if dtype == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return dtype == "bfloat16"
+
+
+def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
+    """Our causal language model of the checkpoint, with LoRA adapters if those are asked for."""
+    # Small updates vanish in bfloat16 weights, so what is trained is float32.
+    dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
+    options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
+    with registered():
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    if not settings.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    rank = settings.lora_rank
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, adapters)
+
+
+def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
+    """Raise a `ValueError` when the tokenizer made tokens that the model does not have."""
+    size = model.get_input_embeddings().weight.shape[0]
+    largest = max(int(sample["input_ids"].max()) for sample in samples.data)
+    if largest >= size:
+        expected = f"a tokenizer with ids below {size}, the size of the model's vocabulary"
+        raise input_error(expected, f"the id {largest}", "Save the model's own beside it.", option="--model")
+
+
+def make_trainer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
+) -> RunFolderTrainer:
+    """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
+    arguments = TrainingArguments(
+        output_dir=str(settings.output),
+        num_train_epochs=settings.epochs,
+        max_steps=settings.max_steps or -1,
+        per_device_train_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        activation_checkpointing=settings.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        bf16=bfloat16,
+        use_cpu=not torch.cuda.is_available(),
+        # The packed forward makes no cache; this keeps the checkpoint's own setting for those who generate with it.
+        use_cache=model.config.use_cache,
+        seed=settings.seed,
+        data_seed=settings.seed,
+        save_strategy="steps" if settings.save_steps else "no",
+        save_steps=settings.save_steps or 1,
+        save_total_limit=KEPT_CHECKPOINTS,
+        logging_steps=settings.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all",
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    if arguments.n_gpu > 1:
+        # The Trainer would split each row over the devices.
+        arguments._n_gpu = 1
+        _say("Using one of the GPUs; start the command with torchrun --no-python to use more.")
+    trainer = RunFolderTrainer(
+        model,
+        arguments,
+        data_collator=DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model),
+        train_dataset=samples.data,
+        processing_class=tokenizer,
+        callbacks=[_Progress()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class _NothingLeftError(Exception):
+    """The checkpoint, which the Trainer has loaded by then, is that of the last step."""
+
+
+class _Progress(TrainerCallback):
+    """A line for the plan, one per logged loss, and one for the whole."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise _NothingLeftError  # the Trainer would make one more step
+        self.start, self.tokens_before = time.perf_counter(), state.num_input_tokens_seen
+        _say(
+            f"{state.max_steps} steps, rows of up to {args.per_device_train_batch_size} samples, "
+            f"{args.gradient_accumulation_steps * args.world_size} to a step, learning rate up to {args.learning_rate:g}."
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            _say(f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        seconds = time.perf_counter() - self.start
+        tokens = state.num_input_tokens_seen - self.tokens_before
+        _say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second. What ran:")
+
+
+def _say(line: str) -> None:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, flush=True)

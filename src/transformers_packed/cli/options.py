@@ -1,0 +1,71 @@
+"""What the commands share: their parser, the types of options, and the options that several of them have."""
+
+import argparse
+from pathlib import Path
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that shows defaults, and that knows the options which several commands have."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=_Formatter, **kwargs)
+
+    def add_count(self, flag: str, help: str, default: int | None = None) -> None:
+        """Add an option that counts something."""
+        self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
+
+    def add_shared(self, *flags: str) -> None:
+        """Add some of the options in `_SHARED`."""
+        for flag in flags:
+            self.add_argument(flag, **_SHARED[flag])
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default is None or action.default is False or "default:" in action.help
+        return action.help if told else super()._get_help_string(action)
+
+
+def positive_int(text: str) -> int:
+    """The `type` of options that count something."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """The `type` of options that measure something."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
+
+
+def output_file(text: str) -> Path:
+    """The `type` of options that name a file to write: what would fail after minutes fails at once."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file, got the directory {text}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent} for {text}")
+    return path
+
+
+_DATA = "JSON-lines or parquet file, or dataset: a name on the Hub or a directory"
+_ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
+_SHARED = {
+    "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
+    "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
+    "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},
+    "--format": {
+        "choices": ("messages", "prompt-completion", "text"),
+        "help": "which columns to use (default: those found)",
+    },
+    "--attn": {"metavar": "NAME", "help": _ATTN},
+    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "of all that is drawn at random"},
+    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the checkpoint"},
+}

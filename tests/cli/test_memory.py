@@ -1,0 +1,74 @@
+"""`transformers-packed memory`, and its old name `plan --gpus`."""
+
+import contextlib
+import io
+import tempfile
+import unittest
+from pathlib import Path
+
+from parameterized import parameterized
+from transformers import Qwen3_5TextConfig
+
+from transformers_packed.cli import main
+from transformers_packed.data.planning.memory import plan_sequence_parallel
+
+
+SIZE_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 32,
+}
+
+
+class MemoryCommandTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.path = Path(directory.name)
+        self.config = Qwen3_5TextConfig(**SIZE_4B)
+        self.config.save_pretrained(self.path)
+
+    def command(self, *arguments):
+        """Exit status, and what the command prints to stdout and stderr."""
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
+            try:
+                status = main([*map(str, arguments)])
+            except SystemExit as stop:
+                status = stop.code
+        return status, stdout.getvalue(), stderr.getvalue()
+
+    @parameterized.expand(["directory", "file"])
+    def test_prints_the_plan(self, source):
+        model = self.path if source == "directory" else self.path / "config.json"
+        options = ("--model", model, "--max-length", 2**20, "--gpu-memory", 80)
+        expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
+        self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
+        for part in ("Needed with gradient checkpointing: P = 8", "states in float32", "FSDP2 beside it"):
+            self.assertIn(part, expected)
+        deprecated = "transformers-packed plan --gpus is deprecated: use transformers-packed memory\n"
+        self.assertEqual(self.command("plan", "--gpus", 8, *options), (0, expected, deprecated))
+        self.assertEqual(self.command("plan", "--gpus=8", *options), (0, expected, deprecated))
+
+    def test_what_cannot_be_is_an_error(self):
+        gpus = ("--max-length", 2**20, "--gpus", 2)
+        fits = (*gpus, "--model", self.path, "--gpu-memory", 24)
+        for arguments, expected, part in (
+            (fits, 1, "GiB per GPU"),
+            ((*gpus, "--model", self.path / "missing", "--gpu-memory", 24), 1, "missing"),
+            (gpus, 2, "arguments are required: --model, --gpu-memory"),
+            ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
+            ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
+        ):
+            for command in ("memory", "plan"):
+                status, stdout, stderr = self.command(command, *arguments)
+                self.assertEqual((status, stdout), (expected, ""), stderr)
+                self.assertIn(part, stderr)
+        arguments = ("plan", "--data", "x", "--max-length", 9, "--weights", "float32")
+        self.assertIn("unrecognized arguments: --weights", self.command(*arguments)[2])
+        self.assertIn("arguments are required: --data", self.command("plan", "--max-length", 9)[2])

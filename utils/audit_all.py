@@ -1,0 +1,387 @@
+"""Audit a tiny model of every causal type of Transformers, built-in and as `patch_model` makes it.
+
+Workers are processes that read model types from standard input and answer each with its entry of the support matrix, a
+line of JSON. A type that crashes, hangs or takes all memory ends its process, which is that type's verdict; a new
+process goes on with the next one. The matrix is the dictionary in `support_matrix.json`: the versions and `types`, by
+model type an entry: `not_built`, a reason, or else `class`, `attention` (the implementation that ran), and under
+`builtin` and `ours` a verdict by source of boundaries, with the `module` and `kind` of what leaks or the `reason`.
+
+Usage: python utils/audit_all.py [--types TYPE ...] [--jobs N] [--output FILE.md] [--json FILE]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from tqdm import tqdm
+
+from transformers_packed.cli.audit import hide_gpu_packages
+from transformers_packed.cli.options import output_file, positive_int
+
+
+SOURCES = ("position_ids", "all")
+# What the collator can give beside position ids.
+PARTIAL = ("position_ids+seq_idx", "position_ids+cu_seq_lens")
+# What the page shows of an entry: the model, what it is told of the documents, and the title of the column.
+COLUMNS = {
+    ("builtin", "position_ids"): "built-in, `position_ids`",
+    ("builtin", "all"): "built-in, all",
+    ("ours", "position_ids"): "`patch_model`, `position_ids`",
+    ("ours", "all"): "`patch_model`, all",
+}
+VERDICTS = ("isolated", "isolated by unpacking", "leaks", "refused", "not built")
+INTRODUCTION = """# Which models keep packed documents apart?
+
+Measured by `make support-matrix` with {versions}, in float32 on a CPU, where the kernels of other packages cannot run.
+
+Every type in Transformers' causal language model mapping was built tiny, with random weights and each of its kinds of
+layers, and given one row of five documents. Then each document was changed in turn. `position_ids` are ids that restart
+in every document; *all* adds `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k` and the maximum lengths, as the collator gives
+them with every flag set. *built-in* is Transformers' class as it is, *`patch_model`* what this package makes of it.
+
+* **isolated**: logits and gradients of a document depend on no other one, and are those of the document by itself;
+* **isolated by unpacking**: the same, as the model runs its documents one by one;
+* **leaks**: they are not. The first module that leaks is named, and how: through `attention`, a `convolution` or a
+  `state`; `boundary` is a document cut in the wrong place, `positions` one that no other one touches and that yet
+  differs from itself alone;
+* **refused**: an error stops the model, or the model is not causal, so that packing has no meaning for it;
+* **not built**: no tiny model of the type could be built.
+
+"""
+TIME_LIMIT = 180.0
+# A tiny model that needs more is none.
+MEMORY_LIMIT = 8 * 2**30
+WORKER = (sys.executable, __file__, "--worker")
+
+
+# One type
+
+
+def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
+    """The entry of the support matrix for a model type: verdicts by source, of the built-in model and of ours."""
+    from transformers_packed import patch_model
+    from transformers_packed.audit.probe import audit_model, conv_width
+    from transformers_packed.audit.tiny import load_model
+    from transformers_packed.models.verdict import text_config
+
+    try:
+        model = load_model(model_type, seed=seed)
+    except Exception as error:  # Whatever a configuration or a model raises.
+        return {"not_built": message(error)}
+    entry: dict[str, Any] = {"class": type(model).__name__, "attention": text_config(model)._attn_implementation}
+    # A single token, less than the convolution, the edges of a chunk of 64, and several chunks; few tokens keep it fast.
+    lengths = [65, 1, 130, max(conv_width(model) - 1, 1), 64]
+
+    def verdicts(inputs: tuple[str, ...]) -> dict[str, dict]:
+        report = audit_model(model, lengths=lengths, inputs=inputs, seed=seed)
+        return {name: verdict_of(report, name) for name in inputs}
+
+    entry["builtin"] = verdicts(SOURCES)
+    # What is between two ends of one verdict has it too.
+    if {found["verdict"] for found in entry["builtin"].values()} not in ({"isolated"}, {"refused"}):
+        entry["builtin"] |= verdicts(PARTIAL)
+    try:
+        model = patch_model(model)
+    except (ImportError, ValueError) as error:
+        entry["ours"] = dict.fromkeys(SOURCES, {"verdict": "refused", "reason": message(error)})
+        return entry
+    entry["ours"] = verdicts(SOURCES)
+    cause = unpacking_cause(model)
+    for found in entry["ours"].values():
+        if cause is not None and found["verdict"] == "isolated":
+            found.update(verdict="isolated by unpacking", reason=cause)
+    return entry
+
+
+def unpacking_cause(model: Any) -> str | None:
+    """Why `patch_model` lets this model run its documents one by one; `None` if it runs the row as it is."""
+    from transformers import PreTrainedModel
+
+    from transformers_packed.models import families
+
+    # Ours derive from the built-in classes, whose modules are named after the family.
+    modules = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    homes = (base.__module__ for module in modules for base in type(module).__mro__)
+    names = (home.split(".")[-2] for home in homes if home.startswith("transformers.models."))
+    return next((families.UNPACKED[name].cause for name in names if name in families.UNPACKED), None)
+
+
+def verdict_of(report: Any, source: str) -> dict[str, str]:
+    """What the matrix says of one source of an [`AuditReport`]."""
+    result = report.sources[source]
+    found = {"verdict": result.verdict}
+    if result.verdict == "refused":
+        # Figures differ from machine to machine.
+        found["reason"] = re.sub(r"^(not causal): .*", r"\1: later tokens change earlier ones", result.reason)
+    if result.verdict == "leaks":
+        leaks = [leak for leak in report.leaks if leak.source == source]
+        order = ("forward", "backward", "alone")
+        leak = min(leaks, key=lambda leak: (leak.module is None, order.index(leak.direction)))
+        found["module"] = leak.module_class or "not found"
+        found["kind"] = leak.kind or leak.direction
+    return found
+
+
+def message(error: Exception) -> str:
+    """An error in one line, with its type."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    # The first line of a validator's message only says that it is one.
+    return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
+
+
+def answer() -> None:
+    """What a worker does: answer every line of standard input, a model type, with a line of JSON."""
+    hide_gpu_packages()
+    # What a model prints must not get between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    for line in sys.stdin:
+        print(json.dumps(audit_type(line.strip())), file=answers, flush=True)
+
+
+# All types, in processes
+
+
+def causal_types() -> list[str]:
+    """Every type in Transformers' mapping of causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def audit_all(types: Sequence[str], jobs: int) -> dict[str, Any]:
+    """The support matrix of these types, measured in `jobs` processes, with a progress bar on stderr."""
+    found = {}
+    with tqdm(total=len(types), unit="type", file=sys.stderr) as bar:
+        for name, entry in run_types(types, jobs):
+            found[name] = entry
+            bar.set_postfix_str(name)
+            bar.update()
+    versions = {name: version(name).partition("+")[0] for name in ("transformers", "torch")}
+    return {**versions, "types": {name: found[name] for name in types}}
+
+
+def run_types(
+    types: Sequence[str], jobs: int, time_limit: float = TIME_LIMIT, command: Sequence[str] = WORKER
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each type with its entry, in the order in which they finish. `command` starts a worker."""
+    waiting, done = queue.SimpleQueue(), queue.SimpleQueue()
+    for name in types:
+        waiting.put(name)
+    workers = [Worker(command, time_limit) for _ in range(min(jobs, len(types)))]
+    threads = [threading.Thread(target=worker.run, args=(waiting, done), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in types:
+            result = done.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    finally:
+        for worker in workers:
+            worker.stop()
+        for thread in threads:
+            thread.join(timeout=10.0)
+
+
+class Worker:
+    """A process that audits type after type, and is started again when it has died."""
+
+    def __init__(self, command: Sequence[str], time_limit: float):
+        self.command, self.time_limit = command, time_limit
+        self.process: subprocess.Popen | None = None
+        self.stopped = False
+        self.lock = threading.Lock()
+
+    def run(self, waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
+        """Audit the types that wait, until there are none or `stop` is called."""
+        while not self.stopped:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                done.put((name, self.audit(name)))
+            except Exception as error:  # Nobody would ever learn of it in this thread.
+                done.put(error)
+        self.stop()
+
+    def audit(self, name: str) -> dict[str, Any]:
+        """The entry of one type."""
+        process = self._start()
+        late = threading.Event()
+
+        def give_up():
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self.time_limit, give_up)
+        timer.start()
+        try:
+            process.stdin.write(f"{name}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line.endswith("\n"):
+            return json.loads(line)
+        status = self._end()
+        if late.is_set():
+            return {"not_built": f"no answer within {self.time_limit:g} s"}
+        try:
+            return {"not_built": f"the process ended with {signal.Signals(-status).name}"}
+        except ValueError:
+            return {"not_built": f"the process ended with exit status {status}"}
+
+    def _start(self) -> subprocess.Popen:
+        with self.lock:
+            if self.stopped:
+                raise RuntimeError("stopped")
+            if self.process is None:
+                # In a session of its own Ctrl-C does not reach it, and stopping it is up to `stop`.
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    encoding="utf-8",
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+            return self.process
+
+    def _end(self) -> int:
+        with self.lock:
+            process, self.process = self.process, None
+        if process is None:
+            return 0
+        process.kill()
+        status = process.wait()
+        # What it did not read any more.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        return status
+
+    def stop(self) -> None:
+        """End the process."""
+        self.stopped = True
+        self._end()
+
+
+# The matrix as text
+
+
+def counts(matrix: dict[str, Any]) -> dict[tuple[str, str], Counter]:
+    """For each of `COLUMNS` how many types have which verdict."""
+    entries = matrix["types"].values()
+    return {
+        (model, source): Counter("not built" if "not_built" in e else e[model][source]["verdict"] for e in entries)
+        for model, source in COLUMNS
+    }
+
+
+def summary(matrix: dict[str, Any]) -> str:
+    """One line for each of the columns: how many types have which verdict."""
+    return "\n".join(
+        f"{title.replace('`', '')}: " + ", ".join(f"{count} {verdict}" for verdict, count in found.most_common())
+        for title, found in zip(COLUMNS.values(), counts(matrix).values(), strict=True)
+    )
+
+
+def to_json(matrix: dict[str, Any]) -> str:
+    """JSON with a line for each type."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in matrix["types"].items())
+    head = "".join(f' "{name}": {json.dumps(matrix[name])},\n' for name in ("transformers", "torch"))
+    return f'{{\n{head} "types": {{\n{lines}\n }}\n}}\n'
+
+
+def to_markdown(matrix: dict[str, Any]) -> str:
+    """The page `docs/support_matrix.md`."""
+    found = counts(matrix)
+    lines = [
+        INTRODUCTION.format(versions=f"transformers {matrix['transformers']} and torch {matrix['torch']}")
+        + _row(f"{len(matrix['types'])} types", *COLUMNS.values()),
+        "|---|" + "---:|" * len(COLUMNS),
+        *(_row(verdict, *(found[column][verdict] or "" for column in COLUMNS)) for verdict in VERDICTS),
+        "",
+        _row("type", "class", *COLUMNS.values(), "why"),
+        "|---" * (len(COLUMNS) + 3) + "|",
+    ]
+    for name, entry in sorted(matrix["types"].items()):
+        if "not_built" in entry:
+            lines.append(_row(f"`{name}`", "", *["not built"] * len(COLUMNS), entry["not_built"]))
+            continue
+        cells = [entry[model][source] for model, source in COLUMNS]
+        reasons = dict.fromkeys(cell["reason"] for cell in cells if "reason" in cell)
+        lines.append(_row(f"`{name}`", f"`{entry['class']}`", *map(_cell, cells), "; ".join(reasons)))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(found: dict[str, str]) -> str:
+    leak = f": `{found['module']}` ({found['kind']})" if found["verdict"] == "leaks" else ""
+    return found["verdict"] + leak
+
+
+def _row(*cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Audit the types: the exit status is 0, 1 if a model of ours leaks, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--types", nargs="+", metavar="TYPE", help="these types only")
+    add("--jobs", type=positive_int, metavar="N", help="processes (default: one for each core)")
+    add("--output", type=output_file, metavar="FILE.md", help="write the matrix there, not to stdout")
+    add("--json", type=output_file, metavar="FILE", help="write the matrix as JSON")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        answer()
+        return 0
+    known = causal_types()
+    types = list(dict.fromkeys(args.types or known))
+    unknown = ", ".join(name for name in types if name not in known)
+    if unknown:
+        parser.error(f"--types: expected types in Transformers' mapping of causal language models, got {unknown}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        matrix = audit_all(types, args.jobs or cores or 1)
+    except KeyboardInterrupt:
+        print("\naudit_all: interrupted", file=sys.stderr)
+        return 130
+    if args.json:
+        args.json.write_text(to_json(matrix), encoding="utf-8")
+    if args.output:
+        args.output.write_text(to_markdown(matrix), encoding="utf-8")
+        print(f"{summary(matrix)}\n\nWrote {args.output}")
+    else:
+        print(to_markdown(matrix), end="")
+    return int(any(found["leaks"] for (model, _), found in counts(matrix).items() if model == "ours"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
