@@ -533,9 +533,8 @@ class PackedModelTesterMixin:
         batch = {**packed_batch(self.documents), **changes}
         batch = {name: value for name, value in batch.items() if value is not None}
         for each in (model, model.model):
-            with self.assertRaisesRegex(ValueError, f"(?s){type(each).__name__}|SequenceBoundaries") as caught:
+            with self.assertRaisesRegex(ValueError, f"(?s){pattern}"):
                 each(**batch)
-            self.assertRegex(str(caught.exception), pattern)
             batch.pop("labels", None)
 
     def test_flex_attention_is_refused_without_a_gpu(self):
