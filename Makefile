@@ -6,7 +6,7 @@ CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
 # Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
 PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
-# What knows tensors or data only, and one family of models: no Trainer, no process but the workers, no interpreted kernel.
+# What knows tensors or data only, and one family of models, and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
 NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/data/planning/test_memory.py
 SEED ?= 0
@@ -42,7 +42,7 @@ demo: .venv/.installed  ## Train a small model padded and packed on the CPU, pri
 test: .venv/.installed  ## Run the test suite (CPU).
 	$(BIN)/python $(PYTEST) $(TESTS)
 
-test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, data, ops and the Qwen3.5 family (CPU, under 2 minutes).
+test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, data, ops and the Qwen3.5 family (CPU).
 	$(BIN)/python $(PYTEST) $(FAST) $(NOT_FAST:%=--ignore=%)
 
 test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest supported release of every dependency.

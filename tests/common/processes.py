@@ -178,7 +178,7 @@ def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, wr
 
 
 def _start_server() -> None:
-    """Start it where it can import modules of the tests."""
+    """Start it where it can import modules of the tests, and without a network."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}):
         forkserver.ensure_running()

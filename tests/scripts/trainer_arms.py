@@ -1,6 +1,6 @@
 """Train one model with the stock Trainer: `padded` through the built-in class, `packed` or `padded_ours` through ours.
 
-Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, so that torchrun can start it in several processes.
+Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, to be run in several processes, as torchrun starts them.
 """
 
 import os
