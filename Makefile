@@ -4,10 +4,15 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
+# Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
+PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+# What knows tensors or data only, and one family of models, and the checks of a Trainer: no process but the workers, no interpreted kernel.
+FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
+NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/data/planning/test_memory.py
 SEED ?= 0
 SECONDS ?= 120
 
-.PHONY: demo test test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream style quality modular check-modular help
+.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -35,10 +40,13 @@ demo: .venv/.installed  ## Train a small model padded and packed on the CPU, pri
 	$(BIN)/transformers-packed demo
 
 test: .venv/.installed  ## Run the test suite (CPU).
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
+	$(BIN)/python $(PYTEST) $(TESTS)
+
+test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, data, ops and the Qwen3.5 family (CPU).
+	$(BIN)/python $(PYTEST) $(FAST) $(NOT_FAST:%=--ignore=%)
 
 test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest supported release of every dependency.
-	.venv-lowest/bin/python -m pytest -n auto -m "not slow and not gpu" $(TESTS)
+	.venv-lowest/bin/python $(PYTEST) $(TESTS)
 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
 	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)

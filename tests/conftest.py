@@ -22,6 +22,23 @@ for package in HIDDEN if torch.cuda.is_available() else ("fla", "causal_conv1d")
     sys.modules.setdefault(package, None)
 
 
+# Files whose tests take longest, each of them or in its set-up: they start first, or one worker ends a minute late.
+LONGEST = (
+    "tests/models/test_compile.py",
+    "tests/parallel/test_trainer.py",
+    "tests/parallel/test_layers.py",
+    "tests/parallel/test_models.py",
+    "tests/test_example_scripts.py",
+    "tests/models/test_fused_layers.py",
+    "tests/utils/test_upstream_patch.py",
+    "tests/cli/test_demo.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 def pytest_terminal_summary(terminalreporter):
     from common import gpu
 

@@ -1,11 +1,21 @@
-"""Run a function in several processes that form a group, and hand back what each of them returned. Rows to cut."""
+"""Functions in several processes that form a group, and scripts in one process or several. Rows to cut.
+
+The processes are forks of a server that has imported what they need, so that they cost their work and no imports.
+"""
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import runpy
+import socket
+import sys
 import tempfile
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,8 +27,18 @@ TIMEOUT = timedelta(seconds=45)
 # Where one process may compile kernels while the others wait.
 GPU_TIMEOUT = timedelta(seconds=240)
 
-# Processes come from one that has imported these: most of what a test takes would be imports otherwise.
-multiprocessing.set_forkserver_preload(["torch", "transformers", "transformers_packed.training.trainer"])
+TESTS = Path(__file__).resolve().parents[1]
+# What the server imports. First of all conftest.py, which hides packages from the modeling files.
+multiprocessing.set_forkserver_preload(
+    [
+        "conftest",
+        "mixins.vision",
+        "transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe",
+        "transformers_packed.training.trainer",
+        "torch.distributed.tensor",
+        "torch.testing",
+    ]
+)
 
 # The environment in which accelerate shards without GPUs.
 FSDP_ON_CPU = {
@@ -56,6 +76,7 @@ def run_processes(function, processes: int, *args, backend: str = "gloo") -> lis
 
     With the backend `"nccl"` each process has a GPU of its own.
     """
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         # What was imported before a fork may have asked CUDA something, and then it does not work in the child.
         start = "spawn" if backend == "nccl" else "forkserver"
@@ -94,3 +115,70 @@ def _run(rank: int, function, processes: int, folder: str, args: tuple, backend:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+class Finished(NamedTuple):
+    """How a process ended: its exit status, and what it wrote."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_script(
+    path: Path | str, *arguments: str, processes: int = 1, folder: Path | str | None = None, **variables: str
+):
+    """`path` as `python` runs it, or as torchrun does with several `processes`: a [`Finished`] of each.
+
+    `folder` is the working directory, `variables` are of the environment. A process begins with nothing registered or
+    patched, but with the modules imported that the server has.
+    """
+    _start_server()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | variables
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": port}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as written:
+        running = []
+        for rank in range(processes):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            call = (str(path), arguments, folder or os.getcwd(), environment | ranks, f"{written}/{rank}")
+            running.append(context.Process(target=_run_as_main, args=call))
+            running[-1].start()
+        # One that fails leaves the others waiting for it.
+        while any(process.exitcode is None for process in running) and not any(x.exitcode for x in running):
+            multiprocessing.connection.wait([x.sentinel for x in running if x.exitcode is None])
+        failed = any(process.exitcode for process in running)
+        for process in running:
+            process.join(TIMEOUT.total_seconds() if failed else None)
+            process.kill()
+            process.join()
+        return [
+            Finished(process.exitcode, *(Path(f"{written}/{rank}.{end}").read_text() for end in ("out", "err")))
+            for rank, process in enumerate(running)
+        ]
+
+
+def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, written: str) -> None:
+    for stream, end in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{written}.{end}", os.O_WRONLY | os.O_CREAT), stream)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).parent)]
+    # Of the tests there may be modules with the names of those beside the script.
+    for name in [x.stem for x in Path(path).parent.glob("*.py")]:
+        sys.modules.pop(name, None)
+    runpy.run_path(path, run_name="__main__")
+
+
+def _start_server() -> None:
+    """Start it where it can import modules of the tests, and without a network."""
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}):
+        forkserver.ensure_running()

@@ -44,51 +44,57 @@ class CompileTest(unittest.TestCase):
         set_seed(0)
         return cls._from_config(config, attn_implementation="sdpa").train()
 
-    @parameterized.expand([(*family, "all") for family in FAMILIES] + [(*FAMILIES[2], "cu_seqlens")])
-    def test_packed(self, _, cls, config, source):
+    @parameterized.expand([(*family, ["all", *["cu_seqlens"] * (family is FAMILIES[2])]) for family in FAMILIES])
+    def test_packed(self, _, cls, config, sources):
         """The same result as without a compiler, and no graph break but where the sequence mixers run."""
-        model = self.model(cls, config)
-        compiled = torch.compile(model, backend="eager")
-        for lengths in ((1, 3, 65, 130), (70, 2, 9)):
-            batch = packed_batch(make_documents(*lengths), source)
-            batch["position_ids"] = packed_batch(make_documents(*lengths))["position_ids"]
-            expected = model(**batch)
-            expected_gradients = gradients(model, expected.loss)
-            torch._dynamo.utils.counters.clear()
-            output = compiled(**batch)
-            breaks = dict(torch._dynamo.utils.counters["graph_break"])
-            self.assertTrue(all("packed rows differ in the lengths" in reason for reason in breaks), breaks)
-            self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
-            self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+        model, ops = self.model(cls, config), set()
 
-    @parameterized.expand([("cu_seqlens",), ("seq_idx",), ("boundaries",)])
-    def test_without_position_ids(self, source):
+        def backend(graph, inputs):
+            reason = graph.compile_subgraph_reason
+            if reason.graph_break:
+                ops.add(reason.user_stack[-2:][0].name)
+            return graph.forward
+
+        compiled = torch.compile(model, backend=backend)
+        for source in sources:
+            for lengths in ((1, 3, 65, 130), (70, 2, 9)):
+                batch = packed_batch(make_documents(*lengths), source)
+                batch["position_ids"] = packed_batch(make_documents(*lengths))["position_ids"]
+                expected = model(**batch)
+                expected_gradients = gradients(model, expected.loss)
+                torch._dynamo.utils.counters.clear()
+                output = compiled(**batch)
+                breaks = dict(torch._dynamo.utils.counters["graph_break"])
+                self.assertTrue(all("packed rows differ in the lengths" in reason for reason in breaks), breaks)
+                self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
+                self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+        if cls is Qwen3_5ForCausalLM:
+            self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
+
+    def test_without_position_ids(self):
+        """Each source of boundaries in one compiled model; malformed ones are refused first and last."""
         model = self.model(*FAMILIES[2][1:]).eval()
         compiled = torch.compile(model, backend="eager")
-        cu_seqlens = torch.tensor([0, 3, 12], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 3, 11], dtype=torch.int32)
         input_ids = torch.randint(1, 97, (1, 12), generator=torch.Generator().manual_seed(0))
-        for middle in (3, 8):
-            # A buffer that is filled again.
-            cu_seqlens[1] = middle
-            boundaries = SequenceBoundaries.from_lengths([middle, 12 - middle])
-            told = {"cu_seqlens": cu_seqlens, "seq_idx": boundaries.seq_idx, "boundaries": boundaries}[source]
-            with torch.no_grad():
-                expected = model(input_ids=input_ids, boundaries=boundaries).logits
-                self.assertLess(relative_error(compiled(input_ids=input_ids, **{source: told}).logits, expected), 1e-5)
 
-    def test_where_the_graph_breaks(self):
-        explanation = torch._dynamo.explain(self.model(*FAMILIES[2][1:]))(**packed_batch(make_documents(1, 3, 65)))
-        ops = [reason.user_stack[-2].name for reason in explanation.break_reasons]
-        self.assertEqual(set(ops), {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
+        def refuses():
+            cu_seqlens[1:] = torch.tensor([3, 11])
+            with self.assertRaisesRegex(ValueError, "expected cu_seqlens that ends at the row's 12 tokens, got 11"):
+                compiled(input_ids=input_ids, cu_seqlens=cu_seqlens)
 
-    def test_malformed_boundaries_are_refused(self):
-        compiled = torch.compile(self.model(*FAMILIES[2][1:]), backend="eager")
-        batch = packed_batch(make_documents(3, 4))
-        for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-            del batch[name]
-        batch["cu_seqlens"] = torch.tensor([0, 3, 6], dtype=torch.int32)
-        with self.assertRaisesRegex(ValueError, "expected cu_seqlens that ends at the row's 7 tokens, got 6"):
-            compiled(**batch)
+        refuses()
+        for source in ("cu_seqlens", "seq_idx", "boundaries"):
+            for middle in (3, 8):
+                # A buffer that is filled again.
+                cu_seqlens[1:] = torch.tensor([middle, 12])
+                boundaries = SequenceBoundaries.from_lengths([middle, 12 - middle])
+                told = {"cu_seqlens": cu_seqlens, "seq_idx": boundaries.seq_idx, "boundaries": boundaries}[source]
+                with self.subTest(source, middle=middle), torch.no_grad():
+                    expected = model(input_ids=input_ids, boundaries=boundaries).logits
+                    actual = compiled(input_ids=input_ids, **{source: told}).logits
+                    self.assertLess(relative_error(actual, expected), 1e-5)
+        refuses()
 
     @parameterized.expand(FAMILIES)
     def test_export_of_an_unpacked_row(self, _, cls, config):

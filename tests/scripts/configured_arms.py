@@ -1,7 +1,7 @@
 """Train one model in Trainer or SFTTrainer: padded through the built-in class, packed as `configure_packing` sets it up,
 or with our rows and our collator handed to the Trainer.
 
-Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, so that torchrun can start it in several processes.
+Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to be run in several processes, as torchrun starts them.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The arms of `trainer_arms.py` with the mean over samples as loss: ours, and one written down for padded batches.
 
-Also a script, `loss_arms.py OUTPUT`, which trains both, so that torchrun can start it in several processes.
+Also a script, `loss_arms.py OUTPUT`, which trains both, to be run in several processes, as torchrun starts them.
 """
 
 import sys

@@ -1,16 +1,16 @@
 """Train one model with the stock Trainer: `padded` through the built-in class, `packed` or `padded_ours` through ours.
 
-Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, so that torchrun can start it in several processes.
+Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, to be run in several processes, as torchrun starts them.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
 
 import torch
+from common.processes import run_script
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Trainer, TrainingArguments, set_seed
@@ -128,26 +128,17 @@ def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dic
 
 
 def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:
-    """What a script beside this one prints under torchrun, and what it saves as the file that its last argument names.
+    """What a script beside this one prints in two processes, and what it saves as the file that its last argument names.
 
     `variables` are of the environment.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    # A script finds only its own directory.
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*command, str(Path(__file__).with_name(script)), *arguments],
-        capture_output=True,
-        text=True,
-        env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
-    )
-    test.assertEqual(result.returncode, 0, result.stderr[-3000:])
+    path = Path(__file__).with_name(script)
+    finished = run_script(path, *arguments, processes=2, ACCELERATE_USE_CPU="true", **variables)
+    for process in finished:
+        test.assertEqual(process.status, 0, process.stderr[-3000:])
     saved = torch.load(arguments[-1])
     test.assertEqual(saved["processes"], 2)
-    return result.stdout, saved
+    return "".join(process.stdout for process in finished), saved
 
 
 def end_process() -> None:
