@@ -6,7 +6,7 @@ CHECKED := src tests utils benchmarks examples setup.py
 TESTS ?= tests
 # Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
 PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
-# What knows tensors or data only, and one family of models, and the checks of a Trainer: no process but the workers, no interpreted kernel.
+# Tensors, data, one family of models and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
 NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/data/planning/test_memory.py
 SEED ?= 0

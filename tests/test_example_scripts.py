@@ -14,6 +14,7 @@ from unittest import mock
 
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from common.processes import run_script
 from parameterized import parameterized
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -49,25 +50,29 @@ class ExamplesTest(unittest.TestCase):
     def test_none_is_left_out(self):
         self.assertEqual({path.stem for path in EXAMPLES.glob("*.py")} - {"common"}, set(SCRIPTS))
 
-    def run_script(self, *command, **variables):
-        result = subprocess.run(
-            [sys.executable, *command],
+    def run_script(self, name, *arguments, **variables):
+        (result,) = run_script(EXAMPLES / f"{name}.py", *arguments, folder=self.directory, **variables)
+        self.assertEqual(result.status, 0, result.stderr[-3000:])
+        return result
+
+    def test_two_processes_share_rows(self):
+        """Both make the updates of one process: the same loss, which is rounded to four digits.
+
+        The one test that starts torchrun itself.
+        """
+        arguments = ["--max-steps", "5", "--batch-size", "2"]
+        # On a machine with a GPU too.
+        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        alone = self.run_script("sequence_parallel", *arguments, **variables)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        shared = subprocess.run(
+            [*launch, str(EXAMPLES / "sequence_parallel.py"), *arguments, "--sequence_parallel_size", "2"],
             capture_output=True,
             text=True,
             cwd=self.directory,
             env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
         )
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
-        return result
-
-    def test_two_processes_share_rows(self):
-        """Both make the updates of one process: the same loss, which is rounded to four digits."""
-        script = [str(EXAMPLES / "sequence_parallel.py"), "--max-steps", "5"]
-        # On a machine with a GPU too.
-        variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        alone = self.run_script(*script, "--batch-size", "2", **variables)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        shared = self.run_script(*launch, *script, "--batch-size", "2", "--sequence_parallel_size", "2", **variables)
+        self.assertEqual(shared.returncode, 0, shared.stderr[-3000:])
         losses = [re.findall(r"'loss': '([\d.]+)'", result.stdout) for result in (alone, shared)]
         self.assertEqual([len(x) for x in losses], [1, 1])
         self.assertAlmostEqual(float(losses[0][0]), float(losses[1][0]), delta=2e-3)
@@ -85,7 +90,7 @@ class ExamplesTest(unittest.TestCase):
     @parameterized.expand(SCRIPTS)
     def test_default_arguments(self, name):
         printed, saved = SCRIPTS[name]
-        result = self.run_script(str(EXAMPLES / f"{name}.py"))
+        result = self.run_script(name)
         for line in printed:
             self.assertRegex(result.stdout, line)
         self.assertTrue((self.directory / "tuned" / saved).is_file())
@@ -97,6 +102,10 @@ class ExamplesTest(unittest.TestCase):
     def run_here(self, name, *arguments):
         """The exit status and what the script wrote to stderr."""
         stderr, argv = io.StringIO(), [f"{name}.py", "--output", str(self.directory), *arguments]
+        # The tests have a package of the same name.
+        ours = {module: sys.modules.pop(module) for module in [*sys.modules] if module.split(".")[0] == "common"}
+        self.addCleanup(sys.modules.update, ours)
+        self.addCleanup(sys.modules.pop, "common", None)
         with (
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),

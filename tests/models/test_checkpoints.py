@@ -2,14 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 
 import torch
 import transformers
+from common.processes import run_script
 from mixins.model import alone, packed_batch, padded_batch, relative_error
 from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
 from mixins.vision import alone_batch, document
@@ -122,10 +121,10 @@ class CheckpointTest(PatchTestCase):
             reference = type(builtin).from_pretrained(directory).eval()
             torch.save(packed_batch(documents()), f"{directory}/batch.pt")
             auto_name = "AutoModelForImageTextToText" if composite else "AutoModelForCausalLM"
-            process = subprocess.run(
-                [sys.executable, "-c", code, directory, auto_name], capture_output=True, text=True
-            )
-            self.assertEqual(process.returncode, 0, process.stderr)
+            script = Path(directory, "script.py")
+            script.write_text(code)
+            (process,) = run_script(script, directory, auto_name)
+            self.assertEqual(process.status, 0, process.stderr)
             result = torch.load(f"{directory}/result.pt")
             logits, _ = alone(builtin, documents())
             routers = [builtin(row[None], output_router_logits=True).router_logits for row in documents()]

@@ -20,7 +20,6 @@ TINY = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
@@ -28,10 +27,11 @@ TINY = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
     "pad_token_id": 0,
     "use_cache": False,
 }
+# Each kind of layer before and after the other one.
+LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 EXPERTS = {
     "num_experts": 2,
     "num_experts_per_tok": 2,
@@ -54,7 +54,10 @@ class FusedLayersTest(InterpretedKernelsTest):
         cls, config_class, options = FAMILIES[family]
         seen = []
         set_seed(0)
-        model = cls._from_config(config_class(**TINY, **options), attn_implementation="sdpa").train()
+        # The order of layers is seen in the plain models.
+        layers = LAYERS if how == "plain" else LAYERS[:2]
+        config = config_class(**TINY, **options, num_hidden_layers=len(layers), layer_types=layers)
+        model = cls._from_config(config, attn_implementation="sdpa").train()
         ids = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, 3, 4, 12])}
         with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.processes import run_script
 from parameterized import parameterized
 from scripts import resume_run
 from scripts.resume_run import MAX_LENGTH, build_trainer, documents, newest_checkpoint, run, trajectory
@@ -199,16 +200,9 @@ class ResumeTest(RunTestCase):
                     self.assertEqual(step, [[s["input_ids"][0] - 1, len(s["input_ids"])] for s in rows[index + rank]])
 
     def launch(self, spec: dict):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        result = subprocess.run(
-            [*command, resume_run.__file__, json.dumps(spec)],
-            capture_output=True,
-            text=True,
-            env={**environment, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            timeout=120,
-        )
-        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        arguments = [resume_run.__file__, json.dumps(spec)]
+        for process in run_script(*arguments, processes=2, ACCELERATE_USE_CPU="true"):
+            self.assertEqual(process.status, 0, process.stderr[-3000:])
 
     def test_the_test_can_fail(self):
         """Neither skipping nor a state: the resumed run begins at the beginning."""
