@@ -8,9 +8,10 @@ anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows
 
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from inspect import Parameter
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from transformers.utils import TransformersKwargs
@@ -119,6 +120,9 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
 
     # accelerate looks for the forward below its wrappers by `__wrapped__`: that of the built-in must not be found.
     del inner.__wrapped__
+    # Annotations that are strings mean names of the built-in's module.
+    with suppress(NameError):
+        inner.__annotations__ = get_type_hints(builtin)
     inner.__signature__ = signature.replace(parameters=[*parameters, *added, *rest])
 
     # Hooks copy the attributes of a bound forward, of which a signature that names `self` must not be one.
