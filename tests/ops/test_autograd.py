@@ -72,7 +72,7 @@ class SecondOrderTest(unittest.TestCase):
                 written += names
                 found |= {name: getattr(module, name) for name in names}
         self.assertEqual(len(written), len(found))
-        self.assertGreater(len(found), 12)
+        self.assertGreater(len(found), 10)
         for name, function in found.items():
             with self.subTest(name):
                 self.assertTrue(issubclass(function, torch.autograd.Function))
