@@ -24,6 +24,8 @@ VISION_KINDS = {
     "video": (2, "pixel_values_videos", "video_grid_thw"),
 }
 TOKEN_TYPES = "mm_token_type_ids"
+# Tokens per chunk in all implementations of the gated delta rule.
+CHUNK_SIZE = 64
 # The keyword arguments that say where the documents of a row are: FlashAttention's, those that a layer receives, and
 # those that a model takes.
 FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -5,6 +5,7 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
+from transformers_packed.models import untouched
 from transformers_packed.models.untouched import project
 from transformers_packed.ops import linear
 
@@ -36,7 +37,7 @@ class ProjectTest(unittest.TestCase):
             self.calls.append(len(args) - 1)
             return shared(*args)
 
-        self.enterContext(mock.patch.object(linear, "shared_input_linears", count))
+        self.enterContext(mock.patch.object(untouched, "shared_input_linears", count))
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
 
     def check(self, layers, x, shared, used=(0, 1, 2), function=project):

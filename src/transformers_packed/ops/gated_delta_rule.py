@@ -24,9 +24,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
-from .backends import CHUNK_SIZE, fla, flash_qla, triton
+from .backends import fla, flash_qla, triton
 from .dispatch import Implementation, always, run
 from .norm import widened
 from .per_document import per_document

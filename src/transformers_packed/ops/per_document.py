@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
-from .backends import CHUNK_SIZE
 
 
 @dataclass(frozen=True)

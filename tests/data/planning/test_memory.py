@@ -213,7 +213,7 @@ class PlanTest(unittest.TestCase):
             ("no GPU", {"gpus": 0}, "gpus above 0"),
             ("no memory", {"memory": -1.0}, "memory above 0"),
             ("weights", {"weights": "int8"}, "weights"),
-            ("method", {"attention": "ring"}, "attention to be one of"),
+            ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
             (
                 "heads",
                 {"memory": 20, "row_length": 2**20, "gpus": 64, "attention": "heads"},

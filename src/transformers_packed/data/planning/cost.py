@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ...boundaries import CHUNK_SIZE
 from ...errors import input_error
-from ...ops.backends import CHUNK_SIZE
 
 
 _NEEDED = (

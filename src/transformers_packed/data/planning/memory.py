@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from ...boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...errors import input_error
-from ...ops.backends import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...ops.cross_entropy import CHUNK_SIZE
 from ...parallel.groups import attention_method, check_methods
 from .cost import has_experts

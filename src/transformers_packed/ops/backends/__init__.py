@@ -10,11 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from ...boundaries import SequenceBoundaries
-
-
-# Tokens per chunk in all implementations of the gated delta rule.
-CHUNK_SIZE = 64
+from ...boundaries import CHUNK_SIZE, SequenceBoundaries
 
 
 @lru_cache

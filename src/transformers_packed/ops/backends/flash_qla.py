@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from ...boundaries import SequenceBoundaries
-from . import CHUNK_SIZE, chunk_indices
+from ...boundaries import CHUNK_SIZE, SequenceBoundaries
+from . import chunk_indices
 
 
 def gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in_kernel, **states):
