@@ -25,7 +25,7 @@ for package in HIDDEN if torch.cuda.is_available() else ("fla", "causal_conv1d")
 # Files whose tests take longest, each of them or in its set-up: they start first, or one worker ends a minute late.
 LONGEST = (
     "tests/models/test_compile.py",
-    "tests/parallel/test_trainer.py",
+    "tests/training/test_sequence_parallel.py",
     "tests/parallel/test_layers.py",
     "tests/parallel/test_models.py",
     "tests/test_example_scripts.py",
