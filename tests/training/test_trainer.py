@@ -269,6 +269,24 @@ class FiguresTest(TrainerTestCase):
         self.assertEqual(log[0]["documents_per_row"], 3.0)
         self.assertGreater(log[0]["padding_avoided"], 0.05)
 
+    def test_targets_of_a_step_are_counted_after_an_evaluation_too(self):
+        """Trainer counts them before it puts the model into training mode, which an evaluation or loading leaves."""
+        trainer = self.build(args=self.args(eval_strategy="steps", eval_steps=1))
+        trainer.model.eval()
+        counted, get_batch_samples = [], type(trainer).get_batch_samples
+
+        def as_one_of_two_processes(*args):
+            size = mock.patch.object(type(trainer.args), "world_size", mock.PropertyMock(return_value=2))
+            with size, mock.patch.object(trainer.accelerator, "gather", lambda x: x):
+                result = get_batch_samples(trainer, *args)
+            counted.append(result[1])
+            return result
+
+        trainer.get_batch_samples = as_one_of_two_processes
+        self.log(trainer)
+        self.assertGreater(len(counted), 1)
+        self.assertNotIn(None, counted[: trainer.state.max_steps])
+
     def test_time_of_evaluation_is_not_counted(self):
         speeds = {}
         for seconds in (0.0, 1.5):

@@ -59,7 +59,8 @@ def install_guard() -> None:
     trainer.DEFAULT_CALLBACKS.append(PackingGuard)
     warnings.warn(
         "DataCollatorWithFlattening without model= adds a callback to every Trainer, which judges the model before the "
-        "first step. This will end: pass DataCollatorWithFlattening(model=model), or call configure_packing(trainer).",
+        "first step. This will end: call configure_packing(trainer), or pass DataCollatorWithFlattening(model=model), which "
+        "knows nothing of a Trainer's label_smoothing_factor and neftune_noise_alpha.",
         FutureWarning,
         stacklevel=4,  # who built the collator
     )

@@ -406,8 +406,8 @@ def _new_counts() -> dict[str, int]:
 
 
 def _is_hf_iterable(dataset: Any) -> bool:
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(dataset, datasets.IterableDataset)
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    return kind is not None and isinstance(dataset, kind)
 
 
 def _clone(source: Any) -> Any:

@@ -97,7 +97,7 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     if packing == "packing":
         warnings.warn('packing="packing" is now packing=True', DeprecationWarning, stacklevel=2)
-    mode = {True: "pack", False: "off", "packing": "pack"}.get(packing, packing)
+    mode = {"True": "pack", "False": "off", "packing": "pack"}.get(str(packing), packing)
     if mode not in _MODES:
         raise input_error(f"packing to be True, False or one of {_MODES}", repr(packing))
     if mode != "pack" and (max_length is not None or plan_options):

@@ -113,6 +113,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
+        self._predicts = False
         packing, size = getattr(self.args, "packing_mode", "auto"), sequence_parallel_size
         if size is None:
             size = getattr(self.args, "sequence_parallel_size", 1)
@@ -146,7 +147,11 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         labels = inputs.get("labels")
         targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
         targets = None if targets is None else (targets != -100).sum()
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._predicts = True
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._predicts = False
         if loss is not None and targets is not None:
             targets = targets.to(loss)
             # A batch without a target has a loss that is not a number.
@@ -161,7 +166,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def _get_num_items_in_batch(self, *args, **kwargs):
         # In an evaluation it would be a part of a sum over all processes; there a loss is weighted by its own targets.
-        if not self.model.training and self.args.world_size > 1 and self.compute_loss_func is None:
+        # The model does not tell: it is in eval mode, too, when the first step after an evaluation counts its targets.
+        if self._predicts and self.args.world_size > 1 and self.compute_loss_func is None:
             return None
         return super()._get_num_items_in_batch(*args, **kwargs)
 

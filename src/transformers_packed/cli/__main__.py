@@ -1,0 +1,8 @@
+"""`python -m transformers_packed.cli`: the command line."""
+
+import sys
+
+from . import main
+
+
+sys.exit(main())

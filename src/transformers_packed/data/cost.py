@@ -1,0 +1,3 @@
+"""The old place of `planning.cost`, which plans pickled earlier name."""
+
+from .planning.cost import PackingCost  # noqa: F401

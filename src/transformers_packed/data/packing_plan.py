@@ -1,0 +1,3 @@
+"""The old place of `planning.plan`, which plans and datasets pickled earlier name."""
+
+from .planning.plan import PackingPlan  # noqa: F401
