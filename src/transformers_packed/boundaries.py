@@ -248,14 +248,15 @@ class SequenceBoundaries:
         host = host.to(torch.int32)
         return cls(host.to(device) if given is None else given.to(torch.int32), host)
 
-    @cached_property
+    @property
     def cu_seqlens_cpu(self) -> torch.Tensor:
         """int32 `[N+1]`: the same values as `cu_seqlens`, on the host."""
         if self.device_only:
             raise input_error("ops that need no lengths on the host", "one that reads them", self.device_only)
         if self.host is not None:
             return self.host
-        return SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self.length).host
+        made = lambda: SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self.length).host  # noqa: E731
+        return self.derived("host", made)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import tempfile
+import types
 import unittest
 from functools import partial
 from importlib.util import find_spec
@@ -289,6 +290,15 @@ class RefusalTest(PatchTestCase):
             self.assertTrue(torch.equal(got, want))
         with self.assertRaisesRegex(ValueError, "packed sequences apart"):
             model(**batch)
+
+    @unittest.skipUnless(find_spec("trl"), "needs trl")
+    def test_trl_around_another_forward_is_refused(self):
+        from trl.trainer.utils import add_fused_lm_head
+
+        model = builtin_model()
+        model.forward = types.MethodType(lambda self, *args, **kwargs: "of the user", model)
+        add_fused_lm_head(model)
+        self.assert_refused(patch_model, model, "with a forward of its own")
 
     def test_another_method_of_its_own(self):
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])

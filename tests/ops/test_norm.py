@@ -87,6 +87,21 @@ class BadInputTest(InterpretedKernelsTest):
         self.check_what_the_kernel_does_not_serve(call, message)
 
 
+class InPlaceTest(InterpretedKernelsTest):
+    def test_results_may_be_changed_in_place(self):
+        """As by a hook on a norm: the gradients are those of the changed result."""
+        for name, residual in (("alone", None), ("residual", torch.randn(2, 3, 8))):
+            x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+            found = {}
+            for impl in ("triton", "reference"):
+                result = rms_norm(x, weight, residual=residual, impl=impl)
+                normed = result if residual is None else result[0]
+                found[impl] = torch.autograd.grad(normed.mul_(2).sin().sum(), (x, weight))
+            for got, expected in zip(found["triton"], found["reference"], strict=True):
+                with self.subTest(name):
+                    self.assertLess((got - expected).abs().max(), 1e-4)
+
+
 class AutocastTest(InterpretedKernelsTest):
     def test_a_stream_in_another_precision(self):
         """Under autocast a layer's result is in bfloat16 and the stream in float32."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper, wraps
 from importlib import import_module
-from inspect import getattr_static
+from inspect import getattr_static, getclosurevars
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -413,8 +413,16 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
     if "forward" not in own or old.forward is cls.forward:
         return {}
     wrapper = own["forward"]
-    if "_hf_hook" not in own and "fused_lm_head" in (getattr(wrapper, "__kwdefaults__", None) or ()):
-        return {"forward": _beside_trl(wrapper, module, cls)}
+    theirs = getattr(wrapper, "trl_forward", wrapper)
+    if "_hf_hook" not in own and "fused_lm_head" in (getattr(theirs, "__kwdefaults__", None) or ()):
+        # TRL keeps what it runs beside its head in a closure alone: nothing else tells another forward from the class's.
+        held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
+        if theirs is wrapper and (getattr(held, "__self__", None), getattr(held, "__func__", None)) != (
+            module,
+            old.forward,
+        ):
+            raise _set_before(name, old, "forward")
+        return {"forward": _beside_trl(theirs, module, cls)}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
     if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
@@ -442,4 +450,5 @@ def _beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type) -> Metho
             return function(self, *args, fused_lm_head=True, **kwargs)
         return cls.forward(self, *args, **kwargs)
 
+    forward.trl_forward = theirs
     return MethodType(forward, module)

@@ -38,11 +38,19 @@ __all__ = [
 ]
 
 
-def _swiglu(gate, up, weight=None, *, impl="auto"):
+def _swiglu(gate, up, *, impl="auto"):
+    return glu(gate, up, impl=impl)
+
+
+def _swiglu_linear(gate, up, weight, *, impl="auto"):
     return glu(gate, up, weight, impl=impl)
 
 
-def _sigmoid_gate(gate, hidden_states, weight=None, *, impl="auto"):
+def _sigmoid_gate(gate, hidden_states, *, impl="auto"):
+    return glu(gate, hidden_states, activation="sigmoid", impl=impl)
+
+
+def _sigmoid_gate_linear(gate, hidden_states, weight, *, impl="auto"):
     return glu(gate, hidden_states, weight, activation="sigmoid", impl=impl)
 
 
@@ -56,9 +64,9 @@ _OLD_NAMES = {
     "gated_rms_norm_linear": ("gated_rms_norm with linear_weight=", _gated_rms_norm_linear),
     "normed_rotary": ("qk_norm_rope", qk_norm_rope),
     "sigmoid_gate": ('glu with activation="sigmoid"', _sigmoid_gate),
-    "sigmoid_gate_linear": ('glu with activation="sigmoid" and linear_weight=', _sigmoid_gate),
+    "sigmoid_gate_linear": ('glu with activation="sigmoid" and linear_weight=', _sigmoid_gate_linear),
     "swiglu": ("glu", _swiglu),
-    "swiglu_linear": ("glu with linear_weight=", _swiglu),
+    "swiglu_linear": ("glu with linear_weight=", _swiglu_linear),
 }
 
 

@@ -64,12 +64,17 @@ def causal_conv1d(
 
     ```
     """
+    check_channels(hidden_states, weight)
+    call = (hidden_states, weight, bias, activation)
+    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
+
+
+def check_channels(hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise unless the shapes are those of [`causal_conv1d`]."""
     if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
         got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}"
         fix = "Squeeze the middle dimension of a Conv1d weight, and put channels last."
         raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
-    call = (hidden_states, weight, bias, activation)
-    return run("causal_conv1d", impl, IMPLEMENTATIONS, *call, boundaries=boundaries)
 
 
 def causal_conv1d_qkv(

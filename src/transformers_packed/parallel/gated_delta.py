@@ -30,7 +30,7 @@ from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.backends import fla
-from ..ops.convolution import check_heads, triton_qkv, verify_triton_qkv
+from ..ops.convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import logger, record
 from ..ops.gated_delta_rule import check_call
 from .collectives import all_gather, all_to_all, tie
@@ -87,6 +87,7 @@ def causal_conv1d(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args, boundaries: RowShard, **options: Any
 ) -> torch.Tensor:
     """[`ops.causal_conv1d`] on a part of a row."""
+    check_channels(hidden_states, weight)
     x, options["boundaries"], before = _with_halo(boundaries, hidden_states, weight.shape[-1])
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 

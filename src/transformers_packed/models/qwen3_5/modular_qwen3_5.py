@@ -72,14 +72,29 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @wraps(builtin.Qwen3_5Model.compute_3d_position_ids)
-    def compute_3d_position_ids(self, *args, **kwargs):
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+    def compute_3d_position_ids(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: torch.Tensor | None = None,
+        mm_token_type_ids: torch.IntTensor | None = None,
+    ):
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The built-in cannot count a row without any real token: the first one stands in.
-            first = mask[:, :1].masked_fill(~mask.any(1, keepdim=True), 1)
-            kwargs["attention_mask"] = torch.cat([first, mask[:, 1:]], dim=1)
-        return super().compute_3d_position_ids(*args, **kwargs)
+            first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
+            attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
+        return super().compute_3d_position_ids(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            mm_token_type_ids=mm_token_type_ids,
+        )
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:

@@ -111,8 +111,9 @@ class RMSNorm(torch.autograd.Function):
         rows, width = x.shape
         total = x
         if residual is not None:
-            total = torch.empty(x.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
-        y = torch.empty_like(total)
+            total = torch.empty(ctx.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
+        # Results in their own shape: of a view that is made in here autograd lets nobody change anything in place.
+        y = torch.empty(ctx.shape, dtype=total.dtype, device=x.device)
         r = torch.empty(rows, dtype=torch.float32, device=x.device)
         tile = _tile(width)
         ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
@@ -121,12 +122,13 @@ class RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, gate, r, linear_weight)
         if linear_weight is not None:
             return F.linear(y.view(*ctx.shape[:-2], linear_weight.shape[1]), linear_weight)
-        return y.view(ctx.shape) if residual is None else (y.view(ctx.shape), total.view(ctx.shape))
+        return y if residual is None else (y, total)
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out, dsum=None):
         x, weight, gate, r, linear_weight = ctx.saved_tensors
+        x = x.view(-1, x.shape[-1])
         rows, width = x.shape
         again = linear_weight is not None and ctx.needs_input_grad[4]
         if linear_weight is not None:
