@@ -255,8 +255,10 @@ class SequenceBoundaries:
             raise input_error("ops that need no lengths on the host", "one that reads them", self.device_only)
         if self.host is not None:
             return self.host
-        made = lambda: SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=self.length).host  # noqa: E731
-        return self.derived("host", made)
+        length = self.length
+        return self.derived(
+            "host", lambda: SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=length).host
+        )
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -6,21 +6,12 @@ import tempfile
 import unittest
 from pathlib import Path
 
+from common.sizes import SIZE_4B
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 
 from transformers_packed.cli import main
 from transformers_packed.data.planning.memory import plan_sequence_parallel
-
-
-SIZE_4B = {
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "linear_num_value_heads": 32,
-}
 
 
 class MemoryCommandTest(unittest.TestCase):

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
+from parameterized import parameterized
 
 
 @unittest.skipIf(torch.cuda.is_available(), "the kernels run on the GPU here, in tests/gpu")
@@ -18,3 +19,19 @@ class InterpretedKernelsTest(unittest.TestCase):
             call("triton")
         # It is the kernel alone that does not.
         call("auto")
+
+
+def bad_input_tests(shapes: list[tuple], unserved: list[tuple]) -> type[InterpretedKernelsTest]:
+    """Tests of what an op refuses, and of what its kernel leaves to the reference: (name, call, message) each."""
+
+    class BadInputTests(InterpretedKernelsTest):
+        @parameterized.expand(shapes)
+        def test_shapes(self, _, call, message):
+            with self.assertRaisesRegex(ValueError, message):
+                call()
+
+        @parameterized.expand(unserved)
+        def test_what_the_kernel_does_not_serve(self, _, call, message):
+            self.check_what_the_kernel_does_not_serve(call, message)
+
+    return BadInputTests

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from common.fused import boundaries_of, errors, guarded_buffers
 from mixins.op import BuiltinTesterMixin
-from mixins.triton import InterpretedKernelsTest
+from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
@@ -186,16 +186,7 @@ UNSERVED = [
 ]
 
 
-class BadInputTest(InterpretedKernelsTest):
-    @parameterized.expand(SHAPES)
-    def test_shapes(self, _, call, message):
-        with self.assertRaisesRegex(ValueError, message):
-            call()
-
-    @parameterized.expand(UNSERVED)
-    def test_what_the_kernel_does_not_serve(self, _, call, message):
-        self.check_what_the_kernel_does_not_serve(call, message)
-
+class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
     @parameterized.expand(["triton", "reference"])
     def test_a_row_that_its_boundaries_do_not_describe(self, impl):
         boundaries = boundaries_of(5, torch.device("cpu"))

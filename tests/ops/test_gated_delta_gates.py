@@ -4,8 +4,7 @@ import unittest
 
 import torch
 from mixins.op import BuiltinTesterMixin
-from mixins.triton import InterpretedKernelsTest
-from parameterized import parameterized
+from mixins.triton import bad_input_tests
 
 from transformers_packed.ops import gated_delta_gates
 
@@ -38,15 +37,8 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
         self.assert_same(lambda *x: gated_delta_gates(*x, impl="reference"), theirs, inputs)
 
 
-class BadInputTest(InterpretedKernelsTest):
-    @parameterized.expand(SHAPES)
-    def test_shapes(self, _, call, message):
-        with self.assertRaisesRegex(ValueError, message):
-            call()
-
-    @parameterized.expand(UNSERVED)
-    def test_what_the_kernel_does_not_serve(self, _, call, message):
-        self.check_what_the_kernel_does_not_serve(call, message)
+class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
+    pass
 
 
 if __name__ == "__main__":

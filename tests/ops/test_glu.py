@@ -5,7 +5,7 @@ import unittest
 import torch
 from common.fused import errors
 from mixins.op import BuiltinTesterMixin
-from mixins.triton import InterpretedKernelsTest
+from mixins.triton import InterpretedKernelsTest, bad_input_tests
 from parameterized import parameterized
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -60,15 +60,8 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
         )
 
 
-class BadInputTest(InterpretedKernelsTest):
-    @parameterized.expand(SHAPES)
-    def test_shapes(self, _, call, message):
-        with self.assertRaisesRegex(ValueError, message):
-            call()
-
-    @parameterized.expand(UNSERVED)
-    def test_what_the_kernel_does_not_serve(self, _, call, message):
-        self.check_what_the_kernel_does_not_serve(call, message)
+class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
+    pass
 
 
 class OneTokenTest(InterpretedKernelsTest):

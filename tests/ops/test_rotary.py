@@ -4,8 +4,7 @@ import unittest
 
 import torch
 from mixins.op import BuiltinTesterMixin
-from mixins.triton import InterpretedKernelsTest
-from parameterized import parameterized
+from mixins.triton import bad_input_tests
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
@@ -61,16 +60,7 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
         self.assert_same(lambda *x: qk_norm_rope(*x, cos, sin, impl="reference"), theirs, inputs)
 
 
-class BadInputTest(InterpretedKernelsTest):
-    @parameterized.expand(SHAPES)
-    def test_shapes(self, _, call, message):
-        with self.assertRaisesRegex(ValueError, message):
-            call()
-
-    @parameterized.expand(UNSERVED)
-    def test_what_the_kernel_does_not_serve(self, _, call, message):
-        self.check_what_the_kernel_does_not_serve(call, message)
-
+class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
     def test_weights_of_the_heads_have_one_dtype(self):
         query_gate, key, weight, _, cos, sin = (
             ones(*x) for x in ((1, 5, 2, 16), (1, 5, 1, 8), (8,), (8,), *2 * [(1, 5, 4)])

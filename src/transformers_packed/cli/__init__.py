@@ -4,11 +4,10 @@ Each command is a module with two functions: `add_parser` declares its options, 
 returns the exit status. Torch and Transformers take seconds to import, so only `run` does.
 """
 
-import argparse
 import os
 import sys
 
-from . import audit, demo, memory, plan, train
+from . import audit, demo, env, memory, plan, train
 from .options import Parser
 
 
@@ -29,15 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (demo, train, plan, memory, audit):
+    for command in (demo, train, plan, memory, audit, env):
         command.add_parser(subparsers).set_defaults(run=command.run)
-    env = subparsers.add_parser(
-        "env",
-        help="print versions, devices, and which implementations would run",
-        description="Print versions and devices, and for each op which implementation a packed row would train with "
-        "here and why the others would not run.",
-    )
-    env.set_defaults(run=_run_env)
     args = parser.parse_args(argv)
     try:
         status = args.run(args)
@@ -53,10 +45,3 @@ def main(argv: list[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(f"transformers-packed {args.command}: {error}", file=sys.stderr)
         return 1
-
-
-def _run_env(_: argparse.Namespace) -> int:
-    from .env import describe_environment
-
-    print(describe_environment())
-    return 0

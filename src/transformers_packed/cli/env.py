@@ -1,12 +1,11 @@
 """`transformers-packed env`: versions, devices, and which implementation of each op would run on them."""
 
+import argparse
 import platform
 from collections.abc import Iterator
 from importlib import metadata
 
-import torch
-
-from ..ops.availability import availability
+from .options import Parser
 
 
 PACKAGES = {
@@ -33,12 +32,30 @@ OPS = {
 }
 
 
+def add_parser(subparsers) -> Parser:
+    """Declare the command."""
+    return subparsers.add_parser(
+        "env",
+        help="print versions, devices, and which implementations would run",
+        description="Print versions and devices, and for each op which implementation a packed row would train with "
+        "here and why the others would not run.",
+    )
+
+
+def run(_: argparse.Namespace) -> int:
+    """Print the description."""
+    print(describe_environment())
+    return 0
+
+
 def describe_environment() -> str:
     """The text that `transformers-packed env` prints.
 
     What would run is found by asking the ops' own verifiers about a training call with the head dimensions of the
     released models (128 in the gated delta rule, 256 in attention).
     """
+    from ..ops.availability import availability
+
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     for kind, packages in PACKAGES.items():
         lines.append(f"{kind}: " + ", ".join(f"{package} {_version(package)}" for package in packages))
@@ -58,8 +75,10 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _devices() -> Iterator[tuple[str, str, tuple[torch.dtype, ...]]]:
+def _devices() -> Iterator[tuple[str, str, tuple]]:
     """(device, what to call it, the types to ask about)"""
+    import torch
+
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.registry import has_our_classes, transformers_model
+from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
@@ -136,13 +136,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
             install_guard()
             return
-        complain(model, *judge(model, **self.given()), self.on_leak)
-        inner = transformers_model(model)
-        if inner is not None and not has_our_classes(inner) and cache_setting(inner):
-            logger.warning_once(
-                f"{_CALL}: {type(inner).__name__} keeps documents apart by its masks, and beside a cache it makes them "
-                "without regard to documents. Trainer turns the cache off; elsewhere pass use_cache=False."
-            )
+        inner, (leak, doubt) = transformers_model(model), judge(model, **self.given())
+        complain(model, leak, doubt, self.on_leak)
+        is_isolated = inner is not None and leak is None and doubt is None
+        if is_isolated and not has_our_classes(inner) and cache_setting(inner):
+            logger.warning_once(f"{_CALL}: {cache_warning(inner)}")
 
     def given(self) -> dict[str, Any]:
         """What batches say of their documents, as arguments of [`models.verdict.judge`]."""

@@ -13,8 +13,9 @@ from transformers import TrainingArguments, trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import input_error
+from ..models.families import LANGUAGE_MODELS
 from ..models.registry import transformers_model
-from ..models.verdict import LANGUAGE_MODELS, cache_setting, complain, judge
+from ..models.verdict import cache_setting, complain, judge
 from .collator import DataCollatorWithFlattening
 from .neftune import DocumentNoise
 

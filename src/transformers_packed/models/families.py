@@ -12,6 +12,8 @@ classes of their own (`FAMILIES`). Here are all others, each in one of four list
 from dataclasses import dataclass
 
 
+# How names of classes end that have a loss over tokens.
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # Families with classes of ours: per configuration the class that each Auto class builds.
 FAMILIES = {
     "qwen3_next": {

@@ -34,7 +34,7 @@ from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, Seque
 from ..errors import input_error
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
-from .families import MIXERS, UNPACKED, Mixer
+from .families import LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer
 from .inputs import (
     CACHES,
     check_causal,
@@ -53,7 +53,6 @@ _AUTO_CLASSES = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
 )
-_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _NO_TEXT = ("VisionModel", "AudioModel")
 # What a packed row of text cannot have beside it.
 _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
@@ -248,8 +247,8 @@ class Root:
         # Whether the built-in takes arguments that it does not name, and may hand them on.
         self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         name = builtin.__name__
-        self.is_base = name.endswith(("Model", "Decoder")) and not name.endswith(_LANGUAGE_MODELS)
-        self.is_language_model = name.endswith(_LANGUAGE_MODELS)
+        self.is_base = name.endswith(("Model", "Decoder")) and not name.endswith(LANGUAGE_MODELS)
+        self.is_language_model = name.endswith(LANGUAGE_MODELS)
         self.can_be_packed = self.is_base or self.is_language_model or name.endswith("ForTokenClassification")
 
     def run_builtin(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:

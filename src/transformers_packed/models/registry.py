@@ -313,6 +313,14 @@ def patch_model(model: Model) -> Model:
     return model
 
 
+def cache_warning(model: torch.nn.Module) -> str:
+    """What to know of a stock model that keeps documents apart and makes a cache."""
+    return (
+        f"{type(model).__name__} keeps documents apart by its masks, and beside a cache it makes them without regard to "
+        "documents. Trainer turns the cache off; elsewhere pass use_cache=False."
+    )
+
+
 def _check_isolated(model: torch.nn.Module) -> None:
     """Raise unless `model` keeps documents apart without us."""
     outermost = transformers_model(model)
@@ -322,10 +330,7 @@ def _check_isolated(model: torch.nn.Module) -> None:
         got, fix = type(outermost).__name__, "Measure with audit_model whether it needs a patch."
         if any(family in ISOLATED for family in families):
             if getattr(outermost.config.get_text_config(), "use_cache", False):
-                logger.warning_once(
-                    f"patch_model: {got} keeps documents apart by its masks, and beside a cache it makes them without "
-                    "regard to documents. Trainer turns the cache off; elsewhere pass use_cache=False."
-                )
+                logger.warning_once(f"patch_model: {cache_warning(outermost)}")
             return
         reasons = [REFUSED[family] for family in families if family in REFUSED]
         if reasons:
@@ -417,21 +422,23 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
     if "_hf_hook" not in own and "fused_lm_head" in (getattr(theirs, "__kwdefaults__", None) or ()):
         # TRL keeps what it runs beside its head in a closure alone: nothing else tells another forward from the class's.
         held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
-        if theirs is wrapper and (getattr(held, "__self__", None), getattr(held, "__func__", None)) != (
-            module,
-            old.forward,
-        ):
+        if theirs is wrapper and not _is_forward_of(module, held):
             raise _set_before(name, old, "forward")
         return {"forward": _beside_trl(theirs, module, cls)}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
-    if not isinstance(bound, MethodType) or bound.__self__ is not module or bound.__func__ is not old.forward:
+    if not _is_forward_of(module, bound):
         raise _set_before(name, old, "forward")
     bound = MethodType(cls.forward, module)
     if not hooked:
         return {"forward": bound}
     rewrapped = update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound)
     return {"forward": rewrapped, "_old_forward": bound}
+
+
+def _is_forward_of(module: torch.nn.Module, forward: Any) -> bool:
+    """Whether this is the forward of the module's class, bound to the module."""
+    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
 
 
 def _set_before(name: str, cls: type, key: str) -> ValueError:

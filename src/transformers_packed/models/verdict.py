@@ -20,7 +20,6 @@ from .registry import has_our_classes, transformers_model
 logger = logging.get_logger(__name__)
 
 SUPPORT_MATRIX = Path(__file__).with_name("support_matrix.json")
-LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 SEPARATE = "a model that keeps the documents of a packed row apart"
 _HOW = {
     "attention": "attends from one document to another",

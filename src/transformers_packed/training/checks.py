@@ -22,11 +22,10 @@ from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.families import FAMILIES, MIXERS, UNPACKED
+from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED
 from ..models.generic import families_of, family_of
 from ..models.registry import transformers_model
 from ..models.verdict import (
-    LANGUAGE_MODELS,
     SEPARATE,
     adapter_per_row,
     cache_error,

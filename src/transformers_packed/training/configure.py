@@ -22,8 +22,9 @@ from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
+from ..models.families import LANGUAGE_MODELS
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
-from ..models.verdict import LANGUAGE_MODELS, SEPARATE, judge
+from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
 
@@ -97,7 +98,9 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     if packing == "packing":
         warnings.warn('packing="packing" is now packing=True', DeprecationWarning, stacklevel=2)
-    mode = {"True": "pack", "False": "off", "packing": "pack"}.get(str(packing), packing)
+    mode = packing
+    if isinstance(packing, bool) or packing == "packing":
+        mode = "pack" if packing else "off"
     if mode not in _MODES:
         raise input_error(f"packing to be True, False or one of {_MODES}", repr(packing))
     if mode != "pack" and (max_length is not None or plan_options):

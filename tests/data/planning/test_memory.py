@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common.processes import EXPERTS, run_once
+from common.sizes import SIZE_4B
 from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, set_seed
@@ -29,16 +30,6 @@ from transformers_packed.parallel import SequenceParallel, shard_batch
 
 ROOT = Path(__file__).parents[3]
 GIB, MIB = 2**30, 2**20
-# As in benchmarks/step.py; the configuration's own is that of 9B.
-SIZE_4B = {
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "linear_num_value_heads": 32,
-    "tie_word_embeddings": True,
-}
 SIZES = {
     "0.8B": {
         "hidden_size": 1024,
