@@ -133,7 +133,7 @@ def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variabl
     `variables` are of the environment.
     """
     path = Path(__file__).with_name(script)
-    finished = run_script(path, *arguments, processes=2, ACCELERATE_USE_CPU="true", **variables)
+    finished = run_script(path, *arguments, processes=2, **{"ACCELERATE_USE_CPU": "true", **variables})
     for process in finished:
         test.assertEqual(process.status, 0, process.stderr[-3000:])
     saved = torch.load(arguments[-1])
