@@ -1,17 +1,22 @@
+import gc
 import os
 import sys
+from importlib.util import find_spec
 
 
 # The models are tiny and test processes run side by side: more threads would only wait for one another.
 if not os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 
 # Before triton is imported: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from common import interpreter  # noqa: F401
 
 
 # The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
@@ -37,6 +42,17 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap():
+    """Trainer collects garbage whenever it starts: let it not look at every object of the imported packages."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter):

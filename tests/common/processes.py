@@ -3,6 +3,7 @@
 The processes are forks of a server that has imported what they need, so that they cost their work and no imports.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -37,6 +38,7 @@ multiprocessing.set_forkserver_preload(
         "transformers_packed.training.trainer",
         "torch.distributed.tensor",
         "torch.testing",
+        "common.modeling_files",
     ]
 )
 
@@ -101,7 +103,7 @@ def _kept(*call, backend):
 
 
 def _run(rank: int, function, processes: int, folder: str, args: tuple, backend: str) -> None:
-    torch.set_num_threads(1)
+    _begin()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options = {"timeout": TIMEOUT}
     if backend == "nccl":
@@ -166,7 +168,7 @@ def run_script(
 def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, written: str) -> None:
     for stream, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{written}.{end}", os.O_WRONLY | os.O_CREAT), stream)
-    torch.set_num_threads(1)
+    _begin()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -175,6 +177,14 @@ def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, wr
     for name in [x.stem for x in Path(path).parent.glob("*.py")]:
         sys.modules.pop(name, None)
     runpy.run_path(path, run_name="__main__")
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    # Its own processes start as anyone's do, and not from another server.
+    multiprocessing.set_start_method(None, force=True)
+    # Trainer collects garbage whenever it starts: let it not look at every object of the imported packages.
+    gc.freeze()
 
 
 def _start_server() -> None:

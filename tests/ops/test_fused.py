@@ -46,11 +46,6 @@ def every_second(x):
 
 
 class InterpretedTest(InterpretedKernelsTest):
-    def setUp(self):
-        super().setUp()
-        # What a kernel's program does for its runs of many tokens, it does for runs of a few too.
-        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.convolution._TOKENS", 6))
-
     def assert_same_bits(self, actual, expected, message=None):
         for a, b in zip(actual, expected, strict=True):
             self.assertTrue(torch.equal(a, b), message)

@@ -5,6 +5,7 @@ The tests start it in processes of their own, kill these, and start it again. Al
 each line of its input.
 """
 
+import gc
 import json
 import os
 import sys
@@ -172,6 +173,7 @@ def trajectory(spec: dict, rank: int = 0) -> dict[int, list]:
 
 def serve() -> None:
     """Fork a run for each spec on stdin; print its process id, and its exit status when it has ended."""
+    gc.freeze()
     for line in iter(sys.stdin.readline, "stop\n"):
         process = os.fork()
         if not process:
