@@ -26,6 +26,11 @@ from transformers_packed.parallel.shard import RowShard
 
 ALPHA = 5.0
 STOCK = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+# Rows of other documents and as many tokens, which a compiler traces once.
+SAME_TOTAL = {
+    "dataset": [{"input_ids": [1 + n % 60] * n, "labels": [1 + n % 60] * n} for n in (40, 5, 17, 30, 3, 50, 22, 17)],
+    "train_sampling_strategy": "sequential",
+}
 
 
 def make(model_type: str = "qwen3_5"):
@@ -91,7 +96,7 @@ class NeftuneTest(unittest.TestCase):
             ("moe", "qwen3_next_moe", {}),
             ("stock", "llama", {}),
             ("checkpointed", "qwen3_5", {"activation_checkpointing": True}),
-            ("compiled", "qwen3_5", {"torch_compile": True, "torch_compile_backend": "eager"}),
+            ("compiled", "qwen3_5", {"torch_compile": True, "torch_compile_backend": "eager", **SAME_TOTAL}),
             ("compiled_stock", "llama", {"torch_compile": True, "torch_compile_backend": "eager"}),
         ]
     )
