@@ -152,8 +152,8 @@ def run_script(
             running.append(context.Process(target=_run_as_main, args=call))
             running[-1].start()
         # One that fails leaves the others waiting for it.
-        while any(process.exitcode is None for process in running) and not any(x.exitcode for x in running):
-            multiprocessing.connection.wait([x.sentinel for x in running if x.exitcode is None])
+        while (alive := [x for x in running if x.exitcode is None]) and not any(x.exitcode for x in running):
+            multiprocessing.connection.wait([x.sentinel for x in alive])
         failed = any(process.exitcode for process in running)
         for process in running:
             process.join(TIMEOUT.total_seconds() if failed else None)
