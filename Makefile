@@ -60,7 +60,7 @@ bench: .venv/.installed  ## Measure packed against padded training and the plann
 	$(BIN)/python benchmarks/packing.py
 
 support-matrix: .venv/.installed  ## Audit every causal type of the installed Transformers (CPU, ten minutes on 2 cores).
-	$(BIN)/python utils/audit_all.py --output docs/support_matrix.md --json src/transformers_packed/models/support_matrix.json
+	$(BIN)/python utils/audit_all.py --output docs/reference/support_matrix.md --json src/transformers_packed/models/support_matrix.json
 
 # TRANSFORMERS=path takes a checkout or an unpacked sdist instead of the installed package.
 upstream-patches: .venv/.installed  ## Write patches for Transformers into build/upstream.

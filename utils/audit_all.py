@@ -319,7 +319,7 @@ def to_json(matrix: dict[str, Any]) -> str:
 
 
 def to_markdown(matrix: dict[str, Any]) -> str:
-    """The page `docs/support_matrix.md`."""
+    """The page `docs/reference/support_matrix.md`."""
     found = counts(matrix)
     lines = [
         INTRODUCTION.format(versions=f"transformers {matrix['transformers']} and torch {matrix['torch']}")

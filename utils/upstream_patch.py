@@ -19,7 +19,7 @@ from upstream.write import Result, make, table, write, write_proof
 
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "upstream.md"
+PAGE = ROOT / "docs" / "reference" / "upstream.md"
 
 
 def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Does a model keep the documents of a packed row apart? What the audit measured of its type says so.
 
 `support_matrix.json` beside this file holds these measurements for every causal type of Transformers. `make support-matrix`
-writes it and `docs/support_matrix.md`.
+writes it and `docs/reference/support_matrix.md`.
 """
 
 import json
