@@ -278,6 +278,21 @@ class CommandTest(unittest.TestCase):
         trained = self.trainers[0].model.model.state_dict()[name]
         self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
 
+    def test_resume_of_a_composite_checkpoint(self):
+        """Its weights are saved under other names than the language model has in memory."""
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        config = Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision)
+        self.save("composite", AutoModelForImageTextToText.from_config(config))
+        command = ["--max-steps=4", "--batch-size=2", "--learning-rate=0.02"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, model="composite", output=whole)[0], 0)
+        command += ["--save-steps=2"]
+        self.assertEqual(self.interrupted(*command, calls=3, model="composite")[0], 130)
+        status, out, err = self.run_command(*command, "--resume", model="composite")
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
+        self.check_same_weights(whole, self.output)
+
     def test_lora(self):
         status, out, err = self.run_command("--lora", "--lora-rank=4", "--max-steps=3", "--learning-rate=0.05")
         self.assertEqual(status, 0, err)
@@ -361,7 +376,7 @@ class CommandTest(unittest.TestCase):
         self.assertIn("No step was left to train.", out)
         self.check_same_weights(whole, self.output)
 
-    def interrupted(self, *command, calls):
+    def interrupted(self, *command, calls, **where):
         original, made = Trainer.training_step, []
 
         def training_step(trainer, *args, **kwargs):
@@ -371,7 +386,7 @@ class CommandTest(unittest.TestCase):
             return original(trainer, *args, **kwargs)
 
         with mock.patch.object(Trainer, "training_step", training_step):
-            return self.run_command(*command)
+            return self.run_command(*command, **where)
 
     def check_same_weights(self, one, other):
         name = "adapter_model.safetensors" if (one / "adapter_config.json").exists() else "model.safetensors"

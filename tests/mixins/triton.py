@@ -14,7 +14,9 @@ class InterpretedKernelsTest(unittest.TestCase):
     def setUp(self):
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
         # What a convolution's program does for its runs of many tokens, it does for runs of a few too.
-        self.enterContext(mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=6, _RUNS=8))
+        self.enterContext(
+            mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=4, _RUNS=16)
+        )
 
     def check_what_the_kernel_does_not_serve(self, call, message):
         with self.assertRaisesRegex(ValueError, message):

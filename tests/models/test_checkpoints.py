@@ -13,6 +13,7 @@ from mixins.model import alone, packed_batch, padded_batch, relative_error
 from mixins.patch import BUILTINS, COMPOSITE, PatchTestCase, builtin_model, documents, ours
 from mixins.vision import alone_batch, document
 from parameterized import parameterized
+from safetensors.torch import load_file
 
 import transformers_packed
 from transformers_packed.models.families import FAMILIES
@@ -60,6 +61,28 @@ class CheckpointTest(PatchTestCase):
         self.assertFalse(report["missing_keys"] | report["mismatched_keys"])
         self.assertEqual(report["unexpected_keys"], unused)
         return model.eval()
+
+    @parameterized.expand(CASES)
+    def test_trainer_resumes_from_what_is_saved(self, _, family, composite, unfused, auto_name):
+        """Trainer loads the file that `save_pretrained` wrote with `load_state_dict(..., strict=False)`."""
+        auto_class = getattr(transformers, auto_name)
+        with tempfile.TemporaryDirectory() as directory, torch.no_grad(), transformers_packed.registered():
+            source(family, composite).save_pretrained(f"{directory}/base", save_original_format=unfused)
+            trained, resumed = (auto_class.from_pretrained(f"{directory}/base") for _ in range(2))
+            for parameter in trained.parameters():
+                parameter.add_(1)
+            trained.save_pretrained(f"{directory}/checkpoint")
+            saved = load_file(f"{directory}/checkpoint/model.safetensors")
+            loaded = resumed.load_state_dict({**saved, "other": torch.ones(1)}, strict=False)
+            self.assertEqual((loaded.missing_keys, loaded.unexpected_keys), ([], ["other"]))
+            for name, weight in trained.state_dict().items():
+                self.assertTrue(torch.equal(resumed.state_dict()[name], weight), name)
+            names = [name for name in saved if name not in trained.state_dict()]
+            self.assertEqual(bool(names), unfused or (composite and auto_name == "AutoModelForCausalLM"))
+            if names:
+                part = {name: weight for name, weight in saved.items() if name != names[0]}
+                with self.assertRaisesRegex(ValueError, f"got a part of them, without {names[0]}"):
+                    resumed.load_state_dict(part, strict=False)
 
     @parameterized.expand(CASES)
     def test_shards_go_both_ways(self, _, family, composite, unfused, auto_name):

@@ -28,7 +28,8 @@ class HaloTest(InterpretedTest):
         from transformers_packed.ops.backends.triton.convolution import CausalConv1dQKV
 
         # The longest part takes two programs.
-        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.convolution._RUNS", 4))
+        module = "transformers_packed.ops.backends.triton.convolution"
+        self.enterContext(mock.patch.multiple(module, _TOKENS=6, _RUNS=4))
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
         outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *inputs[2:])
         return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))

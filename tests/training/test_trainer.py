@@ -288,17 +288,23 @@ class FiguresTest(TrainerTestCase):
         self.assertNotIn(None, counted[: trainer.state.max_steps])
 
     def test_time_of_evaluation_is_not_counted(self):
+        clock = time.perf_counter
         speeds = {}
-        for seconds in (0.0, 1.5):
+        for seconds in (0.0, 100.0):
             trainer = self.build(args=self.args(eval_strategy="steps", eval_steps=1))
-            trainer.evaluate = lambda *args, seconds=seconds, trainer=trainer, **kwargs: (
-                time.sleep(seconds),
-                trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {}),
-                {"eval_loss": 1.0},
-            )[-1]
-            speeds[seconds] = self.log(trainer)[-1]["tokens_per_second"]
-        # Two evaluations of 1.5 s would make steps of some hundredths of a second slower by far more.
-        self.assertGreater(speeds[1.5], speeds[0.0] / 4)
+            passed = [0.0]
+
+            def evaluate(*args, trainer=trainer, passed=passed, seconds=seconds, **kwargs):
+                passed[0] += seconds
+                trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {})
+                return {"eval_loss": 1.0}
+
+            trainer.evaluate = evaluate
+            with mock.patch.object(metrics.time, "perf_counter", lambda passed=passed: clock() + passed[0]):
+                speeds[seconds] = self.log(trainer)[-1]["tokens_per_second"]
+            self.assertGreaterEqual(passed[0], seconds)
+        # Evaluations of 100 s would make steps of some hundredths of a second slower by far more.
+        self.assertGreater(speeds[100.0], speeds[0.0] / 10)
 
     def test_imbalance_and_share_of_peak(self):
         """Two ranks, of which the second has the other's lengths once more: costs and figures by hand."""

@@ -71,7 +71,7 @@ class WorkersTest(unittest.TestCase):
     @parameterized.expand([(1,), (3,)])
     def test_what_ends_a_process_is_the_verdict_of_its_type(self, jobs):
         names = ["a", "crash", "b", "hang", "exit", "half", "c"]
-        found = dict(run_types(names, jobs, time_limit=5.0, command=COMMAND))
+        found = dict(run_types(names, jobs, time_limit=3.0, command=COMMAND))
         self.assertEqual(set(found), set(names))
         for name in "abc":
             self.assertEqual(found[name]["name"], name)
@@ -79,7 +79,7 @@ class WorkersTest(unittest.TestCase):
         self.assertEqual(found["crash"], {"not_built": "the process ended with SIGSEGV"})
         self.assertEqual(found["exit"], {"not_built": "the process ended with exit status 3"})
         self.assertIn("the process ended", found["half"]["not_built"])
-        self.assertEqual(found["hang"], {"not_built": "no answer within 5 s"})
+        self.assertEqual(found["hang"], {"not_built": "no answer within 3 s"})
 
     def test_processes_are_kept(self):
         found = dict(run_types(list("abcdef"), 2, command=COMMAND))

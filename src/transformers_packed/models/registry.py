@@ -6,8 +6,9 @@ they are. That happens in one of two ways: `register` lets Transformers' Auto cl
 converts a model that exists.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial, update_wrapper, wraps
 from importlib import import_module
 from inspect import getattr_static, getclosurevars
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -141,6 +143,30 @@ class PackedModelMixin:
             )
             return
         super().__setattr__(name, value)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights by the names of this model, or by those that `save_pretrained` writes.
+
+        The two differ for experts and for the language model of a composite checkpoint. `Trainer` resumes with this
+        method and `strict=False`, which would leave these weights out with no more than a warning.
+        """
+        own = self.state_dict().keys()
+        if not state_dict.keys() <= own:
+            state_dict = self._from_saved_names(state_dict, own)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _from_saved_names(self, state_dict: Mapping[str, Any], own: Set[str]) -> Mapping[str, Any]:
+        """`state_dict` by the names of this model, converted as `from_pretrained` does; unknown names stay."""
+        parameters = {name: x.to("meta") for name, x in self.named_parameters()}
+        saved = revert_weight_conversion(self, parameters).keys()
+        if not state_dict.keys() & (saved - own):
+            return state_dict
+        if missing := sorted(saved - state_dict.keys()):
+            fix = "Save checkpoints in one file, or under FSDP, which keeps the names of the model."
+            raise input_error("all weights that save_pretrained wrote", f"a part of them, without {missing[0]}", fix)
+        weights = {name: x for name, x in state_dict.items() if name in saved or name in own}
+        loaded = type(self).from_pretrained(None, config=deepcopy(self.config), state_dict=weights, dtype=self.dtype)
+        return loaded.state_dict() | {name: x for name, x in state_dict.items() if name not in weights}
 
     @property
     def packs_padding(self) -> bool:
