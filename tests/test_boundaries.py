@@ -503,12 +503,12 @@ BAD_INPUTS = [
     (
         "unpack_other_length",
         lambda: two.unpack(torch.zeros(1, 5)),
-        ("T = 4", r"shape \(1, 5\)", "row of these boundaries"),
+        ("T = 4", r"shape \(1, 5\)", "row that these boundaries describe"),
     ),
     (
         "unpack_two_rows",
         lambda: two.unpack(torch.zeros(2, 4)),
-        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row of these boundaries"),
+        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row that these boundaries describe"),
     ),
     (
         "unpack_mask_of_other_counts",

@@ -329,7 +329,7 @@ class SequenceBoundaries:
         """Raise a `ValueError` if `other`, built from the argument `name`, describes different documents."""
         if not self.same_as(other):
             expected = f"{name} with the {self.num_documents} documents that the other arguments describe"
-            got = f"{other.num_documents} documents" + ", split elsewhere" * (other.num_documents == self.num_documents)
+            got = f"{other.num_documents} documents" + ", cut elsewhere" * (other.num_documents == self.num_documents)
             raise input_error(expected, got, "Leave one of them out.")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBoundaries":

@@ -33,7 +33,7 @@ SHAPES = [
 ]
 UNSERVED = [
     ("rotary_dim", lambda impl: rotate((1, 5, 2, 24), (1, 5, 1, 12), (12,), impl=impl), "power of two"),
-    ("rotary_none", lambda impl: rotate(cos=(1, 5, 0), impl=impl), "channels that turn"),
+    ("rotary_none", lambda impl: rotate(cos=(1, 5, 0), impl=impl), "needs rotary channels"),
 ]
 
 
