@@ -101,7 +101,9 @@ def check_methods(config, size: int, gated_delta_rule: str, attention: str | Non
         raise input_error(expected, f"{heads} and {kv_heads}", 'Use gated_delta_rule="state".')
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if attention == "heads" and not fits_heads(size, heads, kv_heads):
-        expected = f"attention heads divisible by {size}, and key and value heads that divide {size} or are divisible"
+        expected = (
+            f"attention heads divisible by {size}, and key and value heads that divide {size} or are divisible by it"
+        )
         raise input_error(expected, f"{heads} and {kv_heads}", 'Use attention="gather".')
 
 
