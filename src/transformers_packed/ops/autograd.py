@@ -13,13 +13,13 @@ from ..errors import input_error
 
 
 def first_order(
-    fix: str = "Compute second-order gradients on a CPU or with torch.func.grad, which run the torch reference.",
+    fix: str = "Compute second-order gradients on a CPU or with torch.func.grad, which run the PyTorch reference.",
 ) -> Callable[[Callable], Callable]:
     """Decorate the backward of a `torch.autograd.Function` so that `create_graph=True` raises a `ValueError`.
 
     Args:
         fix (`str`, *optional*):
-            Advice on how to compute second-order gradients. The default suits a kernel with a torch reference.
+            Advice on how to compute second-order gradients. The default suits a kernel with a PyTorch reference.
     """
 
     def decorate(backward: Callable) -> Callable:

@@ -104,7 +104,7 @@ def check_call(key, value, boundaries: SequenceBoundaries | None, initial_state,
         raise input_error("a packed row without a state", got, fix)
     if value.shape[2] % key.shape[2]:
         got = f"{value.shape[2]} and {key.shape[2]}"
-        raise input_error("a number of value heads [B, T, heads, dim] that is a multiple of the key heads", got)
+        raise input_error("value heads [B, T, heads, dim] in a multiple of the number of key heads", got)
 
 
 def gated_delta_gates(

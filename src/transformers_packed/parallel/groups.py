@@ -14,7 +14,7 @@ class SequenceParallel:
     """A group of `size` neighboring processes that compute one packed row, each a contiguous part of its tokens.
 
     The object creates its own device mesh `("dp", "sp")`. Shards ([`RowShard`]) pass the object to the layers, so
-    there is no global state. A model still computes a whole row on one process.
+    there is no global state. A whole row is computed as without sequence parallelism.
 
     Args:
         size (`int`):

@@ -127,7 +127,7 @@ class RowShard(SequenceBoundaries):
         return self.parallel
 
     def check_whole(self, fix: str) -> None:
-        raise input_error("a whole row", f"part {self.rank} of {self.size} of a row", fix)
+        raise input_error("a whole row", f"part {self.rank} of {self.size}", fix)
 
 
 # Batch columns whose last dimension has one entry per token.
