@@ -236,7 +236,7 @@ class HostCopyTest(unittest.TestCase):
         self.assertEqual((boundaries.num_documents, boundaries.total_length, boundaries.max_length), (3, 5, 5))
         self.assertEqual(boundaries.seq_idx.tolist(), [[0, 0, 0, 1, 1]])
         for name in ("lengths", "cu_seqlens_cpu"):
-            with self.assertRaisesRegex(ValueError, "no lengths on the host, got one that reads them. Do that"):
+            with self.assertRaisesRegex(ValueError, "no lengths on the host, got an op that reads them. Do that"):
                 getattr(boundaries, name)
 
 
@@ -397,7 +397,7 @@ BAD_INPUTS = [
     (
         "seq_idx_goes_back",
         lambda: make.from_seq_idx(ids([0, 1, 0])),
-        ("never goes back", "0 at token 2 after 1", "Number the documents"),
+        ("never decreases", "0 at token 2 after 1", "Number the documents"),
     ),
     (
         "seq_idx_negative",
@@ -487,12 +487,12 @@ BAD_INPUTS = [
     (
         "pack_rows_too_short",
         lambda: two.pack(torch.zeros(2, 2)),
-        ("at least 3 tokens", "2", "Pad them"),
+        ("at least 3 tokens", "2", "Pad the rows"),
     ),
     (
         "pack_mask_of_other_counts",
         lambda: two.pack(torch.zeros(2, 3), ids([1, 1, 0], [1, 1, 0])),
-        (r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+        (r"\[1, 3\] real tokens", r"\[2, 2\]", "that these boundaries were built from"),
     ),
     (
         # With the right counts but another width, tokens would be taken from wrong places.
@@ -503,17 +503,17 @@ BAD_INPUTS = [
     (
         "unpack_other_length",
         lambda: two.unpack(torch.zeros(1, 5)),
-        ("T = 4", r"shape \(1, 5\)", "row of these boundaries"),
+        ("T = 4", r"shape \(1, 5\)", "row that these boundaries describe"),
     ),
     (
         "unpack_two_rows",
         lambda: two.unpack(torch.zeros(2, 4)),
-        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row of these boundaries"),
+        (r"\[1, T, ...\]", r"shape \(2, 4\)", "row that these boundaries describe"),
     ),
     (
         "unpack_mask_of_other_counts",
         lambda: two.unpack(torch.zeros(1, 4), ids([1, 1, 0], [1, 1, 0])),
-        (r"\[1, 3\] real tokens", r"\[2, 2\]", "from which these boundaries were made"),
+        (r"\[1, 3\] real tokens", r"\[2, 2\]", "that these boundaries were built from"),
     ),
     (
         "unpack_mask_with_more_rows",

@@ -1,7 +1,7 @@
 """Correct and fast packed (padding-free) training of hybrid linear-attention models in Transformers.
 
-Importing the package changes nothing in Transformers and imports no kernel package; `register()` lets the Auto
-classes build its models, and `patch_model()` converts a model that exists already.
+Importing the package neither modifies Transformers nor imports a kernel package. `register()` makes the Auto classes
+build this package's models. `patch_model()` converts an existing model.
 """
 
 from importlib import import_module
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .training.trainer import PackedTrainer, PackedTrainingArguments
 
 
-# Imported when they are asked for: torch and Transformers take seconds, and the command line is there before them.
+# Lazy imports: torch and Transformers take seconds to import, and the command line must respond before that.
 _MODULES = {
     "audit": ("AuditReport", "audit_model"),
     "boundaries": ("SequenceBoundaries",),

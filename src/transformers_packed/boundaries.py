@@ -1,10 +1,10 @@
-"""Where the documents of a packed row start and end.
+"""Document boundaries of a packed row.
 
-A packed row lays several documents end to end in one row of batch size 1. Every kernel wants that one fact in its own
-spelling: FlashAttention and flash-linear-attention want cumulative lengths, `causal_conv1d` and Mamba kernels want a
-document number per token, position-based masks want position ids that restart. [`SequenceBoundaries`] is the one value
-behind all of them. It is built once per batch and handed down, and it keeps a copy on the host so that no layer has to
-ask the device how long a document is.
+A packed row concatenates several documents into one row of batch size 1. Kernels take the boundaries in different
+formats: FlashAttention and flash-linear-attention take cumulative lengths, `causal_conv1d` and Mamba kernels take a
+document index per token, and position-based masks take position ids that restart. [`SequenceBoundaries`] derives all
+these formats from one value. It is built once per batch and passed to every layer. Its host copy lets layers read
+document lengths without a host sync.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 from .errors import input_error
 
 
-# The columns of images and of videos: their value in `mm_token_type_ids`, pixels and grids.
+# Images and videos: their value in `mm_token_type_ids`, and their columns of pixels and grids.
 VISION_KINDS = {
     "image": (1, "pixel_values", "image_grid_thw"),
     "video": (2, "pixel_values_videos", "video_grid_thw"),
@@ -26,8 +26,7 @@ VISION_KINDS = {
 TOKEN_TYPES = "mm_token_type_ids"
 # Tokens per chunk in all implementations of the gated delta rule.
 CHUNK_SIZE = 64
-# The keyword arguments that say where the documents of a row are: FlashAttention's, those that a layer receives, and
-# those that a model takes.
+# The keyword arguments that carry document boundaries: those of FlashAttention, of a layer, and of a model.
 FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LAYER_KEYWORDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens")
@@ -38,21 +37,21 @@ class SequenceBoundaries:
     """The document boundaries of one packed row of `T` tokens in `N` documents.
 
     Use the constructors `from_lengths`, `from_cu_seqlens`, `from_seq_idx`, `from_position_ids` and
-    `from_attention_mask`; they check their input and raise a `ValueError` that says what was wrong with it.
+    `from_attention_mask`. They validate their input and raise a `ValueError` that describes the problem.
 
     Args:
         cu_seqlens (`torch.IntTensor` of shape `[N+1]`):
             Cumulative document lengths on the compute device: starts at 0, ends at `T`, strictly increasing, int32.
         host (`torch.IntTensor` of shape `[N+1]`, *optional*):
-            The same values on the host. Read `cu_seqlens_cpu`, which makes and checks them on first use.
+            The same values on the host. Read them as `cu_seqlens_cpu`, which creates and checks a missing copy.
         padding_tokens (`int`, *optional*, defaults to 0):
-            How many tokens of tail padding the row has. They are the last document.
+            Number of tail padding tokens. They form the last document of the row.
         length (`int`, *optional*):
-            `T`, needed without `host`: a graph that is being compiled cannot read it from `cu_seqlens`.
+            `T`. Required without `host`, because `torch.compile` cannot read it from `cu_seqlens`.
         device_only (`str`, *optional*):
-            Set where only the device knows the documents, as in a CUDA graph that serves any of them: what to do about
-            an op that needs the host copy. `cu_seqlens` may then be written to, documents may be empty, and the last one
-            has to be. What would be counted on the host is bounded instead.
+            Set it for boundaries without a host copy, as in a CUDA graph that is replayed for different documents. The
+            string is the advice in the error of an op that needs the host copy. `cu_seqlens` may be overwritten in
+            place, documents may be empty, and the last one must be. Counts on the host become upper bounds.
 
     Example:
 
@@ -73,16 +72,20 @@ class SequenceBoundaries:
     length: int | None = None
     device_only: str = ""
 
-    # Whether these are of a part of a row, whose other parts are elsewhere (`parallel.RowShard`).
+    # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
 
     @classmethod
     def from_lengths(
         cls, lengths: Sequence[int] | torch.Tensor, *, device: torch.device | str | None = None
     ) -> "SequenceBoundaries":
-        """From the documents' lengths in tokens, in row order (a list, an array or a tensor `[N]` of integers >= 1).
+        """Build boundaries from document lengths.
 
-        `device` is where `cu_seqlens` goes; by default the device of `lengths`, or the CPU.
+        Args:
+            lengths (`Sequence[int]` or `torch.Tensor` of shape `[N]`):
+                Document lengths in tokens, in row order. Integers of at least 1.
+            device (`torch.device` or `str`, *optional*):
+                Device of `cu_seqlens`. Defaults to the device of `lengths`, or to the CPU.
         """
         lengths = torch.as_tensor(lengths)
         device = lengths.device if device is None else torch.device(device)
@@ -104,15 +107,15 @@ class SequenceBoundaries:
         total_length: int | None = None,
         cu_seqlens_cpu: torch.Tensor | None = None,
     ) -> "SequenceBoundaries":
-        """From cumulative lengths, an int32 or int64 tensor `[N+1]`.
+        """Build boundaries from cumulative document lengths, an int32 or int64 tensor `[N+1]`.
 
         Args:
             cu_seqlens (`torch.Tensor` of shape `[N+1]`):
                 Starts at 0, strictly increasing.
             total_length (`int`, *optional*):
-                The number of tokens `T` of the row, which the last entry must equal.
+                Number of tokens `T` in the row. The last entry must equal it.
             cu_seqlens_cpu (`torch.Tensor` of shape `[N+1]`, *optional*):
-                The same values on the host. Without it, a tensor on a device costs one synchronisation here.
+                The same values on the host. Without it, a tensor on a device costs one host sync.
         """
         cu_seqlens = torch.as_tensor(cu_seqlens)
         _check_integers("cu_seqlens", cu_seqlens, "[N+1] with N >= 1", ndim=1, minimum_size=2)
@@ -130,7 +133,7 @@ class SequenceBoundaries:
 
     @classmethod
     def from_seq_idx(cls, seq_idx: torch.Tensor) -> "SequenceBoundaries":
-        """From a document number per token, an integer tensor `[1, T]` that never decreases and is never negative."""
+        """Build boundaries from a document index per token, a non-negative, non-decreasing integer tensor `[1, T]`."""
         _check_integers("seq_idx", seq_idx, "[1, T] with T >= 1", ndim=2)
         _check_one_row("seq_idx", seq_idx)
         row = seq_idx[0].to("cpu", torch.int64)
@@ -139,16 +142,16 @@ class SequenceBoundaries:
             where = 0 if int(row[0]) < 0 else int((steps < 0).nonzero()[0]) + 1
             got = f"{int(row[where])} at token {where}" + (f" after {int(row[where - 1])}" if where else "")
             raise input_error(
-                "seq_idx that is never negative and never goes back", got, "Number the documents 0, 1, ..."
+                "seq_idx that is never negative and never decreases", got, "Number the documents 0, 1, ..."
             )
         return cls._from_starts(steps != 0, seq_idx.device)
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "SequenceBoundaries":
-        """From position ids: a document starts wherever an id is not the previous one plus 1.
+        """Build boundaries from position ids. A document starts at each id that is not the previous id plus 1.
 
-        `position_ids` is an integer tensor `[1, T]`, or `[4, 1, T]` as Qwen3.5 takes it, where row 0 holds the text
-        positions. The three-row form `[3, 1, T]` has no text row and says nothing about documents: a `ValueError`.
+        `position_ids` is an integer tensor `[1, T]`, or `[4, 1, T]` as in Qwen3.5, where row 0 holds text positions.
+        The three-row form `[3, 1, T]` has no text positions and raises a `ValueError`.
         """
         text_row = text_position_ids(position_ids) if isinstance(position_ids, torch.Tensor) else None
         if text_row is None:
@@ -160,9 +163,9 @@ class SequenceBoundaries:
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "SequenceBoundaries":
-        """From a padding mask `[B, L]` of 0 and 1: each row's real tokens become one document.
+        """Build boundaries from a padding mask `[B, L]` of 0 and 1. The real tokens of each row become one document.
 
-        This is the unpadding that [`~SequenceBoundaries.pack`] applies. A row without a real token is a `ValueError`.
+        [`~SequenceBoundaries.pack`] lays out the tokens in this way. A row without real tokens raises a `ValueError`.
         """
         lengths = _check_padding_mask(attention_mask).to("cpu").sum(dim=1)
         if bool((lengths == 0).any()):
@@ -172,11 +175,11 @@ class SequenceBoundaries:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any], total_length: int) -> "SequenceBoundaries | None":
-        """What the packing keywords among `kwargs` say of a row of `total_length` tokens, or `None` without any.
+        """Build boundaries from the packing keywords in `kwargs`, or return `None` if there are none.
 
-        `boundaries` that are there already are returned. Contents of tensors on a device are not compared, unless the
-        environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation. Keywords that are malformed, do not
-        fit the row, or disagree are a `ValueError`.
+        The row has `total_length` tokens. A `boundaries` keyword is returned unchanged. Malformed or contradictory
+        keywords, or keywords of another row length, raise a `ValueError`. Values of device tensors are compared only
+        with the environment variable `TRANSFORMERS_PACKED_VALIDATE=1`, because this needs a host sync.
         """
         if kwargs.get("boundaries") is not None:
             return kwargs["boundaries"]
@@ -186,9 +189,9 @@ class SequenceBoundaries:
         if not lengths and seq_idx is None:
             alone = " and ".join([*given, *(["padding_tokens"] if padding else [])])
             if alone:
-                fix = "Pass the batch as DataCollatorWithFlattening made it."
+                fix = "Pass the batch of DataCollatorWithFlattening unchanged."
                 raise input_error(
-                    f"cu_seq_lens_q, cu_seqlens or seq_idx beside {alone}", "no document boundaries", fix
+                    f"cu_seq_lens_q, cu_seqlens or seq_idx together with {alone}", "no document boundaries", fix
                 )
             return None
         if lengths:
@@ -203,7 +206,7 @@ class SequenceBoundaries:
                     same = torch.equal(tensor.cpu().long(), other.cpu().long())
                 if not same:
                     expected = f"{name} and {other_name} that describe the same documents"
-                    raise input_error(expected, "different ones", "Pass one of them.")
+                    raise input_error(expected, "different documents", "Pass only one of them.")
         else:
             boundaries = cls.from_seq_idx(seq_idx)
         if seq_idx is not None:
@@ -219,13 +222,13 @@ class SequenceBoundaries:
 
     @classmethod
     def _from_starts(cls, is_start: torch.Tensor, device: torch.device) -> "SequenceBoundaries":
-        """`is_start` (host, bool `[T-1]`): whether a document starts at token 1, 2, ..., T-1."""
+        """Build boundaries from `is_start` (host, bool `[T-1]`): whether a document starts at token 1, 2, ..., T-1."""
         starts = is_start.nonzero()[:, 0] + 1
         return cls._checked(torch.cat([torch.tensor([0]), starts, torch.tensor([is_start.numel() + 1])]), device)
 
     @classmethod
     def _checked(cls, host, device, total_length=None, given=None) -> "SequenceBoundaries":
-        """Check the int64 `host` copy and build the value; `given` is the caller's tensor, kept when it can be."""
+        """Validate the int64 `host` copy and build the object. `given` is the caller's tensor, kept if it is int32."""
         fix = "Give the cumulative document lengths [0, n_1, n_1 + n_2, ..., T] of one packed row."
         if int(host[0]) != 0:
             raise input_error("cu_seqlens that starts at 0", int(host[0]), fix)
@@ -237,11 +240,11 @@ class SequenceBoundaries:
         total = int(host[-1])
         if total_length is not None and total != total_length:
             fix += (
-                " If the collator's were right, something cut them on the way to the model: an accelerate dispatcher (set"
-                " `dispatch_batches=False`) or torch.nn.DataParallel (launch one process per GPU)."
+                " If the collator's values were correct, the batch was split on the way to the model: by accelerate's"
+                " dispatcher (set `dispatch_batches=False`) or by torch.nn.DataParallel (launch one process per GPU)."
             )
             if total < total_length:
-                fix += " Or it put tokens before the row, as PEFT prompt learning does: use padded batches."
+                fix += " Or tokens were added before the row, as PEFT prompt learning does: use padded batches."
             raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", total, fix)
         if total > torch.iinfo(torch.int32).max:
             raise input_error("at most 2**31 - 1 tokens in a row", total, "Split the row.")
@@ -250,9 +253,9 @@ class SequenceBoundaries:
 
     @property
     def cu_seqlens_cpu(self) -> torch.Tensor:
-        """int32 `[N+1]`: the same values as `cu_seqlens`, on the host."""
+        """int32 `[N+1]`: the values of `cu_seqlens` on the host."""
         if self.device_only:
-            raise input_error("ops that need no lengths on the host", "one that reads them", self.device_only)
+            raise input_error("ops that need no lengths on the host", "an op that reads them", self.device_only)
         if self.host is not None:
             return self.host
         length = self.length
@@ -262,52 +265,52 @@ class SequenceBoundaries:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The documents' lengths in tokens, as Python ints in row order."""
+        """Document lengths in tokens, as Python integers in row order."""
         return self.cu_seqlens_cpu.diff().tolist()
 
     @property
     def num_documents(self) -> int:
-        """`N`."""
+        """`N`, the number of documents in the row."""
         return self.cu_seqlens.numel() - 1
 
     @property
     def total_length(self) -> int:
-        """`T`, the row's length in tokens."""
+        """`T`, the number of tokens in the row."""
         return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
 
     @cached_property
     def max_length(self) -> int:
-        """The longest document's length in tokens."""
+        """Length of the longest document, in tokens."""
         return self.total_length if self.device_only else max(self.lengths)
 
     @cached_property
     def seq_idx(self) -> torch.Tensor:
-        """int32 `[1, T]`: the document number of each token. No synchronisation."""
+        """int32 `[1, T]`: the document index of each token. No host sync."""
         documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
         return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
 
     @cached_property
     def position_ids(self) -> torch.Tensor:
-        """int64 `[1, T]`: each token's position in its own document, from 0. No synchronisation."""
+        """int64 `[1, T]`: the position of each token in its document, from 0. No host sync."""
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - self.cu_seqlens[:-1].long()[self.seq_idx.long()]
 
     def chunk_counts(self, size: int) -> tuple[torch.Tensor, int]:
-        """int32 `[N]`: how many chunks of `size` tokens each document has, and their number. No synchronisation."""
+        """The chunks of `size` tokens in each document, int32 `[N]`, and their total number. No host sync."""
         counts = (self.cu_seqlens.diff() + (size - 1)) // size
         if not self.device_only:
             return counts, sum(-(-length // size) for length in self.lengths)
         total = self.total_length // size + self.num_documents
-        # Chunks that this row does not have belong to the empty document at its end, where kernels find nothing to do.
+        # The unused chunks are assigned to the empty document at the end, where kernels have nothing to compute.
         counts[-1:] += total - counts.sum()
         return counts, total
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`tokens` `[T, ...]` without the tail padding, which is no load for experts to balance, say."""
+        """Return `tokens` `[T, ...]` without the tail padding, for example to balance the load of experts."""
         return tokens[: len(tokens) - self.padding_tokens] if self.padding_tokens else tokens
 
     def with_padding(self, tokens: int | None) -> "SequenceBoundaries":
-        """The same boundaries, whose last document is padding if there are `tokens` of it."""
+        """Return the same boundaries with the last document marked as padding of `tokens` tokens."""
         if not tokens or torch.compiler.is_compiling():
             return self
         if tokens != self.lengths[-1]:
@@ -316,21 +319,21 @@ class SequenceBoundaries:
         return replace(self, padding_tokens=tokens)
 
     def check_whole(self, fix: str) -> None:
-        """Raise a `ValueError`, with `fix`, if these are of a part of a row."""
+        """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
 
     def same_as(self, other: "SequenceBoundaries") -> bool:
-        """Whether both describe the same documents (compared on the host)."""
+        """Whether both objects describe the same documents (compared on the host)."""
         return torch.equal(self.cu_seqlens_cpu, other.cu_seqlens_cpu)
 
     def check_same(self, other: "SequenceBoundaries", name: str) -> None:
-        """Raise a `ValueError` if `other`, which an argument `name` gave, describes other documents."""
+        """Raise a `ValueError` if `other`, built from the argument `name`, describes different documents."""
         if not self.same_as(other):
             expected = f"{name} with the {self.num_documents} documents that the other arguments describe"
             got = f"{other.num_documents} documents" + ", cut elsewhere" * (other.num_documents == self.num_documents)
             raise input_error(expected, got, "Leave one of them out.")
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBoundaries":
-        """The same boundaries with `cu_seqlens` on `device`: `self` when it is there already, else always one object."""
+        """Return these boundaries with `cu_seqlens` on `device`: `self`, or a copy that is made once per device."""
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
@@ -339,33 +342,33 @@ class SequenceBoundaries:
         )
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make()` returned when `name` was asked for first: index tensors that all layers of a model share."""
+        """Return the cached result of `make()` under `name`, such as index tensors that all layers share."""
         values = self.__dict__.setdefault("_derived", {})
         if name not in values:
             values[name] = make()
         return values[name]
 
     def layer_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments under which the layers of a model receive these boundaries.
+        """Return the keyword arguments that pass these boundaries to the layers of a model.
 
-        Transformers' own names (`seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
+        They are Transformers' names (`seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`),
         `cu_seqlens` for the linear-attention block, and `boundaries`, this object with its host copy.
         """
         kwargs = {"boundaries": self, "cu_seqlens": self.cu_seqlens}
-        # A graph that is being compiled holds no more; what the ops derive from it, they derive outside.
+        # A compiled graph takes nothing else: the ops derive the other formats outside of the graph.
         if not torch.compiler.is_compiling():
             kwargs |= {"seq_idx": self.seq_idx, "cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens}
             kwargs |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
         return kwargs
 
     def pack(self, padded: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Lay the real tokens of a padded batch end to end: the inverse of [`~SequenceBoundaries.unpack`].
+        """Concatenate the real tokens of a padded batch. The inverse of [`~SequenceBoundaries.unpack`].
 
         Args:
             padded (`torch.Tensor` of shape `[N, L, ...]`):
                 One document per row.
             attention_mask (`torch.Tensor` of shape `[N, L]`, *optional*):
-                1 at real tokens. By default the documents are taken to be padded on the right.
+                1 at real tokens. Without a mask, the batch must be padded on the right.
 
         Returns:
             `torch.Tensor` of shape `[1, T, ...]`, differentiable in `padded`.
@@ -383,22 +386,22 @@ class SequenceBoundaries:
         """
         if padded.ndim < 2 or padded.shape[0] != self.num_documents:
             expected = f"a padded batch [N, L, ...] with N = {self.num_documents} documents"
-            raise input_error(expected, f"shape {tuple(padded.shape)}", "Give one row per document.")
+            raise input_error(expected, f"shape {tuple(padded.shape)}", "Pass one row per document.")
         slots = self._slots(padded.shape[1], attention_mask)
         return padded.flatten(0, 1).index_select(0, slots)[None]
 
     def unpack(
         self, packed: torch.Tensor, attention_mask: torch.Tensor | None = None, padding_value: float = 0
     ) -> torch.Tensor:
-        """Give each document of a packed row its own padded row: the inverse of [`~SequenceBoundaries.pack`].
+        """Unpack a packed row to a padded batch, one document per row. The inverse of [`~SequenceBoundaries.pack`].
 
         Args:
             packed (`torch.Tensor` of shape `[1, T, ...]`):
                 The packed row.
             attention_mask (`torch.Tensor` of shape `[N, L]`, *optional*):
-                1 where the real tokens go. By default the documents are padded on the right to the longest one.
+                1 at the places of real tokens. By default, documents are padded on the right to the longest one.
             padding_value (`float`, *optional*, defaults to 0):
-                What the padding holds.
+                Value of the padding.
 
         Returns:
             `torch.Tensor` of shape `[N, L, ...]`, differentiable in `packed`.
@@ -416,18 +419,18 @@ class SequenceBoundaries:
         """
         if packed.ndim < 2 or packed.shape[:2] != (1, self.total_length):
             expected = f"a packed row [1, T, ...] with T = {self.total_length}"
-            raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row of these boundaries.")
+            raise input_error(expected, f"shape {tuple(packed.shape)}", "Pass the row that these boundaries describe.")
         length = self.max_length if attention_mask is None else _check_padding_mask(attention_mask).shape[1]
         slots = self._slots(length, attention_mask)
         padded = packed.new_full((self.num_documents * length, *packed.shape[2:]), padding_value)
         return padded.index_copy(0, slots, packed[0]).unflatten(0, (self.num_documents, length))
 
     def _slots(self, length: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """`[T]` int64: the place of each token in a flattened `[N, length]` batch."""
+        """int64 `[T]`: the index of each token in a flattened `[N, length]` batch."""
         if attention_mask is None:
             if length < self.max_length:
                 raise input_error(
-                    f"rows of at least {self.max_length} tokens, the longest document", length, "Pad them."
+                    f"rows of at least {self.max_length} tokens, the longest document", length, "Pad the rows."
                 )
             return (self.seq_idx.long() * length + self.position_ids)[0]
         mask, shape = _check_padding_mask(attention_mask), (self.num_documents, length)
@@ -436,12 +439,12 @@ class SequenceBoundaries:
         counts = mask.sum(dim=1).tolist()
         if counts != self.lengths:
             expected = f"an attention_mask whose rows hold {_short(self.lengths)} real tokens"
-            raise input_error(expected, _short(counts), "Pass the mask from which these boundaries were made.")
+            raise input_error(expected, _short(counts), "Pass the mask that these boundaries were built from.")
         return mask.flatten().nonzero()[:, 0]
 
 
 def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """The row `[B, T]` of `position_ids` that counts text tokens, or `None` where there is none (`[3, B, T]`)."""
+    """Return the row `[B, T]` of `position_ids` with text positions, or `None` if there is none (`[3, B, T]`)."""
     if position_ids.ndim == 2:
         return position_ids
     if position_ids.ndim == 3 and position_ids.shape[0] == 4:
@@ -450,7 +453,7 @@ def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def may_read(value: Any) -> bool:
-    """Whether looking at the contents is possible, and costs no synchronisation or one that was asked for."""
+    """Whether the contents can be read without a host sync, or the user has allowed one."""
     if torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
         return not torch.compiler.is_compiling()
     return value.device.type == "cpu" or os.environ.get("TRANSFORMERS_PACKED_VALIDATE") == "1"
@@ -459,19 +462,19 @@ def may_read(value: Any) -> bool:
 def _check_integers(name: str, tensor: Any, shape: str, *, ndim: int, minimum_size: int = 1) -> None:
     integral = isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64)
     if not integral or tensor.ndim != ndim or tensor.shape[-1] < minimum_size:
-        cut = "If the collator's was right, an accelerate dispatcher may have cut it: set `dispatch_batches=False`."
+        cut = "If the collator's was correct, accelerate's dispatcher may have split it: set `dispatch_batches=False`."
         fix = cut if name == "cu_seqlens" else "Convert it first."
         raise input_error(f"{name} as an int32 or int64 tensor {shape}", _describe(tensor), fix)
 
 
 def _check_one_row(name: str, tensor: torch.Tensor) -> None:
     if len(tensor) != 1:
-        fix = "Lay all documents end to end in one row, as DataCollatorWithFlattening does."
+        fix = "Concatenate all documents in one row, as DataCollatorWithFlattening does."
         raise input_error(f"{name} of one packed row, batch size 1", f"{len(tensor)} rows", fix)
 
 
 def _check_padding_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mask as bool `[B, L]`."""
+    """Validate the mask and return it as bool `[B, L]`."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         raise input_error("an attention_mask tensor [B, L]", _describe(attention_mask), "Pass the 2-D padding mask.")
     if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):

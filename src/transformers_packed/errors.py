@@ -1,10 +1,10 @@
-"""One form for every complaint about an input: what was expected, what came, and what to do."""
+"""A common format for input errors: the expected input, the actual input, and the fix."""
 
 
 def input_error(expected: object, got: object, fix: str = "", *, option: str = "") -> ValueError:
     """Build the `ValueError` that the package raises for unsupported or inconsistent input.
 
-    The traceback names the call; a command, which prints no traceback, gives its `option` instead.
+    The traceback names the call. Commands print no traceback, so they pass their `option` to name it in the message.
 
     Example:
 

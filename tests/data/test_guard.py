@@ -194,7 +194,7 @@ class GuardTest(unittest.TestCase):
         model = prompt_learning(patch_model(build()), "prompt_tuning")
         batch = DataCollatorWithFlattening(**ALL)(Samples(3).rows)
         with self.assertRaisesRegex(
-            ValueError, "put tokens before the row, as PEFT prompt learning does: use padded batches"
+            ValueError, "tokens were added before the row, as PEFT prompt learning does: use padded batches"
         ):
             model(**batch)
 

@@ -568,7 +568,7 @@ class PackedModelTesterMixin:
         self.assert_rejected("int32 or int64", **one, cu_seqlens=bounds.float())
         self.assert_rejected("int32 or int64", **one, cu_seqlens=bounds[None])
         only_idx = {**one, "cu_seqlens": None}
-        self.assert_rejected("never goes back", **{**only_idx, "seq_idx": batch["seq_idx"].flip(1)})
+        self.assert_rejected("never decreases", **{**only_idx, "seq_idx": batch["seq_idx"].flip(1)})
         self.assert_rejected("seq_idx of shape", **{**only_idx, "seq_idx": batch["seq_idx"][:, :-1]})
         moved = bounds.clone()
         moved[3] += 1

@@ -174,7 +174,7 @@ UNSERVED = [
     (
         "conv_heads",
         lambda impl: convolve(ones(1, 5, 72), ones(72, 4), key_dim=24, value_dim=24, impl=impl),
-        "power of two of channels, from 16 to 256, not 24",
+        "a power of two from 16 to 256, not 24",
     ),
     (
         "conv_two_dims",

@@ -54,7 +54,7 @@ class DispatchTest(unittest.TestCase):
         choose("op", "auto", self.table)
 
     def test_a_name_that_cannot_serve(self):
-        pattern = r'^expected an input that impl="first" can serve, got first: needs a GPU\. Use impl="auto"'
+        pattern = r'^expected an input that impl="first" supports, got first: needs a GPU\. Use impl="auto"'
         with self.assertRaisesRegex(ValueError, pattern) as caught:
             choose("op", "first", self.table)
         self.assertNotIn("bfloat16", str(caught.exception))
@@ -62,7 +62,7 @@ class DispatchTest(unittest.TestCase):
 
     def test_nothing_can_serve(self):
         del self.table["third"], self.table["fourth"]
-        pattern = r"^expected .*, got first: needs a GPU; second: needs bfloat16\. .*install what is missing"
+        pattern = r"^expected .*, got first: needs a GPU; second: needs bfloat16\. .*install the missing package"
         with self.assertRaisesRegex(ValueError, pattern):
             choose("op", "auto", self.table)
 

@@ -24,18 +24,18 @@ SHAPES = [
         lambda: glu(ones(2, 4), ones(2, 4), activation="gelu"),
         r"expected an activation of .*'silu'.*got \"gelu\"",
     ),
-    ("swiglu", lambda: glu(ones(2, 4), ones(4)), "expected gate and hidden_states of one shape"),
+    ("swiglu", lambda: glu(ones(2, 4), ones(4)), "expected gate and hidden_states of the same shape"),
     ("sigmoid_gate", lambda: glu(ones(2, 4), ones(2, 1), activation="sigmoid"), "expected gate and hidden_states"),
     ("swiglu_linear", lambda: glu(ones(2, 4), ones(4), ones(3, 4)), "expected gate and hidden_states"),
     ("swiglu_linear_weight", lambda: glu(*(ones(2, 4),) * 2, ones(4, 3)), r"a weight \[out, 4\]"),
     ("gate_linear_ndim", lambda: glu(*(ones(2, 4),) * 2, ones(4), activation="sigmoid"), r"a weight \[out, 4\]"),
 ]
 UNSERVED = [
-    ("swiglu_dtypes", lambda impl: glu(ones(4), ones(4, dtype=torch.bfloat16), impl=impl), "wants one dtype"),
+    ("swiglu_dtypes", lambda impl: glu(ones(4), ones(4, dtype=torch.bfloat16), impl=impl), "needs one dtype"),
     (
         "gate_linear_dtypes",
         lambda impl: glu(ones(2, 4, dtype=torch.bfloat16), ones(2, 4), ones(3, 4), activation="sigmoid", impl=impl),
-        "wants one dtype",
+        "needs one dtype",
     ),
     ("swiglu_float64", lambda impl: glu(HALF, HALF, impl=impl), "not torch.float64"),
     ("sigmoid_gate_float64", lambda impl: glu(HALF, HALF, activation="sigmoid", impl=impl), "not torch.float64"),

@@ -43,7 +43,7 @@ UNSERVED = [
     (
         "gated_norm_dtypes",
         lambda impl: gated_rms_norm(ones(2, 4), ones(2, 4, dtype=torch.bfloat16), ones(4), impl=impl),
-        "wants one dtype",
+        "needs one dtype",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Ops that keep the documents of a packed row apart, and the layers' fused parts, each with a torch reference."""
+"""Ops that isolate the documents of a packed row, and fused ops of the layers, each with a PyTorch reference."""
 
 import warnings
 from typing import Any
@@ -74,5 +74,5 @@ def __getattr__(name: str) -> Any:
     if name not in _OLD_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     now, op = _OLD_NAMES[name]
-    warnings.warn(f"{__name__}.{name} is {now} now", DeprecationWarning, stacklevel=2)
+    warnings.warn(f"{__name__}.{name} is deprecated: use {now}", DeprecationWarning, stacklevel=2)
     return op

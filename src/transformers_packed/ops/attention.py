@@ -1,12 +1,12 @@
-"""Causal softmax attention of a packed row, through the attention implementation that the model's config names.
+"""Causal softmax attention of a packed row, by the attention implementation in the model's config.
 
-Without boundaries the call goes to Transformers' own interface, unchanged. With boundaries:
+Without boundaries, the call goes to Transformers' attention interface unchanged. With boundaries:
 
-* `sdpa` runs as `torch.nn.attention.varlen.varlen_attn` where that can serve (half precision on a GPU), else like `eager`
-  on each document alone through [`per_document`]; no mask over the whole row exists.
-* FlashAttention (any version, from a package or from the Hub) takes the cumulative lengths itself.
-* `flex_attention` gets a block mask that is made from the boundaries without looking at pairs of tokens.
-* Anything else would attend across documents, so it is refused.
+* `sdpa` runs `torch.nn.attention.varlen.varlen_attn` if that supports the call (half precision on a GPU). Otherwise it
+  runs on each document separately through [`per_document`], like `eager`. No mask over the whole row is built.
+* FlashAttention (any version, from a package or from the Hub) takes the cumulative lengths.
+* `flex_attention` takes a block mask that is built from the boundaries without evaluating pairs of tokens.
+* Other implementations would attend across documents and raise a `ValueError`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .dispatch import Implementation, always, logger, record, run
 from .per_document import per_document
 
 
-# Tokens along the side of a block of flex attention's mask.
+# Tokens per side of a block in the mask of flex attention.
 _BLOCK = 128
 
 
@@ -41,36 +41,39 @@ def attention(
     impl: str = "auto",
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention as Transformers' attention interface has it, isolated by document when there are boundaries.
+    """Compute causal attention as Transformers' attention interface does, per document if `boundaries` are passed.
 
     Args:
         module (`torch.nn.Module`):
-            The attention layer; its `config._attn_implementation` names the implementation.
+            Attention layer. Its `config._attn_implementation` names the implementation.
         query (`torch.Tensor` of shape `[B, H, T, D]`):
-            Queries, after rotary embedding.
-        key, value (`torch.Tensor` of shape `[B, HKV, S, D]`):
-            Keys and values; each serves `H / HKV` query heads.
+            Queries after the rotary embedding.
+        key (`torch.Tensor` of shape `[B, HKV, S, D]`):
+            Keys after the rotary embedding. `H / HKV` query heads share one key head.
+        value (`torch.Tensor` of shape `[B, HKV, S, D]`):
+            Values.
         attention_mask (`torch.Tensor`, *optional*):
-            What Transformers' mask functions made. `None` for packed rows.
+            Mask from Transformers' mask functions. `None` for packed rows.
         eager (`Callable`):
-            The modeling file's eager attention function.
+            Eager attention function of the modeling file.
         scaling (`float`):
-            Factor of the dot products.
+            Scaling factor of the dot products.
         dropout (`float`, *optional*, defaults to 0.0):
             Dropout probability of the attention weights.
         boundaries ([`SequenceBoundaries`], *optional*):
-            The documents of a packed row (`B` = 1, `S` = `T`).
+            Documents of a packed row (`B` = 1, `S` = `T`).
         impl (`str`, *optional*, defaults to `"auto"`):
-            For packed rows, what carries out the implementation that the config names: `"auto"`, or for `sdpa`
-            `"varlen_attn"` or `"per_document(sdpa)"`. The others have one way each.
+            Function that runs the configured implementation on packed rows: `"auto"`, or for `sdpa` `"varlen_attn"` or
+            `"per_document(sdpa)"`. The other implementations have one function each.
 
     Returns:
-        `tuple`: the output `[B, T, H, D]`, and the weights: what the interface returns without boundaries; for a
-        packed row block-diagonal `[1, H, T, T]` when `output_attentions` asks for them (eager only), else `None`.
+        `tuple`: the output `[B, T, H, D]` and the attention weights. Without boundaries, the weights are those of
+            Transformers' interface. For a packed row, they are block-diagonal `[1, H, T, T]` with
+            `output_attentions=True` (eager only), otherwise `None`.
 
     Raises:
-        `ValueError`: boundaries with an implementation that cannot keep documents apart, or with attention that is
-        not causal.
+        `ValueError`: boundaries are passed with an implementation that does not isolate documents, or to attention
+            that is not causal.
     """
     name = module.config._attn_implementation
     options = {"dropout": dropout, "scaling": scaling}
@@ -82,7 +85,7 @@ def attention(
 
 
 def implementations(module: torch.nn.Module) -> dict[str, Implementation]:
-    """What can carry out the attention of this layer on a packed row. Nothing is a `ValueError`."""
+    """Return the functions that compute this layer's attention on a packed row, or raise a `ValueError`."""
     name = module.config._attn_implementation
     # Every version of FlashAttention has the same interface.
     flash = is_flash_attention_requested(requested_attention_implementation=name)
@@ -97,7 +100,7 @@ def implementations(module: torch.nn.Module) -> dict[str, Implementation]:
 
 
 def serves_packed_rows(name: str, device: torch.device) -> bool:
-    """Whether the attention implementation `name` can keep documents apart on `device`."""
+    """Whether the attention implementation `name` can isolate documents on `device`."""
     if name == "flex_attention":
         return device.type == "cuda"
     return name in IMPLEMENTATIONS or is_flash_attention_requested(requested_attention_implementation=name)
@@ -106,9 +109,9 @@ def serves_packed_rows(name: str, device: torch.device) -> bool:
 def attention_with_earlier_keys(
     module, query, key, value, *, boundaries: SequenceBoundaries, keys: SequenceBoundaries, **options
 ) -> torch.Tensor | None:
-    """Attention where documents may have more `keys` than queries, which are their last: `[B, T, H, D]`.
+    """Compute attention `[B, T, H, D]` of the last tokens of each document, whose `keys` include earlier tokens.
 
-    `None` where neither FlashAttention nor `varlen_attn` can serve.
+    Return `None` if neither FlashAttention nor `varlen_attn` supports the call.
     """
     kernel = kernel_for_earlier_keys(module, query, **options)
     if kernel is None:
@@ -119,7 +122,7 @@ def attention_with_earlier_keys(
 
 
 def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | None:
-    """The kernel by which [`attention_with_earlier_keys`] would serve, if there is one."""
+    """Return the kernel that [`attention_with_earlier_keys`] would use, or `None`."""
     name = module.config._attn_implementation
     if is_flash_attention_requested(requested_attention_implementation=name):
         return name
@@ -142,13 +145,13 @@ def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, *
     tokens_first = (x.transpose(1, 2)[0].to(_varlen_dtype(query)) for x in (query, key, value))
     keys = boundaries if keys is None else keys
     lengths = (boundaries.cu_seqlens, keys.cu_seqlens, boundaries.max_length, keys.max_length)
-    # A window without a right side is causal attention. Up to torch 2.11 grouped queries need no permission.
+    # A window without a right side is causal attention. Up to torch 2.11, grouped queries need no flag.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **grouped)[None], None
 
 
 def _varlen_dtype(query: torch.Tensor) -> torch.dtype:
-    """What autocast would make of the inputs if it knew `varlen_attn`, as it knows SDPA."""
+    """Return the dtype to which autocast would cast the inputs. It supports SDPA, but not `varlen_attn`."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
 
 
@@ -159,7 +162,7 @@ def _verify_varlen_attn(module, query, *others, dropout=0.0, **options):
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if query.shape[-1] > 256 or query.shape[-1] % 8:
         return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"
-    return dropout == 0, "has no dropout"
+    return dropout == 0, "does not support dropout"
 
 
 def _flex_attention(module, query, key, value, *, boundaries, eager, **kwargs):
@@ -169,15 +172,14 @@ def _flex_attention(module, query, key, value, *, boundaries, eager, **kwargs):
 
 
 def _verify_flex_attention(module, query, *tensors, **options):
-    return query.is_cuda, "needs CUDA tensors: on a CPU it has no backward"
+    return query.is_cuda, "needs CUDA tensors, because it has no backward on a CPU"
 
 
 def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
-    """Which blocks of keys each block of queries sees, from the host copy of the boundaries.
+    """Compute the blocks of keys that each block of queries attends to, from the host copy of the boundaries.
 
-    A block of queries begins in some document: it sees nothing before the block in which that document starts, and
-    nothing after itself. A block between the two is seen in full when all its keys and all the queries belong to that
-    one document.
+    Let `d` be the document of the first query in a block. The block attends to the key blocks from the one where `d`
+    starts up to itself. A key block in between needs no mask if all its keys and all queries belong to `d`.
     """
     device, length = boundaries.cu_seqlens.device, boundaries.total_length
     cu_seqlens = boundaries.cu_seqlens_cpu.long()
@@ -190,7 +192,7 @@ def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
     full = seen & (column < row) & (first[None, :] >= start[:, None]) & (first + _BLOCK <= end)[:, None]
 
     def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of chosen blocks in each row, and the chosen ones' columns before the others'."""
+        """Return the number of chosen blocks in each row, and the columns in order with the chosen ones first."""
         columns = chosen.int().argsort(dim=1, descending=True, stable=True)
         return tuple(x.int()[None, None].to(device, non_blocking=True) for x in (chosen.sum(1), columns))
 
@@ -220,7 +222,7 @@ def _per_document(module, query, key, value, *, boundaries, eager, scaling, drop
 
 
 def _eager_with_weights(interface, module, query, key, value, boundaries, options):
-    """One document after the other, so that each block of the weights can be put in its place."""
+    """Run one document at a time to write its block of the attention weights."""
     length = boundaries.total_length
     outputs, weights, start = [], query.new_zeros(1, query.shape[1], length, length), 0
     for size in boundaries.lengths:
@@ -233,13 +235,13 @@ def _eager_with_weights(interface, module, query, key, value, boundaries, option
 
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive mask `[1, 1, T, S]` that eager attention expects, of the last `T` queries over `S` keys."""
+    """Return the additive mask `[1, 1, T, S]` for eager attention of the last `T` queries over `S` keys."""
     shape = query.shape[2], key.shape[2]
     mask = torch.full(shape, torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
     return mask.triu(1 + shape[1] - shape[0])[None, None]
 
 
-# For each attention implementation of Transformers what can carry it out on a packed row.
+# The functions that run each attention implementation of Transformers on a packed row.
 IMPLEMENTATIONS = {
     "sdpa": {
         "varlen_attn": Implementation(_varlen_attn, _verify_varlen_attn),

@@ -1,7 +1,7 @@
-"""Backwards without a second derivative: an error when one is asked for, instead of gradients that are silently constant.
+"""An error for second-order gradients of ops that support only first-order ones.
 
-torch's own `once_differentiable` does not notice when the incoming gradient is a constant, as that of a loss is, or when
-`torch.autograd.grad` differentiates the second time.
+Without the error, these gradients would silently be constants. `once_differentiable` of PyTorch misses two cases: an
+incoming gradient that is a constant, such as that of a loss, and a second differentiation by `torch.autograd.grad`.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from ..errors import input_error
 
 
 def first_order(
-    fix: str = "Compute them on a CPU or with torch.func.grad: there the torch form runs, which has them.",
+    fix: str = "Compute second-order gradients on a CPU or with torch.func.grad, which run the PyTorch reference.",
 ) -> Callable[[Callable], Callable]:
-    """Decorator of the backward of a `torch.autograd.Function`: `create_graph=True` is a `ValueError`.
+    """Decorate the backward of a `torch.autograd.Function` so that `create_graph=True` raises a `ValueError`.
 
     Args:
         fix (`str`, *optional*):
-            How to get second-order gradients; the default is right for a kernel with a torch form.
+            Advice on how to compute second-order gradients. The default suits a kernel with a PyTorch reference.
     """
 
     def decorate(backward: Callable) -> Callable:
         @wraps(backward)
         def run(ctx, *gradients):
-            # Autograd has gradients on in a backward only when that is recorded.
+            # Autograd enables gradients in a backward only if it records the backward.
             if torch.is_grad_enabled():
                 raise input_error("first-order gradients", "create_graph=True", fix)
             return backward(ctx, *gradients)
@@ -37,5 +37,5 @@ def first_order(
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is active, which our autograd functions do not support."""
+    """Whether a `torch.func` transform is active. Autograd functions in this package do not support these."""
     return torch._C._are_functorch_transforms_active()

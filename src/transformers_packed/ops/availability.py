@@ -1,4 +1,4 @@
-"""Which implementation of each op would run on a device: the ops' own verifiers, asked about a training call."""
+"""The implementation of each op that a training call would select on a device, according to the ops' verifiers."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -30,20 +30,23 @@ _FLASH_ATTENTION = {
 def availability(
     device: torch.device | str, dtype: torch.dtype, delta_head_dim: int = 128, attention_head_dim: int = 256
 ) -> dict[str, tuple[str | None, list[tuple[str, str]]]]:
-    """What a packed row would train with; by default with the head dimensions of the released models.
+    """Return the implementations that would train a packed row.
 
     Args:
         device (`torch.device` or `str`):
-            Where the model computes.
+            Device of the model.
         dtype (`torch.dtype`):
-            In what type.
-        delta_head_dim, attention_head_dim (`int`, *optional*, defaults to 128 and 256):
-            The head dimensions of the gated delta rule and of attention.
+            Dtype of the model.
+        delta_head_dim (`int`, *optional*, defaults to 128):
+            Head dimension of the gated delta rule. The default is that of the released models.
+        attention_head_dim (`int`, *optional*, defaults to 256):
+            Head dimension of attention. The default is that of the released models.
 
     Returns:
-        `dict`: for each op, as [`implementations_used`] calls it, the implementation that would run, or `None`, and a list of
-        those before it in order of preference, each with the reason why it would not. Attention is there once for each
-        implementation of Transformers, as `"attention sdpa"` for example.
+        `dict`: maps the name of each op, as in [`implementations_used`], to a tuple. The tuple holds the
+            implementation that would run, or `None`, and a list of the preferred implementations that would not run,
+            each with the reason. Attention has one entry for each implementation of Transformers, for example
+            `"attention sdpa"`.
     """
     found = {}
     for op, table, call, options in _calls(device, dtype, delta_head_dim, attention_head_dim):
@@ -58,7 +61,7 @@ def availability(
 
 
 def _calls(device, dtype, delta: int, heads: int) -> Iterator[tuple[str, dict[str, Implementation], tuple, dict]]:
-    """(op, its implementations, arguments, options) of a call of each op on a row of two documents"""
+    """Yield (op, implementations, arguments, options) of a call of each op on a row of two documents."""
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
@@ -92,7 +95,7 @@ def _calls(device, dtype, delta: int, heads: int) -> Iterator[tuple[str, dict[st
 
 
 def _verify_flash_attention(is_available, tensor):
-    """Models check these when they are loaded, so the op does not."""
+    """Stand in for the check that Transformers makes when it loads a model. The op itself has no check."""
     if not tensor.is_cuda or tensor.dtype == torch.float32:
         return False, "needs CUDA tensors in float16 or bfloat16"
     return is_available(), "is not installed"

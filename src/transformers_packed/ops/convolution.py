@@ -1,10 +1,10 @@
-"""The short depthwise causal convolution before the gated delta rule: each channel sees its last `W` tokens.
+"""The short depthwise causal convolution before the gated delta rule, with a window of `W` tokens.
 
     y_t = activation(bias + sum_w weight_w * x_{t - W + 1 + w})          tokens before the first one are zero
 
-In a packed row the window of a document's first `W - 1` tokens must not reach back into the document before it.
-[`torch_causal_conv1d`] knows nothing of documents and ignores the packing keywords; [`causal_conv1d`] keeps them apart.
-Tensors are token-major, `[B, T, D]`, as in flash-linear-attention.
+In a packed row, the windows of a document's first `W - 1` tokens must not include tokens of the previous document.
+[`torch_causal_conv1d`] ignores documents and the packing keywords. [`causal_conv1d`] isolates documents. Tensors are
+token-major, `[B, T, D]`, as in flash-linear-attention.
 """
 
 from functools import partial
@@ -30,11 +30,11 @@ def causal_conv1d(
     boundaries: SequenceBoundaries | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Depthwise causal convolution of a batch of sequences, or of each document of a packed row.
+    """Apply a depthwise causal convolution to a batch of sequences, or to each document of a packed row.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, T, D]`):
-            The input, any floating dtype.
+            Input of any floating dtype.
         weight (`torch.Tensor` of shape `[D, W]`):
             One filter of width `W` per channel.
         bias (`torch.Tensor` of shape `[D]`, *optional*):
@@ -42,7 +42,7 @@ def causal_conv1d(
         activation (`str`, *optional*):
             A key of Transformers' `ACT2FN`, such as `"silu"`.
         boundaries ([`SequenceBoundaries`], *optional*):
-            The documents of a packed row (`B` = 1).
+            Documents of a packed row (`B` = 1).
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"fla"`, `"causal_conv1d"` or `"reference"`.
 
@@ -50,7 +50,7 @@ def causal_conv1d(
         `torch.Tensor` of shape `[B, T, D]` in the dtype of `hidden_states`.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -70,7 +70,7 @@ def causal_conv1d(
 
 
 def check_channels(hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raise unless the shapes are those of [`causal_conv1d`]."""
+    """Raise an error if the shapes do not match those of [`causal_conv1d`]."""
     if weight.ndim != 2 or hidden_states.ndim != 3 or hidden_states.shape[-1] != weight.shape[0]:
         got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)}"
         fix = "Squeeze the middle dimension of a Conv1d weight, and put channels last."
@@ -89,28 +89,37 @@ def causal_conv1d_qkv(
     boundaries: SequenceBoundaries | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`causal_conv1d`], then the split into queries, keys and values by heads, and queries and keys of unit length.
+    """Apply [`causal_conv1d`], split the result into queries, keys and values, and normalize queries and keys.
+
+    Each head of the queries and keys is scaled to unit length.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[B, T, D]`):
-            The projections of queries, keys and values side by side, any floating dtype.
-        weight, bias, activation:
-            As in [`causal_conv1d`].
+            Concatenated projections of queries, keys and values, in any floating dtype.
+        weight (`torch.Tensor` of shape `[D, W]`):
+            One filter of width `W` per channel.
+        bias (`torch.Tensor` of shape `[D]`, *optional*):
+            Added before the activation.
+        activation (`str`, *optional*, defaults to `"silu"`):
+            A key of Transformers' `ACT2FN`.
         key_heads (`int`):
-            The number of heads of the queries, and of the keys.
-        key_dim, value_dim (`int`):
-            Channels of a head. What queries and keys leave of the `D` channels are the values.
+            Number of query heads, which equals the number of key heads.
+        key_dim (`int`):
+            Channels per query or key head.
+        value_dim (`int`):
+            Channels per value head. The channels after the queries and keys are the values.
         boundaries ([`SequenceBoundaries`], *optional*):
-            The documents of a packed row (`B` = 1).
+            Documents of a packed row (`B` = 1).
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"`, or `"reference"`: [`causal_conv1d`], with the kernel that it chooses, and torch.
+            `"auto"`, `"triton"` or `"reference"`. The reference runs [`causal_conv1d`] with `impl="auto"`, and the
+            other steps in PyTorch.
 
     Returns:
         `tuple`: queries and keys `[B, T, key_heads, key_dim]` and values `[B, T, value_heads, value_dim]`, in the
-        dtype of `hidden_states`.
+            dtype of `hidden_states`.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -130,7 +139,7 @@ def causal_conv1d_qkv(
 
 
 def check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: int, key_dim: int, value_dim: int):
-    """Raise unless the channels are whole heads of queries, keys and values."""
+    """Raise an error if the channels are not whole heads of queries, keys and values."""
     channels = hidden_states.shape[-1]
     values = channels - 2 * key_heads * key_dim
     if weight.ndim != 2 or len(weight) != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
@@ -147,7 +156,7 @@ def torch_causal_conv1d(
     activation: str | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """The convolution in plain torch, the reference; each row is one sequence and the packing keywords are ignored."""
+    """Apply the convolution in plain PyTorch. Each row is one sequence, and the packing keywords are ignored."""
     width = weight.shape[-1]
     left_padded = F.pad(hidden_states.to(weight.dtype).transpose(1, 2), (width - 1, 0))
     output = F.conv1d(left_padded, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
@@ -161,8 +170,8 @@ def _reference(hidden_states, weight, bias, activation, *, boundaries):
     if boundaries is None:
         return function(hidden_states)
     _check_row(hidden_states, boundaries)
-    # With a window's width of zeros between the documents no window reaches from one into another. That is what
-    # `per_document` would compute, in one pass over the row.
+    # Zeros between the documents, `W - 1` of them, keep every window inside its document. The result is that of
+    # `per_document`, in one pass over the row.
     gap = weight.shape[-1] - 1
     length = boundaries.total_length
     slots = torch.arange(length, device=hidden_states.device) + gap * boundaries.seq_idx[0]
@@ -197,7 +206,7 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None):
-    """`halo` `[W - 1, D]` are the tokens before the first one, which the positions of `boundaries` may reach."""
+    """Run the kernel. `halo` `[W - 1, D]` holds the tokens before the first one, which its window may include."""
     from .backends.triton.convolution import CausalConv1dQKV
 
     rows, length, channels = hidden_states.shape
@@ -215,11 +224,11 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
 
 def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):
     if bias is not None or activation not in ("silu", "swish"):
-        return False, "serves SiLU without a bias only"
+        return False, "supports only SiLU without a bias"
     if weight.shape[1] > 4:
-        return False, f"serves windows of up to 4 tokens, not {weight.shape[1]}"
+        return False, f"supports windows of up to 4 tokens, not {weight.shape[1]}"
     if key_dim != value_dim or key_dim & (key_dim - 1) or not 16 <= key_dim <= 256:
-        return False, f"wants heads of one power of two of channels, from 16 to 256, not {key_dim} and {value_dim}"
+        return False, f"needs equal head dimensions, a power of two from 16 to 256, not {key_dim} and {value_dim}"
     return triton.verify(hidden_states)
 
 

@@ -1,13 +1,13 @@
-"""The cross entropy of a language model's head, without its logits: `mean over targets of -log softmax(h W^T + b)[y]`.
+"""Cross entropy of a language modeling head without full logits: `mean over targets of -log softmax(h W^T + b)[y]`.
 
-With a vocabulary of 248,320 words the logits of 16,384 tokens take 8 GiB in bfloat16 and 16 GiB in float32, and their
-gradient as much again. [`linear_cross_entropy`] leaves out the tokens without a target, makes the logits of a few
-thousand tokens at a time, turns them into their own gradient in place, and computes the gradients of `h` and `W` before
-the next chunk. Backward only scales. Memory: one chunk of logits, and the float32 gradient of `W`, to which every chunk
-adds.
+With a vocabulary of 248,320 words, the logits of 16,384 tokens take 8 GiB in bfloat16 and 16 GiB in float32. Their
+gradient takes as much again. [`linear_cross_entropy`] drops tokens without a target and computes the logits of a few
+thousand tokens at a time. It overwrites each chunk with its gradient and computes the gradients of `h` and `W` before
+the next chunk. The backward only scales them. Memory holds one chunk of logits and the float32 gradient of `W`, which
+accumulates over the chunks.
 
-Cost: three matrix products of `tokens x hidden x vocabulary`, as with the logits, and two readings and one writing of
-the logits. The number of targets has to be known on the host to leave the other tokens out: one wait for the GPU.
+The cost is three matrix products of `tokens x hidden x vocabulary`, as with the full logits, and two reads and one
+write of the logits. Dropping tokens requires the number of targets on the host, which costs one host sync.
 """
 
 import math
@@ -22,7 +22,7 @@ from .dispatch import Implementation, always, run
 from .norm import widened
 
 
-# Tokens whose logits exist at a time: 1.4 GiB of a vocabulary of 248,320 words in bfloat16.
+# Tokens per chunk of logits. In bfloat16, a chunk takes 1.4 GiB for a vocabulary of 248,320 words.
 CHUNK_SIZE = 3072
 
 
@@ -38,36 +38,36 @@ def linear_cross_entropy(
     chunk_size: int = CHUNK_SIZE,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Cross entropy of `hidden_states @ weight.T + bias` against `labels`, in chunks of tokens.
+    """Compute the cross entropy of `hidden_states @ weight.T + bias` and `labels` in chunks of tokens.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., hidden]`):
-            What the head would get, in any floating dtype.
+            Input of the head, in any floating dtype.
         weight (`torch.Tensor` of shape `[vocab, hidden]`):
-            The head's weight, in the same dtype.
+            Weight of the head, in the same dtype.
         labels (`torch.LongTensor` of shape `[...]`):
-            The target of each token itself: already shifted.
+            Target of each token. Labels must already be shifted.
         bias (`torch.Tensor` of shape `[vocab]`, *optional*):
-            The head's bias.
+            Bias of the head.
         num_items_in_batch (`int` or 0-dimensional `torch.Tensor`, *optional*):
-            What the sum over the targets is divided by; by default their number.
+            Divisor of the sum over the targets. Defaults to the number of targets.
         label_smoothing (`float`, *optional*, defaults to 0.0):
-            The share of the target that is spread over the whole vocabulary.
+            Share of the target probability that is spread over the whole vocabulary.
         ignore_index (`int`, *optional*, defaults to -100):
-            The label of tokens without a target.
+            Label of tokens without a target.
         chunk_size (`int`, *optional*, defaults to 3072):
-            How many tokens' logits exist at a time.
+            Number of tokens per chunk of logits.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (chunks, with a kernel for the softmax), `"torch"` (chunks), or `"reference"` (all logits
-            at once, in float32 or float64).
+            `"auto"`, `"triton"` (chunks, with a kernel for the softmax), `"torch"` (chunks), or `"reference"` (all
+            logits at once, in float32 or float64).
 
     Returns:
-        `torch.Tensor`: the loss, a float32 scalar; 0 without any target if `num_items_in_batch` is given, else NaN, as
-        in torch.
+        `torch.Tensor`: the loss, a float32 scalar. Without any target, it is 0 if `num_items_in_batch` is passed, and
+            otherwise NaN, as in PyTorch.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve; in a backward with `create_graph=True`, any
-            `impl` but `"reference"`.
+        `ValueError`: the shapes do not match, or `impl` does not support the call. The backward with
+            `create_graph=True` raises it for any `impl` except `"reference"`.
 
     Example:
 
@@ -130,24 +130,24 @@ def _chunked(
 
 
 def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`number` as a scalar where `tensor` is; without waiting for the GPU if it is a tensor there, or a number."""
+    """Return `number` as a scalar on the device of `tensor`. No host sync for a Python number or a tensor there."""
     if isinstance(number, torch.Tensor):
         return number.to(tensor.device)
     return torch.full((), number, dtype=torch.float32, device=tensor.device)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss; forward also computes the gradients of the sum over the targets."""
+    """The loss. The forward also computes the gradients of the sum over the targets."""
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
-        # Under autocast the head's product would be in the low precision too.
+        # Autocast would run the matrix product of the head in low precision too.
         device = hidden_states.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        # Gradients are always off in a forward; whether they are wanted was read outside.
+        # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
         softmax_step, scaled, wanted = steps
         for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
         losses = hidden_states.new_zeros(len(labels), dtype=torch.float32)
@@ -162,7 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 logits += bias
             losses[rows] = softmax_step(logits, labels[rows], label_smoothing, for_hidden or for_weight or for_bias)
-            # From here on `logits` hold their own gradient.
+            # From here on, `logits` holds its own gradient.
             if for_hidden:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if for_weight:
@@ -176,17 +176,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order(
-        'Pass skip_logits=False to the model, or impl="reference" to the op: the loss from logits has those of any order.'
+        'Pass skip_logits=False to the model, or impl="reference" to the op. They support gradients of any order.'
     )
     def backward(ctx, d_loss):
         if ctx.gradients is None:
             raise RuntimeError(
-                "linear_cross_entropy: backward through this loss ran before, and its gradients are freed since. "
+                "linear_cross_entropy: the first backward through this loss has freed its gradients. "
                 "Run the forward again, or pass retain_graph=True to the first backward."
             )
-        # Scaled in place, as nothing else holds them, unless the graph is kept for another backward.
+        # Scale in place, unless the graph is kept for another backward. Nothing else refers to the gradients.
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        # Not scaled before: in float16 the gradient of a mean over many targets would vanish.
+        # The forward does not scale, because the gradient of a mean over many targets would underflow in float16.
         factor = d_loss * ctx.scale
         gradients = [
             None if x is None else ctx.scaled(x.clone() if kept else x, factor, dtype)
@@ -198,7 +198,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`total + left @ right`, in `total` if there is one, with sums in float32 whatever the factors are."""
+    """Compute `total + left @ right`, in place if `total` is not `None`. Sums are float32 for factors of any dtype."""
     dtype = torch.float32
     if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
         if total is None:
@@ -210,7 +210,7 @@ def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Te
 
 
 def _torch_softmax_step(logits, labels, label_smoothing, gradient_too):
-    """The loss of each row `[C]`, float32; `logits` `[C, V]` become the gradient of its sum."""
+    """Return the loss of each row, float32 `[C]`. Overwrite `logits` `[C, V]` with the gradient of the summed loss."""
     values = logits.float()
     total = values.logsumexp(-1, keepdim=True)
     losses = total - (1 - label_smoothing) * values.gather(1, labels[:, None])

@@ -1,8 +1,9 @@
-"""Which implementation of an op runs, and why the others do not.
+"""Selection of the implementation of an op.
 
-Each op offers an ordered table of implementations, each with a verifier that looks at the call and answers
-`(ok, reason)`. `impl="auto"` takes the first one that can serve; a name asks for that one and is an error with the
-reason when it cannot. What `auto` chose is logged once, and [`implementations_used`] tells it afterwards.
+Each op has an ordered table of implementations. The verifier of an implementation inspects the call and returns
+`(ok, reason)`. `impl="auto"` selects the first implementation that supports the call. A name selects that
+implementation, or raises an error with the reason why it does not support the call. Each choice is logged once.
+[`implementations_used`] returns all of them.
 """
 
 from collections.abc import Callable
@@ -18,32 +19,34 @@ from .autograd import is_transformed
 logger = logging.get_logger(__name__)
 
 _used: dict[str, dict[str, None]] = {}
-# Those of these ops that look at each token by itself, and so need no boundaries.
+# The ops in `_used` that compute each token independently and need no boundaries.
 _of_tokens: set[str] = set()
 
 
 class Implementation(NamedTuple):
-    """`run(*args, **kwargs)` does the work; `verify(*args, **kwargs)` says whether it can, and if not, why."""
+    """`run(*args, **kwargs)` computes the op. `verify(*args, **kwargs)` returns `(ok, reason)` for the same call."""
 
     run: Callable[..., Any]
     verify: Callable[..., tuple[bool, str]]
 
 
 def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Callable[..., Any]:
-    """The function of `table` that serves this call of `op`.
+    """Select the function of `table` that runs this call of `op`.
 
     Args:
         op (`str`):
-            The op's name, for messages.
+            Name of the op, used in messages.
         impl (`str`):
-            `"auto"`, or a key of `table`.
+            `"auto"` or a key of `table`.
         table (`dict[str, Implementation]`):
-            The implementations in order of preference.
-        args, kwargs:
-            The call, as the verifiers see it.
+            Implementations in order of preference.
+        *args (`Any`):
+            Positional arguments of the call.
+        **kwargs (`Any`):
+            Keyword arguments of the call.
 
     Raises:
-        `ValueError`: `impl` is unknown or cannot serve the call, or nothing can.
+        `ValueError`: `impl` is unknown, or no selected implementation supports the call.
     """
     if impl != "auto" and impl not in table:
         raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
@@ -51,22 +54,22 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     for name in table if impl == "auto" else (impl,):
         ok, reason = table[name].verify(*args, **kwargs)
         if name != "reference" and "reference" in table and is_transformed():
-            ok, reason = False, "has no rule for the transforms of torch.func"
+            ok, reason = False, "does not support torch.func transforms"
         if ok:
-            # On a GPU the reference is many times slower than any kernel, which a user should hear of.
+            # Warn on a GPU, where the reference is many times slower than any kernel.
             slow = name == "reference" and impl == "auto" and any(getattr(x, "is_cuda", False) for x in args)
             record(op, name, reasons, logger.warning if slow else logger.info)
             return table[name].run
         reasons.append(f"{name}: {reason}")
-    fix = 'Use impl="auto"' + (", install what is missing," if impl == "auto" else "") + " or another input."
-    raise input_error(f'an input that impl="{impl}" can serve', "; ".join(reasons), fix)
+    fix = 'Use impl="auto"' + (", install the missing package" if impl == "auto" else "") + " or change the input."
+    raise input_error(f'an input that impl="{impl}" supports', "; ".join(reasons), fix)
 
 
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
-    """[`choose`] and call.
+    """Select an implementation with [`choose`] and call it.
 
-    With `boundaries` among the arguments that happens outside of a graph that is being compiled: what a kernel is given
-    depends on the lengths of the documents, which are different in each row.
+    Under `torch.compile`, a call with `boundaries` runs outside of the graph, because kernel arguments depend on the
+    document lengths, which differ between rows.
     """
     boundaries = kwargs.get("boundaries")
     if boundaries is not None:
@@ -85,7 +88,7 @@ _run_outside_of_graphs = torch.compiler.disable(_run, reason="packed rows differ
 
 
 def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -> None:
-    """Remember that `name` ran for `op`, and `log` it the first time."""
+    """Record that `name` ran for `op`, and `log` it the first time."""
     if torch.compiler.is_compiling():
         return
     names = _used.setdefault(op, {})
@@ -95,13 +98,13 @@ def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -
 
 
 def implementations_used(isolating: bool = False) -> dict[str, list[str]]:
-    """The implementations that ran in this process, `{op: [name, ...]}` in the order of their first use.
+    """Return the implementations that ran in this process, `{op: [name, ...]}` in order of first use.
 
-    With `isolating` only those of ops that keep documents apart, not those that look at each token by itself.
+    With `isolating=True`, only ops that isolate documents are included, not ops that compute each token independently.
     """
     return {op: list(names) for op, names in _used.items() if not (isolating and op in _of_tokens)}
 
 
 def always(*args, **kwargs) -> tuple[bool, str]:
-    """The verifier of an implementation that serves every call."""
+    """Verifier of an implementation that supports every call."""
     return True, ""

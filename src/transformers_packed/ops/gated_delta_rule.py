@@ -1,21 +1,21 @@
 """The gated delta rule, Yang et al., "Gated Delta Networks" (arXiv 2412.06464).
 
-For each head a state `S` (`K` x `V`) is decayed, corrected along the key and read by the query:
+Each head decays its state `S` (`K` x `V`), corrects it along the key and reads it with the query:
 
     S_t = exp(g_t) * (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t / sqrt(K)
 
-[`torch_recurrent_gated_delta_rule`] does that token by token. [`torch_chunk_gated_delta_rule`] does a chunk of tokens
-at once: with `c` the running sum of `g` inside the chunk and `S` the state before it, the corrections `u` that the
-chunk writes solve a unit lower triangular system
+[`torch_recurrent_gated_delta_rule`] computes this token by token, [`torch_chunk_gated_delta_rule`] in chunks. Let `c`
+be the cumulative sum of `g` inside a chunk and `S` the state before the chunk. The corrections `u` that the chunk
+writes solve a unit lower triangular system
 
     (I + A) u = beta * v - beta * exp(c) * k S          A_ti = beta_t exp(c_t - c_i) (k_t . k_i)   for i < t
 
-so two right-hand sides, one for `v` and one for `k`, are solved for all chunks at once, and only the pass of `S` from
-chunk to chunk is sequential. Cost per token and head: O(chunk * (K + V) + K * V). State and sums are float32, or
-float64 for float64 inputs.
+The system has two right-hand sides, one for `v` and one for `k`, and is solved for all chunks at once. Only the update
+of `S` from chunk to chunk is sequential. The cost per token and head is O(chunk * (K + V) + K * V). The state and all
+sums are float32, or float64 for float64 inputs.
 
-Both torch functions know nothing of documents: like their namesakes in Transformers they accept the packing keywords
-and ignore them. [`gated_delta_rule`] is the function that keeps documents apart.
+Both torch functions ignore document boundaries: like their namesakes in Transformers, they accept the packing keywords
+without using them. [`gated_delta_rule`] isolates the documents.
 """
 
 import math
@@ -45,25 +45,27 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule on a batch of sequences, or on each document of a packed row.
+    """Compute the gated delta rule on a batch of sequences, or on each document of a packed row.
 
     Args:
-        query, key (`torch.Tensor` of shape `[B, T, H, K]`):
-            Queries and keys, any floating dtype.
+        query (`torch.Tensor` of shape `[B, T, H, K]`):
+            Queries of any floating dtype.
+        key (`torch.Tensor` of shape `[B, T, H, K]`):
+            Keys.
         value (`torch.Tensor` of shape `[B, T, HV, V]`):
-            Values. `HV` is a multiple of `H`; each key head serves `HV / H` consecutive value heads.
+            Values. `HV` is a multiple of `H`: `HV / H` consecutive value heads share one key head.
         g (`torch.Tensor` of shape `[B, T, HV]`):
-            Natural-log decay, at most 0.
+            Natural logarithm of the decay, at most 0.
         beta (`torch.Tensor` of shape `[B, T, HV]`):
             Learning rate of the state, usually in (0, 1).
         boundaries ([`SequenceBoundaries`], *optional*):
-            The documents of a packed row (`B` = 1). The state starts at zero in each of them.
+            Documents of a packed row (`B` = 1). The state of each document starts at zero.
         initial_state (`torch.Tensor` of shape `[B, HV, K, V]`, *optional*):
-            The state before the first token. Not for packed rows.
+            State before the first token. Not supported for packed rows.
         output_final_state (`bool`, *optional*, defaults to `False`):
-            Whether to return the state after the last token. Not for packed rows.
+            Whether to return the state after the last token. Not supported for packed rows.
         use_qk_l2norm_in_kernel (`bool`, *optional*, defaults to `False`):
-            Whether to normalise queries and keys to unit length first.
+            Whether to normalize queries and keys to unit length first.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"flash_qla"`, `"fla"` or `"reference"`.
 
@@ -71,7 +73,7 @@ def gated_delta_rule(
         `tuple`: the output `[B, T, HV, V]` in the dtype of `query`, and the final state `[B, HV, K, V]` or `None`.
 
     Raises:
-        `ValueError`: a packed row with a state, shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: a packed row comes with a state, the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -95,34 +97,38 @@ def gated_delta_rule(
 
 
 def check_call(key, value, boundaries: SequenceBoundaries | None, initial_state, output_final_state: bool) -> None:
-    """Raise unless heads fit, and a packed row comes without a state."""
+    """Raise an error if the head counts do not match, or if a packed row is passed with a state."""
     if boundaries is not None and (initial_state is not None or output_final_state):
         got = "initial_state" if initial_state is not None else "output_final_state=True"
         fix = "A packed row has one state per document: run it without a cache, or run the documents one by one."
         raise input_error("a packed row without a state", got, fix)
     if value.shape[2] % key.shape[2]:
         got = f"{value.shape[2]} and {key.shape[2]}"
-        raise input_error("value heads [B, T, heads, dim] that are a multiple of the key heads", got)
+        raise input_error("value heads [B, T, heads, dim] in a multiple of the number of key heads", got)
 
 
 def gated_delta_gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, *, impl: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decay `g = -exp(a_log) * softplus(a + dt_bias)` and the rate `beta = sigmoid(b)` of the gated delta rule.
+    """Compute the decay `g = -exp(a_log) * softplus(a + dt_bias)` and the rate `beta = sigmoid(b)` of the delta rule.
 
     Args:
-        a, b (`torch.Tensor` of shape `[..., HV]`):
-            The projections, any floating dtype.
-        a_log, dt_bias (`torch.Tensor` of shape `[HV]`):
-            The layer's parameters.
+        a (`torch.Tensor` of shape `[..., HV]`):
+            Projection for the decay, in any floating dtype.
+        b (`torch.Tensor` of shape `[..., HV]`):
+            Projection for the rate, in any floating dtype.
+        a_log (`torch.Tensor` of shape `[HV]`):
+            Parameter `A_log` of the layer.
+        dt_bias (`torch.Tensor` of shape `[HV]`):
+            Parameter `dt_bias` of the layer.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` or `"reference"`.
 
     Returns:
-        `tuple`: `g` in float32 (float64 for `a` in float64) and `beta` in the dtype of `b`, both `[..., HV]`.
+        `tuple`: `g` in float32 (float64 if `a` is float64) and `beta` in the dtype of `b`, both `[..., HV]`.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -137,7 +143,7 @@ def gated_delta_gates(
     """
     if a.shape != b.shape or a_log.shape != a.shape[-1:] or dt_bias.shape != a.shape[-1:]:
         got = ", ".join(str(tuple(x.shape)) for x in (a, b, a_log, dt_bias))
-        raise input_error("a and b [..., HV], a_log and dt_bias [HV] of HV value heads", got)
+        raise input_error("a and b [..., HV], a_log and dt_bias [HV] for HV value heads", got)
     return run("gated_delta_gates", impl, GATES, a, b, a_log, dt_bias)
 
 
@@ -153,14 +159,14 @@ def torch_chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule in chunks, in plain torch: the reference. Arguments as in [`gated_delta_rule`].
+    """Compute the gated delta rule in chunks, in plain PyTorch. This is the reference implementation.
 
-    The packing keywords `seq_idx`, `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`
-    are accepted and ignored, as any other extra keyword: each row is one sequence.
+    The arguments are those of [`gated_delta_rule`]. Each row is one sequence: the packing keywords `seq_idx`,
+    `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, and all others, are ignored.
     """
     length = query.shape[1]
     inputs = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-    # [B, H, G, T, ...] -> [B, H, G, chunks, C, ...]; zeros after the last token write nothing and decay nothing.
+    # [B, H, G, T, ...] -> [B, H, G, chunks, C, ...]; zeros after the last token do not change the state.
     padding = -length % chunk_size
     q, k, v, g, beta = (F.pad(x, (0, 0, 0, padding)).unflatten(3, (-1, chunk_size)) for x in inputs)
 
@@ -173,7 +179,7 @@ def torch_chunk_gated_delta_rule(
     within = ((q @ k.transpose(4, 5)) * pair_decay).unbind(3)
     corrections = _solve(system, v * beta).unbind(3)
 
-    # The state is only read when there was something before the chunk.
+    # The state is only read if tokens or an initial state precede the chunk.
     state = None if initial_state is None else initial_state.to(v.dtype).unflatten(1, v.shape[1:3])
     from_state = None
     if state is not None or len(corrections) > 1:
@@ -206,9 +212,10 @@ def torch_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule token by token, in plain torch: what decoding runs, and the oracle of the chunked form.
+    """Compute the gated delta rule token by token, in plain PyTorch.
 
-    Arguments as in [`gated_delta_rule`]; the packing keywords are accepted and ignored.
+    Decoding runs this form, and tests compare the chunked form with it. The arguments are those of
+    [`gated_delta_rule`]. The packing keywords are ignored.
     """
     q, k, v, g, beta = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
     if initial_state is None:
@@ -219,7 +226,7 @@ def torch_recurrent_gated_delta_rule(
     outputs = []
     for t in range(q.shape[3]):
         state = state * decay[:, :, :, t]
-        # k_t as a column reads the state: k^T S, a row of V; beta * (v - k^T S) is written back along k.
+        # Read k^T S, a row of V, with k_t as a column, then write beta * (v - k^T S) along k.
         k_t = k[:, :, :, t, :, None]
         recalled = k_t.transpose(3, 4) @ state
         state = state + k_t @ ((v[:, :, :, t, None] - recalled) * beta[:, :, :, t, None])
@@ -228,9 +235,10 @@ def torch_recurrent_gated_delta_rule(
 
 
 def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
-    """Heads before tokens, float32 (or float64), `q` scaled: `[B, H, G, T, ...]` with `G` value heads per key head.
+    """Move heads before tokens, cast to float32 (or float64) and scale `q`.
 
-    Queries and keys have `G` = 1 and serve their value heads by broadcasting; `g` and `beta` are columns.
+    The shape is `[B, H, G, T, ...]` with `G` value heads per key head. Queries and keys have `G` = 1 and are broadcast
+    to their value heads. `g` and `beta` are columns.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = (x.transpose(1, 2).to(dtype)[:, :, None] for x in (query, key))
@@ -243,23 +251,23 @@ def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
 
 
 def _finish(output, state, dtype: torch.dtype, output_final_state: bool):
-    """`[B, H, G, T, V]` to `[B, T, HV, V]` in the caller's dtype, and the state `[B, HV, K, V]` if it is wanted."""
+    """Return `[B, T, HV, V]` in the caller's dtype, and the state `[B, HV, K, V]` if `output_final_state` is set."""
     output = output.flatten(1, 2).transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
     return output, state.flatten(1, 2) if output_final_state else None
 
 
 def _decay(log_decay: torch.Tensor) -> torch.Tensor:
-    """`exp(log_decay)`, and zero where that is below the square root of the smallest normal number (1e-19 in float32).
+    """Compute `exp(log_decay)`, with zero below the square root of the smallest normal number (1e-19 in float32).
 
-    Such a factor is lost in the rounding of the sums that it enters. But the product of two of them is denormal, and
-    denormal numbers slow a CPU down so much that, with decays as strong as a new model's, they took two fifths of the time.
+    Rounding removes such small factors from the sums that contain them, but the product of two of them is a denormal
+    number. Denormal numbers are slow on a CPU: with the strong decays of a new model they took two fifths of the time.
     """
     smallest = 0.5 * math.log(torch.finfo(log_decay.dtype).tiny)
     return log_decay.masked_fill(log_decay < smallest, float("-inf")).exp()
 
 
 def _solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`x` of `(I + strictly_lower(system)) x = right`."""
+    """Solve `(I + strictly_lower(system)) x = right` for `x`."""
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
@@ -280,7 +288,7 @@ IMPLEMENTATIONS = {
 
 
 def _gates_reference(a, b, a_log, dt_bias):
-    # exp(a_log) in float32: in float16 it overflows.
+    # Compute exp(a_log) in float32, because float16 overflows.
     return -widened(a_log).exp() * F.softplus(widened(a) + dt_bias), b.sigmoid()
 
 

@@ -1,4 +1,4 @@
-"""Gated linear units: an activation of one projection times another, as in an MLP or at the end of attention."""
+"""Gated linear units: the activation of one projection times another, as in an MLP or at the end of attention."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from .linear import check_layer
 
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-# The op's name where it is recorded, as in `implementations_used`.
+# Name of the op in records such as `implementations_used`.
 _NAMES = {"silu": "swiglu", "sigmoid": "sigmoid_gate"}
 
 
@@ -22,23 +22,26 @@ def glu(
     activation: str = "silu",
     impl: str = "auto",
 ) -> torch.Tensor:
-    """`activation(gate) * hidden_states`, and the linear layer behind it if its weight is given.
+    """Compute `activation(gate) * hidden_states`, and optionally a linear layer on the product.
 
     Args:
-        gate, hidden_states (`torch.Tensor` of shape `[..., width]`):
-            The two projections, any floating dtype.
+        gate (`torch.Tensor` of shape `[..., width]`):
+            Projection for the gate, in any floating dtype.
+        hidden_states (`torch.Tensor` of shape `[..., width]`):
+            Projection that the gate multiplies, in any floating dtype.
         linear_weight (`torch.Tensor` of shape `[out, width]`, *optional*):
-            The weight of the layer that takes the product. Backward then makes the product again.
+            Weight of a linear layer on the product. The backward then recomputes the product.
         activation (`str`, *optional*, defaults to `"silu"`):
             `"silu"` (SwiGLU) or `"sigmoid"` (the output gate of attention).
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (computed in float32, rounded once, not kept before a layer) or `"reference"`.
+            `"auto"`, `"triton"` or `"reference"`. `"triton"` computes the product in float32 and rounds once. With a
+            linear layer, it does not save the product for the backward.
 
     Returns:
-        `torch.Tensor` of shape `[..., width]`, or `[..., out]` with a layer, in torch's common dtype of the two.
+        `torch.Tensor` of shape `[..., width]`, or `[..., out]` with a linear layer, in the inputs' promoted dtype.
 
     Raises:
-        `ValueError`: shapes that do not fit, an unknown activation, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, the activation is unknown, or `impl` does not support the call.
 
     Example:
 
@@ -56,7 +59,7 @@ def glu(
         raise input_error(f"an activation of {sorted(_ACTIVATIONS)}", f'"{activation}"')
     if gate.shape != hidden_states.shape:
         raise input_error(
-            "gate and hidden_states of one shape", f"{tuple(gate.shape)} and {tuple(hidden_states.shape)}"
+            "gate and hidden_states of the same shape", f"{tuple(gate.shape)} and {tuple(hidden_states.shape)}"
         )
     name = _NAMES[activation]
     if linear_weight is not None:

@@ -1,9 +1,9 @@
-"""Linear layers that share their input, as one step of autograd.
+"""Linear layers with a shared input, in one autograd function.
 
     y_i = x W_i^T          dx = sum_i dy_i W_i          dW_i = dy_i^T x
 
-Separate layers would each return a gradient of `x`, which autograd adds in extra kernels. Here each matrix product
-accumulates into the result of the previous one.
+Separate layers each return a gradient of `x`, and autograd adds these gradients in extra kernels. Here, each matrix
+product accumulates into the result of the previous one.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from .backends import triton
 
 
 def check_layer(width: int, weight: torch.Tensor) -> None:
-    """Raise unless `weight` is that of a linear layer of `width` inputs."""
+    """Raise an error if `weight` does not belong to a linear layer with `width` inputs."""
     if weight.ndim != 2 or weight.shape[1] != width:
         raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
 
 
 def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether [`shared_input_linears`] does what the layers do, and is worth it.
+    """Whether [`shared_input_linears`] can replace the layers and is faster.
 
-    On a CPU the saved additions hardly matter, and the layers' own order of additions is kept.
+    It is not used on a CPU, where the saved additions hardly matter and the layers' order of additions is kept.
     """
     return triton.on_gpu(hidden_states) and not is_transformed() and triton.runs_uncast(hidden_states, *weights)
 
 
 def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`hidden_states @ weight.T` for each weight.
+    """Compute `hidden_states @ weight.T` for each weight.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., hidden]`):
-            The input that they share.
-        weights (`torch.Tensor` of shape `[out, hidden]`):
-            In the dtype of the input; each may have another number of rows.
+            Shared input.
+        *weights (`torch.Tensor` of shape `[out, hidden]`):
+            Weights in the dtype of the input. `out` may differ between weights.
 
     Returns:
         `tuple` of `torch.Tensor` of shape `[..., out]`.

@@ -1,4 +1,4 @@
-"""RMS norm, alone, with the residual addition before it, or with the gate and a linear layer after it."""
+"""RMS norm, optionally with a residual addition before it, or with a gate and a linear layer after it."""
 
 import torch
 import torch.nn.functional as F
@@ -18,27 +18,30 @@ def rms_norm(
     offset: float = 1.0,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`s / sqrt(mean(s^2) + eps) * (offset + weight)` with `s = hidden_states + residual`, over the last dimension.
+    """RMS norm over the last dimension: `s / sqrt(mean(s^2) + eps) * (offset + weight)`.
+
+    `s` is `hidden_states + residual`.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., width]`):
-            The input, any floating dtype; the norm is computed in float32, or in float64 if that is its dtype.
+            Input of any floating dtype. The norm is computed in float32, or in float64 for float64 inputs.
         weight (`torch.Tensor` of shape `[width]`):
-            The scale less `offset`.
+            Scale minus `offset`.
         eps (`float`, *optional*, defaults to 1e-6):
-            Added to the mean of the squares.
+            Added to the mean square.
         residual (`torch.Tensor` of shape `[..., width]`, *optional*):
-            Added first.
+            Added to `hidden_states` before the norm.
         offset (`float`, *optional*, defaults to 1.0):
-            1 for the zero-centred weights of Qwen3-Next and Qwen3.5, 0 for others.
+            1 for the zero-centered weights of Qwen3-Next and Qwen3.5, 0 for ordinary weights.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` or `"reference"`.
 
     Returns:
-        `torch.Tensor`: the norm `[..., width]`, in the dtype of `hidden_states`; with a residual the pair of it and `s`.
+        `torch.Tensor`: normalized states `[..., width]` in the dtype of `hidden_states`. With a residual, a tuple of
+            the normalized states and `s`.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -64,25 +67,27 @@ def gated_rms_norm(
     linear_weight: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight * silu(gate)` over the last dimension, and the linear layer behind it.
+    """Gated RMS norm over the last dimension, `x / sqrt(mean(x^2) + eps) * weight * silu(gate)`, and a linear layer.
 
     Args:
-        hidden_states, gate (`torch.Tensor` of shape `[..., width]`, or `[..., heads, width]` before a layer):
-            The input and its gate, any floating dtype; computed in float32, or in float64 if that is their dtype.
+        hidden_states (`torch.Tensor` of shape `[..., width]`, or `[..., heads, width]` with a linear layer):
+            Input of any floating dtype. The norm is computed in float32, or in float64 for float64 inputs.
+        gate (`torch.Tensor` of the shape of `hidden_states`):
+            Gate of each element.
         weight (`torch.Tensor` of shape `[width]`):
-            The scale.
+            Scale.
         eps (`float`, *optional*, defaults to 1e-6):
-            Added to the mean of the squares.
+            Added to the mean square.
         linear_weight (`torch.Tensor` of shape `[out, heads * width]`, *optional*):
-            The weight of the layer that takes the norms of all heads. Backward then makes the norm again.
+            Weight of a linear layer on the concatenated heads. The backward then recomputes the norm.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (before a layer the norm is not kept for backward) or `"reference"`.
+            `"auto"`, `"triton"` (with a linear layer, the norm is not saved for the backward) or `"reference"`.
 
     Returns:
-        `torch.Tensor` of shape `[..., width]` in the dtype of `hidden_states`, or `[..., out]` with a layer.
+        `torch.Tensor` of shape `[..., width]` in the dtype of `hidden_states`, or `[..., out]` with a linear layer.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -112,7 +117,7 @@ def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: 
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """`x` in float32, or in float64 if it is that."""
+    """Cast `x` to float32, or keep float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -137,9 +142,9 @@ def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weig
 
 def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
-        return False, "serves float32, float16 and bfloat16, not torch.float64"
+        return False, "supports float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:
-        return False, f"serves widths up to 16384, not {hidden_states.shape[-1]}"
+        return False, f"supports widths up to 16384, not {hidden_states.shape[-1]}"
     return triton.verify_gated(hidden_states, hidden_states if gate is None else gate, linear_weight)
 
 

@@ -1,13 +1,13 @@
-"""Run a causal function that knows nothing of document boundaries on each document alone.
+"""Apply a causal function without support for document boundaries to each document separately.
 
-Documents of similar length become one right-padded batch, the function runs on each batch, and the results are laid end
-to end again. Padding follows the real tokens, so a causal function cannot see it, and it is zero, so it spreads neither
-values nor NaNs. Everything is differentiable: gradients of one document's outputs with respect to another document's
-inputs are exactly zero, because no operation joins them.
+Documents of similar length form a right-padded batch. The function runs on each batch, and the results are joined to a
+row again. Padding follows the real tokens, so it cannot affect the outputs of a causal function at these tokens. It is
+zero, so it spreads neither values nor NaNs. Everything is differentiable: the gradients of one document's outputs with
+respect to another document's inputs are exactly zero, because no operation joins them.
 
-Cost: one gather and one scatter of the row, one call of the function per bucket of lengths, and at most a fifth of
-padding in a bucket (documents of up to 64 tokens share one). The layout is computed once per batch, on the host, and
-kept by [`SequenceBoundaries`].
+The cost is one gather and one scatter of the row, and one call of the function per bucket of lengths. At most a fifth
+of a bucket is padding (documents of up to 64 tokens share one bucket). The layout is computed once per batch on the
+host and cached in [`SequenceBoundaries`].
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from ..errors import input_error
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Documents of similar length, to be laid out as one right-padded batch `[num_documents, length, ...]`.
+    """Documents of similar length that form a right-padded batch `[num_documents, length, ...]`.
 
-    `slots` (`torch.LongTensor` `[tokens]`) is the place of each of the bucket's `tokens` real tokens in the flattened
-    batch, or `None` when every document fills its row and no padding is needed.
+    `slots` (`torch.LongTensor` `[tokens]`) is the index of each of the `tokens` real tokens in the flattened batch, or
+    `None` if every document fills its row and needs no padding.
     """
 
     num_documents: int
@@ -36,10 +36,10 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How a packed row is cut into [`LengthBucket`]s.
+    """The split of a packed row into [`LengthBucket`]s.
 
-    `order` (`torch.LongTensor` `[T]`) lists the row's tokens in bucket order and `inverse` undoes it; both are `None`
-    when the documents already stand in that order.
+    `order` (`torch.LongTensor` `[T]`) lists the tokens of the row in bucket order, and `inverse` is its inverse
+    permutation. Both are `None` if the documents of the row are already in bucket order.
     """
 
     buckets: tuple[LengthBucket, ...]
@@ -47,8 +47,8 @@ class BucketLayout:
     inverse: torch.Tensor | None
 
 
-# Lengths are compared in chunks of the gated delta rule, and one more batch costs about as much as this many tokens of
-# padding (measured on a CPU, where the fallback runs).
+# Cost of one more batch in tokens of padding, measured on a CPU, where the fallback runs. Lengths are compared in
+# chunks of the gated delta rule.
 _BATCH_COST = 128
 
 
@@ -59,20 +59,20 @@ def per_document(
 
     Args:
         function (`Callable`):
-            Takes one tensor `[documents, length, ...]` for each of `tensors` and returns a tensor
-            `[documents, length, ...]` whose entry `t` depends on the entries up to `t` only, or a tuple of such
-            tensors and `None`. It is called once per bucket of documents of similar length, padded on the right with
-            zeros.
-        tensors (`torch.Tensor` of shape `[1, T, ...]`):
-            The packed rows that the function reads.
+            Takes one tensor `[documents, length, ...]` for each of `tensors`. Returns a tensor
+            `[documents, length, ...]` whose entry `t` depends only on the entries up to `t`, or a tuple of such
+            tensors and `None`. It is called once per bucket of documents of similar length, padded with zeros on the
+            right.
+        *tensors (`torch.Tensor` of shape `[1, T, ...]`):
+            Packed rows, the inputs of the function.
         boundaries ([`SequenceBoundaries`]):
-            Where the documents are.
+            Document boundaries of the rows.
 
     Returns:
-        `torch.Tensor` of shape `[1, T, ...]`: the packed results, in a tuple when the function returns one.
+        `torch.Tensor` of shape `[1, T, ...]`: the packed results, in a tuple if the function returns a tuple.
 
     Raises:
-        `ValueError`: a tensor is not one row of `T` tokens.
+        `ValueError`: a tensor is not a row of `T` tokens.
 
     Example:
 
@@ -90,7 +90,7 @@ def per_document(
     for tensor in tensors:
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
             expected = f"tensors of shape [1, {boundaries.total_length}, ...], the packed row"
-            raise input_error(expected, tuple(tensor.shape), "Pass those of the row that the boundaries describe.")
+            raise input_error(expected, tuple(tensor.shape), "Pass tensors of the row that the boundaries describe.")
     layout = boundaries.derived("per_document", lambda: _layout(boundaries))
     sizes = [bucket.tokens for bucket in layout.buckets]
     ordered = [row[0] if layout.order is None else row[0].index_select(0, layout.order) for row in tensors]
@@ -105,7 +105,7 @@ def per_document(
 
 
 def _to_row(batches: Sequence[torch.Tensor], layout: BucketLayout) -> torch.Tensor:
-    """The padded batches of the buckets, end to end in the order of the row."""
+    """Concatenate the padded batches of the buckets, without padding, in the order of the row."""
     pieces = []
     for bucket, batch in zip(layout.buckets, batches, strict=True):
         flat = batch.flatten(0, 1)
@@ -123,7 +123,7 @@ def _to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
 
 
 def _layout(boundaries: SequenceBoundaries) -> BucketLayout:
-    """How a row is laid out as padded batches; computed once per row, on the host."""
+    """Compute the layout of a row as padded batches, once per row on the host."""
     lengths = boundaries.lengths
     groups = _group_by_length(lengths)
     starts = boundaries.cu_seqlens_cpu.tolist()
@@ -148,12 +148,12 @@ def _layout(boundaries: SequenceBoundaries) -> BucketLayout:
 
 
 def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Documents in groups, longest first, such that padding each group to its longest costs least in all."""
+    """Group documents, longest first, to minimize the total cost of padding each group to its longest document."""
     steps: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         steps.setdefault(-(-length // CHUNK_SIZE), []).append(document)
     sizes = sorted(steps, reverse=True)
-    # best[i]: the cost of the i longest sizes, and where their last group begins.
+    # best[i]: the cost of the i longest sizes, and the start of their last group.
     best = [(0, 0)]
     for end in range(1, len(sizes) + 1):
         options, documents = [], 0

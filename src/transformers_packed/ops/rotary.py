@@ -1,4 +1,4 @@
-"""Queries, keys and gates of an attention layer from their projections: norm of each head, then rotary positions."""
+"""RMS norm and rotary position embedding of the queries and keys of an attention layer."""
 
 import torch
 
@@ -19,28 +19,33 @@ def qk_norm_rope(
     *,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zero-centred RMS norm of each head of queries and keys, then rotary positions on the first channels.
+    """Apply a zero-centered RMS norm to each query and key head, then a rotary embedding to the first channels.
 
     Args:
         query_gate (`torch.Tensor` of shape `[B, T, Q, 2 * dim]`):
-            The projection of the queries, with the gate of each head behind it.
+            Projection of the queries. Each head holds the query, followed by its gate.
         key (`torch.Tensor` of shape `[B, T, K, dim]`):
-            The projection of the keys.
-        query_weight, key_weight (`torch.Tensor` of shape `[dim]`):
-            The norms' scales less 1.
-        cos, sin (`torch.Tensor` of shape `[B, T, rotary]` or `[1, T, rotary]`):
-            Of the angles of the first `rotary` channels, whose second half turns with the first.
+            Projection of the keys.
+        query_weight (`torch.Tensor` of shape `[dim]`):
+            Scale of the query norm minus 1.
+        key_weight (`torch.Tensor` of shape `[dim]`):
+            Scale of the key norm minus 1.
+        cos (`torch.Tensor` of shape `[B, T, rotary]` or `[1, T, rotary]`):
+            Cosine of the angles of the first `rotary` channels. Each channel of their first half rotates with the
+            corresponding channel of the second half.
+        sin (`torch.Tensor` of the shape of `cos`):
+            Sine of the angles.
         eps (`float`, *optional*, defaults to 1e-6):
-            Added to the mean of the squares.
+            Added to the mean square.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (one rounding) or `"reference"`.
+            `"auto"`, `"triton"` (rounds once) or `"reference"`.
 
     Returns:
         `tuple`: queries `[B, T, Q, dim]`, keys `[B, T, K, dim]` and gates `[B, T, Q, dim]`, in the dtype of the
-        projections; by `"reference"` queries and keys in a wider one if that of `cos` and `sin` is.
+            projections. `"reference"` returns queries and keys in the dtype of `cos` and `sin` if that is wider.
 
     Raises:
-        `ValueError`: shapes that do not fit, or an `impl` that cannot serve.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -94,15 +99,15 @@ def _triton(query_gate, key, query_weight, key_weight, cos, sin, eps):
 def _verify(query_gate, key, query_weight, key_weight, cos, sin, eps):
     dim = key.shape[-1]
     if dim & (dim - 1) or dim > 512:
-        return False, f"wants heads of a power of two of channels up to 512, not {dim}"
+        return False, f"needs a head dimension that is a power of two up to 512, not {dim}"
     if not cos.shape[-1]:
-        return False, "wants channels that turn"
+        return False, "needs rotary channels"
     if query_gate.dtype != key.dtype:
-        return False, f"wants one dtype, not {query_gate.dtype} beside {key.dtype}"
+        return False, f"needs one dtype, not {query_gate.dtype} and {key.dtype}"
     if query_weight.dtype != key_weight.dtype:
-        return False, f"wants weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
+        return False, f"needs weights of one dtype, not {query_weight.dtype} and {key_weight.dtype}"
     if cos.requires_grad or sin.requires_grad:
-        return False, "has no gradients of cos and sin"
+        return False, "does not compute gradients of cos and sin"
     return triton.verify(query_gate)
 
 

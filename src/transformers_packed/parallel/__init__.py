@@ -1,4 +1,4 @@
-"""Sequence parallelism: several processes compute one packed row, each a part of its tokens."""
+"""Sequence parallelism: several processes compute one packed row. Each process holds a part of its tokens."""
 
 import warnings
 from importlib import import_module

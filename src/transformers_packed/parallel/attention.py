@@ -16,7 +16,7 @@ from .shard import RowShard
 
 
 class _WithGroups:
-    """An attention layer as seen by attention functions, with another number of query heads per key head."""
+    """An attention layer with another number of query heads per key head, for attention functions."""
 
     def __init__(self, module: torch.nn.Module, num_key_value_groups: int):
         self._module, self.num_key_value_groups = module, num_key_value_groups
@@ -43,12 +43,13 @@ def attention(
     implementations(module)
     shard, options["dropout"] = boundaries, dropout
     size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]
-    # By "gather" a rank behind the cut of a long document has most of the work, and needs a kernel for that.
+    # With "gather", the rank after the cut of a long document has most of the work and needs a kernel for earlier
+    # keys.
     gather_is_even = not shard.is_cut_in_long_pieces and kernel_for_earlier_keys(module, query, **options) is not None
     if attention_method(size, heads, kv_heads, shard.processes.attention, gather_is_even) == "gather":
         return _by_gather(shard, module, query, key, value, impl, **options), None
     if not fits_heads(size, heads, kv_heads):
-        expected = f"{heads} heads over {kv_heads} that {size} processes can share"
+        expected = f"{heads} query heads and {kv_heads} key heads that {size} processes can split"
         raise input_error(expected, f"{size} processes", 'Use attention="gather".')
     return _by_heads(shard, module, query, key, value, impl=impl, **options), None
 
@@ -56,7 +57,7 @@ def attention(
 def _by_heads(shard: RowShard, module, query, key, value, **options: Any) -> torch.Tensor:
     size, group = shard.size, shard.processes.group
     if key.shape[1] < size:
-        # Each rank gets the one key head of its query heads; their gradients are summed.
+        # Each rank gets the key head of its query heads. The gradients of the copies are summed.
         key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
     module = _WithGroups(module, query.shape[1] // key.shape[1])
     query, key, value = (all_to_all(x, 1, 2, group) for x in (query, key, value))
@@ -65,14 +66,15 @@ def _by_heads(shard: RowShard, module, query, key, value, **options: Any) -> tor
 
 
 def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options: Any) -> torch.Tensor:
-    # One exchange for both. The keys that are used begin with the first document's, wherever it began.
+    # One exchange for keys and values. The used keys start with the first document, which may begin on an earlier
+    # rank.
     begin, before = shard.start - shard.tokens_before, shard.tokens_before
     both = all_gather(torch.cat([key, value], dim=-1), 2, shard.processes.group)
     key, value = both[:, :, begin : shard.start + shard.total_length].split([key.shape[-1], value.shape[-1]], dim=-1)
     if not before:
         return ops.attention(module, query, key, value, None, boundaries=_pieces(shard, 0), impl=impl, **options)[0]
     if query.is_cuda:
-        # All pieces at once, where a kernel can.
+        # Compute all pieces at once if a kernel supports it.
         lengths = {"boundaries": _pieces(shard, 0), "keys": _keys(shard)}
         output = attention_with_earlier_keys(module, query, key, value, **lengths, **options)
         if output is not None:
@@ -87,20 +89,20 @@ def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options:
 
 
 def _pieces(shard: RowShard, begin: int) -> SequenceBoundaries:
-    """The boundaries of the pieces from `begin` on, as if they were all."""
+    """Return the boundaries of a row of only the pieces from `begin` on."""
     lengths, device = shard.lengths[begin:], shard.cu_seqlens.device
     return shard.derived(f"pieces from {begin}", lambda: SequenceBoundaries.from_lengths(lengths, device=device))
 
 
 def _keys(shard: RowShard) -> SequenceBoundaries:
-    """The boundaries of the pieces' keys: the first piece has those of the whole document before it."""
+    """Return the boundaries of the keys. Those of the first piece include the earlier tokens of its document."""
     first, *others = shard.lengths
     lengths = [shard.tokens_before + first, *others]
     return shard.derived("keys", lambda: SequenceBoundaries.from_lengths(lengths, device=shard.cu_seqlens.device))
 
 
 def _continued(module, query, key, value, *, eager, scaling, dropout, **kwargs: Any) -> torch.Tensor:
-    """The last queries of one document against all keys up to them."""
+    """Compute attention of the last queries of one document with all of its keys up to them."""
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     mask = causal_mask(query, key)
     return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]

@@ -1,8 +1,8 @@
-"""What crosses the cut between the shards of a row: three exchanges between the ranks of a group, with their gradients.
+"""Differentiable collectives between the ranks that hold the shards of a row.
 
-Each sends one contiguous tensor per call, laid out along its first dimension, which gloo and NCCL do alike. Autograd skips
-the backward of a result that is not used. The other ranks would wait for it forever, so a rank passes results that it does
-not use to [`tie`].
+Each collective sends one contiguous tensor, split along its first dimension, which gloo and NCCL both support.
+Autograd skips the backward of an unused result, and the other ranks would then wait forever. A rank therefore passes
+unused results to [`tie`].
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,20 @@ import torch.distributed as dist
 
 @torch.compiler.disable
 def all_to_all(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Cut `x` along `scatter_dim`, give each rank its piece, and join what the ranks gave along `gather_dim`.
+    """Split `x` along `scatter_dim`, exchange the pieces, and concatenate the received ones along `gather_dim`.
 
     Args:
         x (`torch.Tensor`):
-            Any dtype; `scatter_dim` is a multiple of the group's size.
-        scatter_dim, gather_dim (`int`):
-            Two different dimensions, not negative.
+            Tensor of any dtype. The size of `scatter_dim` is a multiple of the group size.
+        scatter_dim (`int`):
+            Dimension to split, not negative.
+        gather_dim (`int`):
+            Dimension to concatenate, not negative, other than `scatter_dim`.
         group (`ProcessGroup`):
-            The ranks that exchange.
+            Ranks that take part.
 
     Returns:
-        `torch.Tensor`: with `P` ranks `scatter_dim` is `P` times shorter and `gather_dim` `P` times longer.
+        `torch.Tensor`: with `P` ranks, `scatter_dim` is `P` times shorter and `gather_dim` is `P` times longer.
     """
     there, back = (
         partial(_exchange, group, scatter_dim, gather_dim),
@@ -36,18 +38,18 @@ def all_to_all(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.P
 
 @torch.compiler.disable
 def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The `x` of all ranks, which have one shape, joined along `dim`. Backward sums what the ranks make of each part.
+    """Concatenate the `x` of all ranks along `dim`. The backward sums the gradients of all ranks for each part.
 
     Args:
         x (`torch.Tensor`):
-            Any dtype.
+            Tensor of any dtype, with the same shape on all ranks.
         dim (`int`):
-            Not negative.
+            Dimension to concatenate, not negative.
         group (`ProcessGroup`):
-            The ranks that exchange.
+            Ranks that take part.
 
     Returns:
-        `torch.Tensor`: with `P` ranks `dim` is `P` times longer.
+        `torch.Tensor`: with `P` ranks, `dim` is `P` times longer.
     """
     return _Collective.apply(x, partial(_gather, group, dim), partial(_reduce_scatter, group, dim))
 
@@ -56,15 +58,17 @@ def all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 def redistribute(
     x: torch.Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Cut a tensor that lies over the ranks, a run of its first dimension on each, at other places.
+    """Redistribute a tensor whose first dimension is split into one contiguous run per rank.
 
     Args:
         x (`torch.Tensor` of shape `[given[rank], ...]`):
-            This rank's run.
-        given, wanted (`Sequence[int]`):
-            How many entries each rank has, and how many it shall have; both add up to the same.
+            Run of this rank.
+        given (`Sequence[int]`):
+            Number of entries on each rank before the call.
+        wanted (`Sequence[int]`):
+            Number of entries on each rank after the call, with the same sum.
         group (`ProcessGroup`):
-            The ranks that exchange.
+            Ranks that take part.
 
     Returns:
         `torch.Tensor` of shape `[wanted[rank], ...]`.
@@ -74,12 +78,12 @@ def redistribute(
 
 
 def tie(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
-    """`x`, in a graph that runs the backward of `unused` too, with gradients of zero."""
+    """Return `x` in a graph that also runs the backward of `unused`, with zero gradients."""
     return _Tie.apply(x, *unused)
 
 
 class _Collective(torch.autograd.Function):
-    """`there(x)`, whose gradient goes `back`; both are linear, and each the other's gradient."""
+    """`there(x)` with `back` as its backward. Both are linear, and each is the backward of the other."""
 
     @staticmethod
     def forward(ctx, x, there, back):
@@ -117,14 +121,14 @@ def _redistribute(
 ) -> torch.Tensor:
     rank = dist.get_rank(group)
     received = x.new_empty(wanted[rank], *x.shape[1:])
-    # What a rank receives lies in the order of the ranks that it comes from, which is that of the whole.
+    # Received entries are in the order of their ranks, which is the order of the whole tensor.
     sizes = _overlaps(rank, wanted, given), _overlaps(rank, given, wanted)
     dist.all_to_all_single(received, x.contiguous(), *sizes, group=group)
     return received
 
 
 def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]:
-    """How much of the run number `run` of one cut lies in each run of the other."""
+    """Return the overlap of run `run` of one split with each run of another split."""
     start = sum(runs[:run])
     end, before, sizes = start + runs[run], 0, []
     for length in others:
@@ -136,7 +140,7 @@ def _overlaps(run: int, runs: Sequence[int], others: Sequence[int]) -> list[int]
 class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *unused):
-        # Not the tensors themselves, which nobody else may need any more.
+        # Do not keep the tensors alive.
         ctx.unused = [(other.shape, other.dtype, other.device) for other in unused]
         return x.view_as(x)
 

@@ -1,22 +1,23 @@
 """The linear-attention block on a part of a row: the convolution's halo, and the gated delta rule by either method.
 
-**Halo.** The tokens of the rank before that the convolution's window reaches: this package's kernel takes them by
-themselves, for others they are put before the part.
+**Halo.** The window of the convolution includes tokens of the previous rank. This package's kernel takes them as a
+separate tensor. For other kernels they are concatenated before the part.
 
-**States.** The rule is affine in its state: over a piece of a document its output with a state `S` before it is the one
-without plus what `S` alone makes, with values of zero. So each rank computes its whole part as if its first document
-began there, with the kernel that serves any row, and adds to the first piece, if that began on an earlier rank, what the
-state before it makes. That state is the last one of the rank before, which every rank computes of its last piece, if that
-goes on, before all else, and all ranks gather, `heads * K * (V + K)` numbers each whatever the length.
+**States.** The rule is affine in its state. The output of a piece of a document with an initial state `S` is the
+output without `S` plus the output of `S` alone, with zero values. Each rank first computes the final state of its last
+piece if that document continues. All ranks gather these states, `heads * K * (V + K)` numbers each for any length.
+Each rank then computes its whole part with the usual kernel as if its first document began there. If the document
+began on an earlier rank, the rank adds the contribution of the initial state to the first piece.
 
-A piece that goes on at both ends knows its last state only as `M S + U`, where `U` is the last state without `S`, and `M`
-what the piece makes of the identity when its values are zero. One call with values `[v, 0]` and the initial state `[0, I]`
-gives both, and an output `[o, r]` of which `o + r S` is the output with `S`. All hand `[U, M]` on (`M` is zero where the
-document began), and each rank folds what stands before it.
+The final state of a piece that is cut at both ends is `M S + U`. Here, `U` is the final state without `S`, and `M` is
+the final state for an identity as initial state and zero values. One call with values `[v, 0]` and the initial state
+`[0, I]` returns both, and an output `[o, r]` such that `o + r S` is the output with `S`. All ranks send `[U, M]` (`M`
+is zero on the rank where the document began), and each rank combines those before it.
 
-Pieces of cut documents are computed twice, and a rank waits for the last piece of the one before. So where they are a
-large share, and flash-linear-attention is there, its own context parallelism takes the whole part instead. That is
-decided from the row and the number of ranks, and so alike on all of them: what they exchange is not the same.
+Pieces of cut documents are computed twice, and a rank waits for the last piece of the previous one. If these pieces
+are a large share and flash-linear-attention is available, its context parallelism computes the whole part instead. The
+choice depends only on the row and the number of ranks. All ranks thus make the same choice, which they must, because
+the methods exchange different tensors.
 
 **Heads.** Ranks exchange tokens for heads, each computes the whole row for its heads, and they exchange back.
 """
@@ -38,9 +39,9 @@ from .shard import RowShard
 
 
 class _WithEnds(torch.autograd.Function):
-    """`x` `[1, L, ...]`, its first tokens and its last ones, without a copy of `x` in forward or backward.
+    """Return `x` `[1, L, ...]`, its first tokens and its last ones, without a copy of `x` in forward or backward.
 
-    Of two slices autograd would fill two gradients of the whole with zeros, and add them up.
+    For two slices, autograd would fill two gradients of full size with zeros and add them.
     """
 
     @staticmethod
@@ -49,8 +50,8 @@ class _WithEnds(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient, of_first, of_last):
-        # The backward of the op made it, and nobody else has it, but for a graph of it. What is not dense may be one
-        # number for many.
+        # The backward of the op created `gradient`, and nothing else uses it unless its graph is recorded. A gradient
+        # that is not dense may be an expanded tensor.
         gradient = gradient.clone() if torch.is_grad_enabled() else gradient.contiguous()
         gradient[:, : of_first.shape[1]] += of_first
         gradient[:, gradient.shape[1] - of_last.shape[1] :] += of_last
@@ -58,10 +59,13 @@ class _WithEnds(torch.autograd.Function):
 
 
 def _halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, and of the rank before the last `[1, width - 1, D]`. The first rank gets its own, which no position reaches."""
+    """Return `x` and the last tokens of the previous rank, `[1, width - 1, D]`.
+
+    The first rank gets its own tokens, which no window includes.
+    """
     wanted = width - 1
     if x.shape[1] < wanted:
-        expected = f"at least {wanted} tokens on each rank, as many as a window looks back"
+        expected = f"at least {wanted} tokens on each rank, for the window of the convolution"
         raise input_error(expected, x.shape[1], "Use longer rows, or fewer processes per row.")
     x, _, tail = _WithEnds.apply(x, 0, wanted)
     tails = all_gather(tail, 0, shard.processes.group)
@@ -69,8 +73,7 @@ def _halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, t
 
 
 def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tensor, SequenceBoundaries, int]:
-    """`x` `[1, L, D]` behind those tokens of its halo that its first document has, how many those are, and the boundaries
-    of both together."""
+    """Return `x` `[1, L, D]` after the halo of its first document, the boundaries of both, and the halo's length."""
     x, halo = _halo(shard, x, width)
     kept = min(width - 1, shard.tokens_before)
 
@@ -78,7 +81,7 @@ def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tens
         first, *others = shard.lengths
         return SequenceBoundaries.from_lengths([first + kept, *others], device=x.device)
 
-    # A slice's backward gives zeros to what was cut off: nothing flows into a document before.
+    # The backward of a slice is zero for the other tokens, so no gradient reaches a previous document.
     joined = torch.cat([halo[:, width - 1 - kept :], x], dim=1)
     return joined, shard.derived(f"halo of {kept}", boundaries), kept
 
@@ -106,7 +109,7 @@ def causal_conv1d_qkv(
     check_heads(hidden_states, weight, **heads)
     call = weight, bias, activation
     if impl == "auto" and verify_triton_qkv(hidden_states, *call, **heads)[0]:
-        # Its kernel takes the halo by itself: the part is not copied, nor are the results.
+        # The kernel takes the halo as a separate tensor, so neither the part nor the results are copied.
         record("causal_conv1d_qkv", "triton", [], logger.info)
         x, halo = _halo(boundaries, hidden_states, weight.shape[-1])
         return triton_qkv(x, *call, boundaries=boundaries, halo=halo[0], **heads)
@@ -127,13 +130,13 @@ def gated_delta_rule(
     impl: str = "auto",
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[`ops.gated_delta_rule`] on a part of a row, by the method that the shard's `parallel` names."""
+    """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
     check_call(key, value, boundaries, initial_state, output_final_state)
     shard, tensors = boundaries, (query, key, value, g, beta)
     if shard.processes.gated_delta_rule == "heads":
         return _by_heads(shard, *tensors, impl=impl, **options), None
-    # flash-linear-attention is taken to need twice FlashQLA's time for a token. Then two pieces of a quarter of the part each
-    # cost as much as the part, and both together what `cp_context` needs for the whole part.
+    # Assume that flash-linear-attention takes twice the time of FlashQLA per token. Then two pieces of a quarter of
+    # the part each cost as much as the part, and the total equals the cost of `cp_context` for the whole part.
     whole = shard.is_cut_in_long_pieces and impl == "auto"
     if whole and fla.verify_gated_delta_rule(*tensors, **options)[0]:
         return _by_fla(shard, *tensors, **options), None
@@ -158,7 +161,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
 
     def call(query, key, value, g, beta, state):
-        # All calls have both states: with one of them missing a kernel is compiled and tuned anew.
+        # All calls pass both states, because a kernel is compiled and tuned again if one of them is missing.
         states = {"initial_state": state, "output_final_state": True}
         return ops.gated_delta_rule(query, key, value, g, beta, **states, **options)
 
@@ -176,20 +179,20 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
         inputs, begins, ends = zip(*(_WithEnds.apply(x, first, last) for x in inputs), strict=True)
         state = value.new_zeros(1, heads, key_dim, value_dim, dtype=dtype)
         if last:
-            # The document began here: what came before does not reach beyond it.
+            # The document began on this rank, so its state does not depend on earlier tokens.
             state = call(*ends, state)[1]
-        # Nobody reads the state of a last document that ends here.
+        # The final state is unused if the last document ends on this rank.
         summary = torch.nn.functional.pad(state, (0, key_dim))
 
-    # Every rank has to have the exchange in its backward, whichever of these is trained.
+    # Every rank must run the exchange in its backward, regardless of which inputs require gradients.
     summaries = all_gather(tie(summary.contiguous(), *ends), 0, shard.processes.group)
     if not spans:
-        # The pieces as if they were documents.
+        # Treat the pieces as documents.
         own = shard.derived("pieces", lambda: SequenceBoundaries(shard.cu_seqlens, shard.host))
         output = ops.gated_delta_rule(*inputs, boundaries=own, **options)[0]
     if not continued:
         return tie(output, summaries)
-    # From where the document began: what other documents left behind may not even be finite.
+    # Start on the rank where the document began, because states of other documents may not be finite.
     began = (shard.start - shard.tokens_before) // total
     state = summaries[began, ..., :value_dim]
     for rank in range(began + 1, shard.rank):
@@ -218,14 +221,14 @@ class _AddToStart(torch.autograd.Function):
 
 
 def _by_fla(shard: RowShard, query, key, value, g, beta, **options: Any) -> torch.Tensor:
-    """State passing inside flash-linear-attention's kernels."""
+    """Compute the rule by the context parallelism of flash-linear-attention."""
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     record("gated_delta_rule", "fla with cp_context", [], logger.info)
-    # It keeps index tensors by the identity of what it is given, so it is built once per row, from the whole row.
+    # The package caches index tensors by the identity of its inputs, so build the context once per row.
     cu_seqlens, host, group = shard.row.cu_seqlens, shard.row.cu_seqlens_cpu, shard.processes.group
     name = f"fla context {id(group)}"
     context = shard.derived(name, lambda: build_cp_context(cu_seqlens, group, cu_seqlens_cpu=host))
-    # Unwrapped, it is the Triton kernel and not what the package would hand the call to, which knows no other ranks.
+    # The unwrapped function is the Triton kernel. The wrapper may dispatch to a kernel without context parallelism.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, cp_context=context, **options)[0]

@@ -1,4 +1,4 @@
-"""Which processes share a row, and how its layers compute it together."""
+"""The processes that share a row, and the methods by which they compute its layers."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,27 +11,30 @@ ATTENTIONS = ("heads", "gather")
 
 
 class SequenceParallel:
-    """`size` neighbouring processes compute one packed row, each of them a contiguous part of its tokens.
+    """A group of `size` neighboring processes that compute one packed row, each a contiguous part of its tokens.
 
-    The object creates its own device mesh `("dp", "sp")`. Shards carry it to the layers ([`RowShard`]), so there is no
-    global state, and a model that is given a whole row computes it as before.
+    The object creates its own device mesh `("dp", "sp")`. Shards ([`RowShard`]) pass the object to the layers, so
+    there is no global state. A whole row is computed as without sequence parallelism.
 
     Args:
         size (`int`):
-            Processes per row, `P`. The number of processes is a multiple of it.
+            Processes per row, `P`. It must divide the number of processes.
         gated_delta_rule (`str`, *optional*, defaults to `"state"`):
-            `"state"`: each process hands the state of a document that goes on to the next one, in float32, whatever the
-            number of heads. `"heads"`: processes exchange tokens for heads, so each computes all tokens of its heads.
+            With `"state"`, each process sends the float32 state of a document that continues on the next process. This
+            works with any number of heads. With `"heads"`, processes exchange tokens for heads, so that each computes
+            all tokens of its heads.
         attention (`str`, *optional*):
-            `"heads"` as above, with key and value heads repeated where there are fewer than processes; `"gather"`:
-            each process has all keys and values and its own queries. By default what fits the model's heads: `"gather"`
-            where it exchanges no more than `"heads"`, FlashAttention or `varlen_attn` serves, and the row is not cut in
-            long pieces, which would leave most of the work to the process behind the cut.
+            With `"heads"`, processes exchange tokens for heads, and repeat key and value heads if there are fewer than
+            processes. With `"gather"`, each process computes its own queries with all keys and values. The default
+            depends on the model's heads. It is `"gather"` if that exchanges no more than `"heads"`, FlashAttention or
+            `varlen_attn` supports the call, and the row is not cut into long pieces. Long pieces would leave most of
+            the work to the process after the cut.
         device_type (`str`, *optional*):
-            `"cpu"` or `"cuda"`; by default what the default process group's backend is for.
+            `"cpu"` or `"cuda"`. Defaults to the device type of the default process group's backend.
 
     Raises:
-        `ValueError`: no process group, a number of processes that is no multiple of `size`, or an unknown method.
+        `ValueError`: there is no process group, `size` does not divide the number of processes, or a method is
+            unknown.
     """
 
     def __init__(
@@ -61,31 +64,32 @@ class SequenceParallel:
         self.attention = attention
 
     def check_config(self, config) -> None:
-        """Raise a `ValueError` if a model of this configuration cannot be computed with these methods."""
+        """Raise a `ValueError` if a model with this configuration does not support these methods."""
         check_methods(config.get_text_config(), self.size, self.gated_delta_rule, self.attention)
 
 
 def attention_method(size: int, heads: int, kv_heads: int, wanted: str | None, gather_is_even: bool) -> str:
-    """How `size` processes share an attention layer: as `wanted`, or as [`SequenceParallel`] says.
+    """Return how `size` processes share an attention layer: `wanted`, or the default of [`SequenceParallel`].
 
-    `gather_is_even`: whether by `"gather"` all of them would have about as much to do.
+    `gather_is_even` is whether `"gather"` would balance the work of the processes.
     """
     if wanted is not None:
         return wanted
     if not fits_heads(size, heads, kv_heads):
         return "gather"
-    # Of each token the others' keys and values, or a share of its own with query and output.
+    # Per token, "gather" receives the others' keys and values. "heads" exchanges a share of query, key, value and
+    # output.
     gather_is_less = size * kv_heads <= heads + max(kv_heads, size)
     return "gather" if gather_is_less and gather_is_even else "heads"
 
 
 def fits_heads(size: int, heads: int, kv_heads: int) -> bool:
-    """Whether `size` processes can share an attention layer's heads."""
+    """Whether `size` processes can split the heads of an attention layer."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def check_methods(config, size: int, gated_delta_rule: str, attention: str | None) -> None:
-    """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration in this way."""
+    """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration by these methods."""
     _check_names(gated_delta_rule, attention)
     unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
     if unknown or not hasattr(config, "linear_num_key_heads"):
@@ -98,7 +102,7 @@ def check_methods(config, size: int, gated_delta_rule: str, attention: str | Non
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if attention == "heads" and not fits_heads(size, heads, kv_heads):
         expected = (
-            f"{size} processes to divide the attention heads, and the key and value heads or be a multiple of these"
+            f"attention heads divisible by {size}, and key and value heads that divide {size} or are divisible by it"
         )
         raise input_error(expected, f"{heads} and {kv_heads}", 'Use attention="gather".')
 

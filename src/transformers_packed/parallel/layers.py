@@ -1,4 +1,4 @@
-"""The ops that look at other tokens, for a part of a row: as in [`transformers_packed.ops`], by the same names."""
+"""The ops of [`transformers_packed.ops`] that mix tokens, under the same names, for a part of a row."""
 
 import sys
 from types import ModuleType
@@ -16,5 +16,5 @@ _OF_SHARDS = sys.modules[__name__]
 
 
 def ops_for(boundaries: SequenceBoundaries | None) -> ModuleType:
-    """What a layer computes these `boundaries` with: the ops, or for a part of a row those of this module."""
+    """Return the module with the ops for these `boundaries`: [`transformers_packed.ops`], or this one for a shard."""
     return _OF_SHARDS if isinstance(boundaries, RowShard) else ops

@@ -1,4 +1,4 @@
-"""From the parts of a row back to the row, for losses that look at whole documents."""
+"""Gathering of the parts of a row, for losses on whole documents."""
 
 import torch
 
@@ -8,23 +8,23 @@ from .shard import RowShard
 
 
 def gather_loss_tensors(*tensors: torch.Tensor, boundaries: RowShard) -> tuple[torch.Tensor, ...]:
-    """The whole row's log-probabilities, labels, and whatever else has one entry per token. Differentiable.
+    """Gather tensors with one entry per token, such as log-probabilities and labels, to the whole row. Differentiable.
 
-    Every rank gets the same tensors and computes the loss of the row from them and `boundaries.row`, per document for
-    example. As in data parallelism, the mean of the gradients over all processes (DDP, FSDP) is then the gradient of the
-    mean of the rows' losses. All ranks have to call this function, and to use the same outputs.
+    Every rank receives the same tensors and computes the loss of the row from them and `boundaries.row`, for example
+    per document. As in data parallelism, the mean of the gradients over all processes (DDP, FSDP) is then the gradient
+    of the mean loss of the rows. All ranks must call this function and use the same outputs.
 
     Args:
-        tensors (`torch.Tensor` of shape `[1, T / P, ...]`):
-            This rank's log-probabilities, its `shift_labels`, and so on.
+        *tensors (`torch.Tensor` of shape `[1, T / P, ...]`):
+            Tensors of this rank's part, for example log-probabilities and `shift_labels`.
         boundaries ([`RowShard`]):
-            Which part of the row they are of.
+            Boundaries of the part.
 
     Returns:
         `tuple` of `torch.Tensor` of shape `[1, T, ...]`, without the row's tail padding.
 
     Raises:
-        `ValueError`: a tensor is not this part of the row, or the other ranks are not known.
+        `ValueError`: a tensor does not have the length of the part, or `boundaries.parallel` is `None`.
     """
     for x in tensors:
         if x.shape[:2] != (1, boundaries.total_length):

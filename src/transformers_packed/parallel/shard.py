@@ -1,4 +1,4 @@
-"""One rank's part of a packed row: a contiguous run of its tokens, and what it needs to know of the rest."""
+"""One rank's part of a packed row: a contiguous run of its tokens, with the boundaries of the whole row."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,22 +19,26 @@ from .vision import TOKEN_TYPES, VisionShard, cut_vision
 class RowShard(SequenceBoundaries):
     """The boundaries of the tokens `[rank * T / P, (rank + 1) * T / P)` of a packed row of `T` tokens.
 
-    As [`SequenceBoundaries`] it describes the pieces of documents that this rank holds, and is handed to a model in
-    their place. With [`ops_for`] its layers compute with the other ranks what crosses the cuts.
+    As [`SequenceBoundaries`], it describes the pieces of documents on this rank. Pass it to a model in place of the
+    boundaries of a whole row. The layers use [`ops_for`] to compute cut documents together with the other ranks.
 
     Args:
-        cu_seqlens, host:
+        cu_seqlens (`torch.IntTensor`):
             Cumulative lengths of the pieces.
+        host (`torch.IntTensor`):
+            The same values on the host.
         row ([`SequenceBoundaries`]):
-            The whole row.
-        rank, size (`int`):
-            Which of how many parts.
+            Boundaries of the whole row.
+        rank (`int`):
+            Index of this part.
+        size (`int`):
+            Number of parts.
         parallel ([`SequenceParallel`], *optional*):
             The processes that hold the other parts.
         vision (`dict`, *optional*):
-            For `"image"` and `"video"`, where the row has them, a [`VisionShard`].
+            A [`VisionShard`] for each of `"image"` and `"video"` in the row.
         checksum (`int`, *optional*):
-            Of the row's tokens: all ranks that hold a part of it have the same.
+            Checksum of the row's tokens, which is the same on all ranks of the row.
     """
 
     row: SequenceBoundaries = None
@@ -49,7 +53,7 @@ class RowShard(SequenceBoundaries):
     def cut(
         cls, row: SequenceBoundaries, rank: int, size: int, parallel: SequenceParallel | None = None
     ) -> "RowShard":
-        """The part `rank` of `size` parts of `row`. A length that is not a multiple of `size` is a `ValueError`."""
+        """Return part `rank` of `size` parts of `row`. Raise a `ValueError` if `size` does not divide its length."""
         if row.total_length % size:
             fix = f"Pad it: DataCollatorWithFlattening(pad_to_multiple_of={size}, pad_token_id=...)."
             raise input_error(f"a row whose length is a multiple of {size}", f"{row.total_length} tokens", fix)
@@ -60,23 +64,23 @@ class RowShard(SequenceBoundaries):
 
     @property
     def start(self) -> int:
-        """The place in the row of this part's first token."""
+        """Index of this part's first token in the row."""
         return self.rank * self.total_length
 
     @cached_property
     def tokens_before(self) -> int:
-        """How many tokens of the first piece's document stand in earlier parts."""
+        """Number of tokens of the first piece's document in earlier parts."""
         starts = self.row.cu_seqlens_cpu
         return self.start - int(starts[starts <= self.start][-1])
 
     @cached_property
     def goes_on(self) -> bool:
-        """Whether the last piece's document has more tokens in the next part."""
+        """Whether the document of the last piece continues in the next part."""
         return int(self.start + self.total_length) not in self.row.cu_seqlens_cpu.tolist()
 
     @cached_property
     def longest_cut_piece(self) -> int:
-        """Tokens of the longest piece of a cut document that any part of the row has: all ranks say the same."""
+        """Length of the longest piece of a cut document in any part of the row. The same on all ranks."""
         pieces = [0]
         for start, end in pairwise(self.row.cu_seqlens_cpu.tolist()):
             ends = [start, *range((start // self.total_length + 1) * self.total_length, end, self.total_length), end]
@@ -85,20 +89,20 @@ class RowShard(SequenceBoundaries):
 
     @property
     def is_cut_in_long_pieces(self) -> bool:
-        """Whether some part has a piece of a cut document that is more than a quarter of the part; the same on all ranks."""
+        """Whether a piece of a cut document exceeds a quarter of its part, in any part. The same on all ranks."""
         return 4 * self.longest_cut_piece > self.total_length
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """int64 `[1, T / P]`: each token's position in its own document, from 0."""
+        """int64 `[1, T / P]`: the position of each token in its document, from 0."""
         return self.of_row(self.row.position_ids)
 
     def of_row(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor whose last dimension are the row's tokens."""
+        """Return this rank's part of a tensor whose last dimension holds the row's tokens."""
         return x[..., self.start : self.start + self.total_length]
 
     def real_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those of the whole row, `[T / P, ...]` to `[T, ...]`, without its tail padding. All ranks have to call it."""
+        """Gather `tokens` `[T / P, ...]` to the whole row `[T, ...]` without tail padding. All ranks must call it."""
         return self.row.real_tokens(all_gather(tokens, 0, self.processes.group))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RowShard":
@@ -106,27 +110,27 @@ class RowShard(SequenceBoundaries):
         return moved if moved is self else replace(moved, row=self.row.to(device, non_blocking))
 
     def layer_kwargs(self) -> dict[str, Any]:
-        # The lengths of pieces are nothing that a layer could use alone.
+        # A layer cannot use the lengths of pieces alone.
         return {"boundaries": self}
 
     def vision_features(self, kind: str, features: torch.Tensor) -> torch.Tensor:
-        """From the features of the frames that this rank computed to those of its tokens."""
+        """Exchange the features of this rank's frames for the features of its tokens."""
         if kind not in self.vision:
             raise input_error(f"a row cut together with its {kind}s", f"a part without {kind}s", "Use shard_batch.")
         return self.vision[kind].exchange(features, self.processes)
 
     @property
     def processes(self) -> SequenceParallel:
-        """`parallel`, which everything that the parts compute together needs."""
+        """The processes of `parallel`. Raise a `ValueError` if it is `None`."""
         if self.parallel is None:
-            raise input_error("a shard that knows the other ranks", "one without", "Pass parallel= to shard_batch.")
+            raise input_error("a shard with a process group", "one without", "Pass parallel= to shard_batch.")
         return self.parallel
 
     def check_whole(self, fix: str) -> None:
-        raise input_error("a whole row", f"part {self.rank} of {self.size} of one", fix)
+        raise input_error("a whole row", f"part {self.rank} of {self.size}", fix)
 
 
-# Columns of a batch with one entry per token in their last dimension.
+# Batch columns whose last dimension has one entry per token.
 _TOKEN_COLUMNS = ("input_ids", "position_ids", "labels", "shift_labels", TOKEN_TYPES)
 
 
@@ -140,33 +144,37 @@ def shard_batch(
     minimum: int = 1,
     token_columns: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Cut the batch that [`DataCollatorWithFlattening`] made to one rank's part.
+    """Select one rank's part of a batch from [`DataCollatorWithFlattening`].
 
-    The row's tail is padded to a multiple of `size` with a document of its own, labels are shifted on the whole row, and
-    then all are cut. Targets that would lead from one document into the next are -100.
+    Tail padding, a separate document, extends the row to a multiple of `size`. Labels are shifted on the whole row,
+    and the target of each document's last token is -100. Then all columns are cut.
 
     Args:
         batch (`dict`):
-            `input_ids` `[1, T]` with `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`, or `position_ids` that restart. Images and
-            videos come with `mm_token_type_ids` and the position ids of all dimensions: the collator needs `model=` for them.
-        rank, size (`int`):
-            Which of how many parts.
+            `input_ids` `[1, T]` with `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`, or with `position_ids` that restart.
+            Images and videos require `mm_token_type_ids` and position ids of all dimensions. The collator returns
+            these with `model=`.
+        rank (`int`):
+            Index of the part.
+        size (`int`):
+            Number of parts.
         parallel ([`SequenceParallel`], *optional*):
-            The processes that hold the other parts; without it the result is only data.
+            The processes that hold the other parts. Without it, a model cannot compute the result.
         pad_token_id (`int`, *optional*, defaults to 0):
-            The token of the padding.
+            Token id of the padding.
         minimum (`int`, *optional*, defaults to 1):
-            How many tokens each rank has at least, by more padding: one less than the convolution's window.
+            Minimum number of tokens per rank, reached by more padding. A model needs the width of its convolution's
+            window minus 1.
         token_columns (`tuple`, *optional*):
-            Further columns of the batch with one value per token.
+            Other columns of the batch with one value per token.
 
     Returns:
-        `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of `T' / P` tokens, and `boundaries`, a [`RowShard`].
-        `labels` equal `shift_labels`, for code that asks whether a batch has any. Images and videos are reduced to the
-        frames that this rank computes.
+        `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of `T' / P` tokens, and `boundaries`, a
+            [`RowShard`]. `labels` equals `shift_labels`, for code that checks whether a batch has labels. Images and
+            videos are reduced to the frames that this rank computes.
 
     Raises:
-        `ValueError`: not one packed row, or columns that cannot be cut.
+        `ValueError`: the batch is not one packed row, or a column cannot be cut.
 
     Example:
 
@@ -201,7 +209,7 @@ def shard_batch(
     for name in names:
         if batch[name].shape[-1] != length:
             expected = f"{name} with one entry for each of the row's {length} tokens"
-            raise input_error(expected, f"shape {tuple(batch[name].shape)}", "Labels of documents cannot be cut.")
+            raise input_error(expected, f"shape {tuple(batch[name].shape)}", "Labels per document cannot be cut.")
     if "shift_labels" not in batch and "labels" in batch:
         batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][..., 1:], (0, 1), value=-100)
         names.append("shift_labels")
@@ -216,13 +224,13 @@ def shard_batch(
             batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=fillers.get(name, 0))
         counted = torch.arange(padding_tokens, padding_tokens + padding)
         batch["position_ids"][..., length:] = counted.to(batch["position_ids"].device)
-        # The padding's document grows, or there is one now.
+        # Extend the padding document, or add one.
         documents = row.lengths[:-1] if padding_tokens else row.lengths
         lengths = [*documents, padding_tokens + padding]
         row = SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device).with_padding(lengths[-1])
     vision = cut_vision(batch, rank, size)
     if vision and batch["position_ids"].ndim != 3:
-        expected = "position_ids [4, 1, T] beside images or videos, which only a whole row gives"
+        expected = "position_ids [4, 1, T] with images or videos, computed on the whole row"
         got = f"shape {tuple(batch['position_ids'].shape)}"
         raise input_error(expected, got, "Pass model= to DataCollatorWithFlattening.")
     checksum = crc32(batch["input_ids"].cpu().contiguous().numpy(), crc32(row.cu_seqlens_cpu.numpy()))

@@ -1,8 +1,9 @@
-"""Images and videos of a row that several ranks compute: each frame goes through the vision tower on one of them.
+"""Images and videos of a row on several ranks. Each frame goes through the vision tower on one rank.
 
-The tower looks at each frame of an image or video alone. So frames are distributed by their patches, whichever rank has
-their tokens, and each rank then gets the features of its own tokens. A rank without a frame computes a blank one and
-discards the result, because all ranks exchange the tower's gradients, and under FSDP its weights.
+The tower computes each frame of an image or video independently. Frames are therefore balanced over the ranks by their
+number of patches, not by the position of their tokens. Each rank then receives the features of its own tokens. A rank
+without a frame computes a blank one and discards the result, because all ranks exchange the gradients of the tower,
+and under FSDP its weights.
 """
 
 from dataclasses import dataclass
@@ -20,32 +21,36 @@ from .groups import SequenceParallel
 
 @dataclass(frozen=True)
 class VisionShard:
-    """How many of a row's vision features each rank computes, and how many it has tokens for; both in the row's order."""
+    """The number of vision features that each rank computes and the number that it uses, both in row order."""
 
     computed: tuple[int, ...]
     used: tuple[int, ...]
 
     def exchange(self, features: torch.Tensor, parallel: SequenceParallel) -> torch.Tensor:
-        """From the features `[n, hidden]` that this rank computed to those of its tokens. All ranks have to call it."""
-        # Those of a blank frame stay here.
+        """Exchange features `[n, hidden]` of this rank's frames for those of its tokens. All ranks must call it."""
+        # Drop the features of a blank frame.
         return redistribute(features[: self.computed[parallel.rank]], self.computed, self.used, parallel.group)
 
 
 def cut_vision(batch: dict[str, Any], rank: int, size: int) -> dict[str, VisionShard]:
-    """Leave in a whole row's `batch` the pixels and grids of the frames that `rank` computes; grids count frames then.
+    """Reduce the pixels and grids in a whole row's `batch` to the frames that `rank` computes.
+
+    The grids then have one entry per frame.
 
     Args:
         batch (`dict`):
-            With `pixel_values` `[patches, ...]` and `image_grid_thw` `[images, 3]`, the same of videos, or none of them,
-            and `mm_token_type_ids` `[1, T]`, `T` a multiple of `size`.
-        rank, size (`int`):
-            Which of how many parts.
+            `pixel_values` `[patches, ...]` and `image_grid_thw` `[images, 3]`, the same columns for videos, or
+            neither. Also `mm_token_type_ids` `[1, T]`, where `T` is a multiple of `size`.
+        rank (`int`):
+            Index of the part.
+        size (`int`):
+            Number of parts.
 
     Returns:
-        `dict` from `"image"` and `"video"` to a [`VisionShard`], for those that the row has.
+        `dict`: maps each of `"image"` and `"video"` in the row to a [`VisionShard`].
 
     Raises:
-        `ValueError`: tokens and patches that do not belong together.
+        `ValueError`: the numbers of tokens and patches do not match.
     """
     found = {}
     for kind, (token_type, pixels_name, grid_name) in VISION_KINDS.items():
@@ -59,14 +64,14 @@ def cut_vision(batch: dict[str, Any], rank: int, size: int) -> dict[str, VisionS
         frames = grid.repeat_interleave(grid[:, 0], dim=0)
         frames[:, 0] = 1
         patches = frames.prod(1).tolist()
-        # Patches for a token: those of a square.
+        # Number of patches per token, which form a square.
         square = len(pixels) // max(sum(tokens), 1)
         side = isqrt(square)
         if sum(patches) != len(pixels) or side * side * sum(tokens) != len(pixels):
             got = f"{sum(tokens)} tokens and {len(pixels)} patches"
             raise input_error(f"{kind} tokens for the {sum(patches)} patches of {grid_name}", got)
         ends = [0, *accumulate(patches)]
-        # A frame goes where its middle falls.
+        # The middle of a frame determines its rank.
         owners = torch.tensor([(a + b) * size // (2 * len(pixels)) for a, b in zip(ends, ends[1:], strict=False)])
         computed = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == r) for r in range(size)]
         found[kind] = VisionShard(tuple(n // square for n in computed), tuple(tokens))

@@ -35,7 +35,7 @@ class RouterStatisticsTesterMixin:
             row["padding_tokens"] += 1
             with self.assertRaisesRegex(ValueError, "padding_tokens of 0 or"):
                 model(**row)
-            with self.assertRaisesRegex(ValueError, "beside padding_tokens"):
+            with self.assertRaisesRegex(ValueError, "together with padding_tokens"):
                 model(input_ids=row["input_ids"], padding_tokens=4)
 
 

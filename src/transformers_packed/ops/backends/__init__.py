@@ -1,8 +1,8 @@
-"""Kernels: those of other packages, a file each, and this package's own in Triton (`triton`).
+"""Kernels of other packages, one file for each, and this package's Triton kernels (`triton`).
 
-Each package has a verifier that looks at the tensors of the call, so one that can be imported on a machine without a
-GPU is never taken for one that can run. Packages are imported inside the functions that use them. No function here
-waits for the GPU: the index tensors that the kernels want are made once per row from the host copy of its boundaries.
+The verifier of a package inspects the tensors of the call. A package that can be imported on a machine without a GPU
+is therefore not selected for CPU tensors. Packages are imported inside the functions that use them. No function here
+needs a host sync: the index tensors of the kernels are built once per row from the host copy of the boundaries.
 """
 
 import importlib.util
@@ -20,16 +20,16 @@ def importable(module: str, package: str) -> tuple[bool, str]:
 
 
 def verify_convolution(hidden_states: torch.Tensor, activation: str | None) -> tuple[bool, str]:
-    """What the convolutions of all packages ask for."""
+    """Check the common requirements of all convolution kernels."""
     if not hidden_states.is_cuda:
         return False, "needs CUDA tensors"
     if hidden_states.dtype == torch.float64:
-        return False, "has no float64"
-    return activation in (None, "silu", "swish"), f"knows the activations silu and swish, not {activation}"
+        return False, "does not support float64"
+    return activation in (None, "silu", "swish"), f"supports the activations silu and swish, not {activation}"
 
 
 def chunk_indices(boundaries: SequenceBoundaries) -> torch.Tensor:
-    """int32 `[chunks, 2]`: the document of each chunk, and which chunk of the document it is."""
+    """Return int32 `[chunks, 2]`: the document of each chunk, and the index of the chunk in the document."""
     device = boundaries.cu_seqlens.device
     counts, total = boundaries.chunk_counts(CHUNK_SIZE)
     numbers = torch.arange(boundaries.num_documents, dtype=torch.int32, device=device)

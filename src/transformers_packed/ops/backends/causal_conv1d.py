@@ -1,4 +1,4 @@
-"""`causal_conv1d`: a compiled convolution, with `seq_idx`."""
+"""`causal_conv1d`: a compiled convolution that takes `seq_idx`."""
 
 from . import importable, verify_convolution
 
@@ -7,7 +7,7 @@ def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
     from causal_conv1d import causal_conv1d_fn
 
     seq_idx = None if boundaries is None else boundaries.seq_idx
-    # Transposed, a token-major row is the channels-last layout that `seq_idx` asks for.
+    # The transpose of a token-major row has the channels-last layout that `seq_idx` requires.
     hidden_states = hidden_states.contiguous().transpose(1, 2)
     return causal_conv1d_fn(hidden_states, weight, bias, seq_idx=seq_idx, activation=activation).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""flash-linear-attention: gated delta rule and convolution in Triton, with `cu_seqlens`."""
+"""flash-linear-attention: gated delta rule and convolution in Triton, which take `cu_seqlens`."""
 
 from functools import lru_cache
 from inspect import unwrap
@@ -16,7 +16,7 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, initial_state, o
     decoding = query.shape[1] == 1 and initial_state is not None
     if decoding and not _needs_backward(query, key, value, g, beta, initial_state):
         return fused_recurrent_gated_delta_rule(query, key, value, g=g, beta=beta, **options)
-    # Unwrapped, it is the Triton kernel; wrapped, it may pass the call on to FlashQLA, with an approximation.
+    # The unwrapped function is the Triton kernel. The wrapper may dispatch to FlashQLA, with an approximation.
     return unwrap(chunk_gated_delta_rule)(query, key, value, g, beta, **options, **_boundaries(boundaries))
 
 
@@ -24,9 +24,9 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, *
     if not query.is_cuda:
         return False, "needs CUDA tensors"
     if query.dtype not in (torch.float16, torch.bfloat16):
-        return False, f"rounds products to ten bits of mantissa; needs float16 or bfloat16, not {query.dtype}"
+        return False, f"rounds products to ten mantissa bits and needs float16 or bfloat16, not {query.dtype}"
     if max(key.shape[-1], value.shape[-1]) > 256:
-        return False, f"serves head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+        return False, f"supports head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
     ok, reason = importable("fla", "flash-linear-attention")
     if ok and _needs_backward(query, key, value, g, beta, initial_state):
         reason = _backward_problem()
@@ -58,10 +58,10 @@ def _needs_backward(*tensors: torch.Tensor | None) -> bool:
 
 @lru_cache
 def _backward_problem() -> str:
-    """Why flash-linear-attention cannot run the backward here, or nothing."""
+    """Return why flash-linear-attention cannot run the backward on this machine, or an empty string."""
     from fla.ops.common.backends.tilelang import CommonTileLangBackend
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
     if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or CommonTileLangBackend.can_use():
         return ""
-    return "computes a wrong backward on Hopper GPUs with this triton; install triton >= 3.7.1 or tilelang"
+    return "computes a wrong backward on Hopper GPUs with this version of triton; install triton >= 3.7.1 or tilelang"

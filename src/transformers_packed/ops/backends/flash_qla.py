@@ -1,4 +1,4 @@
-"""FlashQLA: a faster gated delta rule for Hopper and datacentre Blackwell GPUs, with `cu_seqlens`."""
+"""FlashQLA: a faster gated delta rule for Hopper and datacenter Blackwell GPUs, which takes `cu_seqlens`."""
 
 import shutil
 from functools import lru_cache
@@ -15,7 +15,7 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": None}
     if boundaries is not None:
         options["cu_seqlens"] = boundaries.derived("flash_qla", lambda: _prepared(boundaries))
-    # auto_cp would split long documents and drop what decays below e^-10 on the way from piece to piece.
+    # auto_cp would split long documents and drop state that decays below e^-10 between the pieces.
     return chunk_gated_delta_rule(query, key, value, g, beta, auto_cp=False, **options)
 
 
@@ -27,21 +27,21 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, o
     if key.shape[-1] != 128 or value.shape[-1] != 128:
         return False, f"needs head dimensions of 128, not {key.shape[-1]} and {value.shape[-1]}"
     if initial_state is not None or output_final_state:
-        return False, "is used without states only"
+        return False, "is used only without states"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
         return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
     return not _problem(), _problem()
 
 
 def _prepared(boundaries: SequenceBoundaries) -> torch.Tensor:
-    """`cu_seqlens` with what FlashQLA would otherwise wait for the GPU to learn."""
+    """Attach to `cu_seqlens` the metadata that FlashQLA would otherwise compute with a host sync."""
     from flash_qla.utils.index import prepare_varlen_metadata
 
     cu_seqlens = boundaries.cu_seqlens
     if not boundaries.device_only:
         return prepare_varlen_metadata(cu_seqlens, boundaries.cu_seqlens_cpu)
-    # Its function reads the host's copy. This is what that of 0.1.3 leaves behind, made by the device; without it FlashQLA
-    # would wait for the GPU, which is an error in a graph.
+    # `prepare_varlen_metadata` reads the host copy. This computes on the device what version 0.1.3 attaches. Without
+    # it, FlashQLA would need a host sync, which is an error in a CUDA graph.
     counts, total = boundaries.chunk_counts(CHUNK_SIZE)
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     cu_seqlens._flash_qla_prepared_varlen = (CHUNK_SIZE, offsets, total, chunk_indices(boundaries))
@@ -50,9 +50,9 @@ def _prepared(boundaries: SequenceBoundaries) -> torch.Tensor:
 
 @lru_cache
 def _problem() -> str:
-    """Why FlashQLA cannot run here, or nothing. It compiles its kernels when they are called first."""
+    """Return why FlashQLA cannot run on this machine, or an empty string. Kernels are compiled on first use."""
     try:
         import flash_qla  # noqa: F401
-    except Exception as error:  # a missing dependency, or what the package thinks of the machine
+    except Exception as error:  # a missing dependency, or a check of the machine by the package
         return f"cannot be imported: {error} (pip install flash-qla)"
     return "" if shutil.which("nvcc") else "needs nvcc, which is not on the PATH, to compile its kernels"

@@ -1,16 +1,17 @@
-"""The short causal convolution of a gated-delta-rule layer with all that follows it: SiLU, the split into queries, keys
-and values, and the unit length of queries and keys.
+"""The short causal convolution of a gated delta rule layer, fused with the operations after it.
+
+These are SiLU, the split into queries, keys and values, and the normalization of queries and keys to unit length.
 
     a_t = sum_s weight[:, W - 1 - s] * x_{t - s}    over shifts s that stay inside the document
     y_t = silu(a_t)                                 q_t, k_t: y_t / sqrt(|y_t|^2 + eps) for each head
 
-A program takes the channels of one head and some runs of tokens, and goes through its runs token by token, with a
-window of up to four tokens in registers. So forward reads `x` and writes the three results, and backward reads `x` and
-the three gradients and writes that of `x`, each about once. Where a document begins is told by each token's position
-in its document: shift `s` is inside if the position is at least `s`.
+Each program computes the channels of one head for several runs of tokens. It processes the runs token by token, with a
+window of up to four tokens in registers. The forward therefore reads `x` and writes the three results about once. The
+backward reads `x` and the three gradients and writes the gradient of `x` about once. The position of each token in its
+document marks the document's start: shift `s` is inside the document if the position is at least `s`.
 
-Of a part of a row the first positions may be such that what they see stands before the part: a halo of `W - 1` tokens. A
-kernel without one is compiled as if there were none.
+In a part of a row, the windows of the first tokens may include tokens before the part, a halo of `W - 1` tokens.
+Kernels without a halo are compiled without code for it.
 """
 
 import torch
@@ -21,14 +22,14 @@ from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
-# Runs of a program, each of which a warp walks, and the tokens of a run.
+# Runs per program, one for each warp, and tokens per run.
 _RUNS = 4
 _TOKENS = 64
 
 
 @triton.jit
 def _tap(weight_ptr, column, SHIFT: tl.constexpr, W: tl.constexpr):
-    """The weight `[1, channels]` of the token `SHIFT` before; 0 beyond the window."""
+    """Load the weight `[1, channels]` of the token `SHIFT` positions earlier; 0 outside of the window."""
     if SHIFT < W:
         return tl.load(weight_ptr + column * W + (W - 1 - SHIFT)).to(tl.float32)[None, :]
     else:
@@ -37,14 +38,14 @@ def _tap(weight_ptr, column, SHIFT: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _row(x_ptr, stride, column, token, length):
-    """A token `[runs, channels]` of each run; 0 outside of the row."""
+    """Load one token `[runs, channels]` of each run; 0 outside of the row."""
     inside = ((token >= 0) & (token < length))[:, None]
     return tl.load(x_ptr + token[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _and_before(x, halo_ptr, column, token, channels, W: tl.constexpr):
-    """`x`, which is 0 before the first token, with the halo there."""
+    """Add the halo to `x`, which is 0 before the first token."""
     inside = ((token < 0) & (token > -W))[:, None]
     at = (token + (W - 1))[:, None] * channels + column[None, :]
     return x + tl.load(halo_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -52,13 +53,13 @@ def _and_before(x, halo_ptr, column, token, channels, W: tl.constexpr):
 
 @triton.jit
 def _reaches(x, position, SHIFT: tl.constexpr, W: tl.constexpr):
-    """`x` where a token at `position` sees what is `SHIFT` before it, or is seen from there; else 0."""
+    """Return `x` if the window of a token at `position` includes the token `SHIFT` positions earlier, else 0."""
     return tl.where((position >= SHIFT)[:, None] & (SHIFT < W), x, 0.0)
 
 
 @triton.jit
 def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Of a head its tensor, the distance of its tokens there, and its columns."""
+    """Return the tensor that holds a head, the stride of tokens in it, and the columns of the head."""
     if head < KEY_HEADS:
         pointer = q_ptr
         first = head
@@ -78,7 +79,7 @@ def _convolution_forward(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
     TOKENS: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
-    # One dimension, heads first: the others of a grid end at 65,535.
+    # A grid with one dimension, because the others are limited to 65,535. Heads vary fastest.
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
     column = head * DIM + tl.arange(0, DIM)
@@ -96,7 +97,7 @@ def _convolution_forward(
     x0 = _row(x_ptr, stride, column, token, length)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for _ in range(TOKENS):
-        # What the next token needs is under way while this one is computed.
+        # Prefetch the inputs of the next token while this one is computed.
         next_x = _row(x_ptr, stride, column, token + 1, length)
         next_position = tl.load(position_ptr + token + 1, mask=token + 1 < length, other=-1)
         a = w0 * x0 + w1 * _reaches(x1, position, 1, W)
@@ -134,7 +135,8 @@ def _convolution_backward(
     dw1 = zeros
     dw2 = zeros
     dw3 = zeros
-    # From the last token that sees one of the run, backwards: what is known so far of dx at the token, and before it.
+    # Go backwards from the last token whose window includes the run. dx0 to dx2 are the partial sums of dx at the
+    # token and at the two before it.
     token = (program.to(tl.int64) * RUNS + tl.arange(0, RUNS)) * TOKENS + TOKENS + 2
     dx0 = zeros
     dx1 = zeros
@@ -166,7 +168,7 @@ def _convolution_backward(
         dx0 = dx1 + w1 * _reaches(da, position, 1, W)
         dx1 = dx2 + w2 * _reaches(da, position, 2, W)
         dx2 = w3 * _reaches(da, position, 3, W)
-        # The first ones belong to the run that follows.
+        # The first three steps belong to the next run.
         if step >= 3:
             dw0 += da * x0
             dw1 += da * seen1
@@ -182,7 +184,7 @@ def _convolution_backward(
         position = next_position
         token -= 1
     if HALO:
-        # The first run has gone on to the token before the first one: what is known of dx there is all of it.
+        # The first run ends at the token before the row, where the partial sums of dx are complete.
         at = dhalo_ptr + (token + (W - 1))[:, None] * channels + column[None, :]
         first = (token == -1)[:, None]
         tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=first)
@@ -201,14 +203,17 @@ def _convolution_backward(
 
 
 class CausalConv1dQKV(torch.autograd.Function):
-    """Of `x` `[T, channels]`, `weight` `[channels, W]`, `position` `[T]` int32, and `halo` `[W - 1, channels]` or `None`."""
+    """The op for `x` `[T, channels]`, `weight` `[channels, W]`, int32 `position` `[T]`, and optional `halo`.
+
+    `halo` has the shape `[W - 1, channels]`.
+    """
 
     @staticmethod
     @on_its_device
     def forward(ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None):
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
-        # A window of one token looks at nothing before it.
+        # A window of one token needs no halo.
         halo = halo.contiguous() if halo is not None and len(halo) else None
         length = len(x)
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))

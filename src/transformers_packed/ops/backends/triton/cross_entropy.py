@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, the gradient of the logits in their place, and what scales a gradient at the end."""
+"""Cross entropy of rows of logits, with the gradient in place of the logits, and the scaling of gradients."""
 
 import torch
 import triton
@@ -23,12 +23,12 @@ def _softmax_minus_target(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
-    # A label that is no word makes the loss NaN.
+    # A label outside of the vocabulary makes the loss NaN.
     known = (label >= 0) & (label < vocab)
     target = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK)
-    # Each lane keeps the largest logit that it saw, and a sum relative to that. It takes four at a time, so that five
-    # exponentials do where one at a time would need eight.
+    # Each lane keeps its largest logit so far, and a sum relative to it. It processes four logits at a time, which
+    # takes five exponentials instead of eight.
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
@@ -39,7 +39,7 @@ def _softmax_minus_target(
         x2 = _logits(logits_ptr, at + 2 * BLOCK, vocab)
         x3 = _logits(logits_ptr, at + 3 * BLOCK, vocab)
         new = tl.maximum(tl.maximum(largest, tl.maximum(x0, x1)), tl.maximum(x2, x3))
-        # A lane that saw nothing but -inf has no difference to take.
+        # Avoid inf - inf in a lane whose logits are all -inf.
         reference = tl.where(new == float("-inf"), 0.0, new) * _LOG2_E
         total = total * tl.exp2(largest * _LOG2_E - reference)
         total += tl.exp2(x0 * _LOG2_E - reference) + tl.exp2(x1 * _LOG2_E - reference)
@@ -63,7 +63,7 @@ def _softmax_minus_target(
             if SMOOTHS:
                 gradient -= share
             tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < vocab)
-        # Behind all that the other threads write, the target's own.
+        # The target's gradient is written after all threads have written theirs.
         tl.debug_barrier()
         gradient = tl.exp2(target * _LOG2_E - reference) - share - (1.0 - smoothing)
         tl.store(logits_ptr + label, gradient.to(logits_ptr.dtype.element_ty), mask=known)
@@ -73,7 +73,7 @@ def _softmax_minus_target(
 def softmax_minus_target(
     logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float, gradient_too: bool
 ) -> torch.Tensor:
-    """The loss of each row `[C]`, float32; `logits` `[C, V]` become the gradient of its sum."""
+    """Return the loss of each row, float32 `[C]`. Overwrite `logits` `[C, V]` with the gradient of the summed loss."""
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(2048, triton.next_power_of_2(vocab))
@@ -91,7 +91,7 @@ def _scaled(x_ptr, factor_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 @on_its_device
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x * factor` in `dtype`, in the place of `x` if it has that; `factor` is a float32 scalar on the device."""
+    """Compute `x * factor` in `dtype`, in place if `x` has that dtype. `factor` is a float32 scalar on the device."""
     y = x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         _scaled[(ceil_div(x.numel(), 4096),)](x, factor, y, x.numel(), 4096)

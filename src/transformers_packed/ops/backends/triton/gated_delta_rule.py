@@ -1,9 +1,9 @@
-"""The decay and the learning rate of the gated delta rule, from their projections.
+"""The decay and the learning rate of the gated delta rule, computed from their projections.
 
     g = -exp(A_log) * softplus(a + dt_bias)        beta = sigmoid(b)
 
-A program takes tiles of whole tokens. The gradients of `A_log` and `dt_bias` are added up in the registers of a fixed
-number of programs and then over these, so their order never changes.
+Each program computes tiles of whole tokens. A fixed number of programs accumulates the gradients of `A_log` and
+`dt_bias` in registers, and a second sum adds their results. The order of additions is therefore deterministic.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _decay_forward(
     x = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_ptr + head, mask=head < heads, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log_ptr + head, mask=head < heads, other=0.0).to(tl.float32))
-    # log(1 + e^x) without overflow; what rounding takes from a small second term, the quotient gives back.
+    # log(1 + e^x) without overflow. The quotient corrects the rounding error of a small second term.
     small = tl.exp(-tl.abs(x))
     kept = (1.0 + small) - 1.0
     log = tl.where(kept == 0.0, small, tl.log(1.0 + small) * small / tl.where(kept == 0.0, 1.0, kept))
@@ -58,7 +58,7 @@ def _decay_backward(
         da = -dg * rate * tl.sigmoid(x)
         tl.store(da_ptr + at, da.to(da_ptr.dtype.element_ty), mask=inside)
         d_dt += tl.sum(da, 0)
-        # g is proportional to exp(A_log), so it is its own derivative.
+        # g is proportional to exp(A_log), so its derivative with respect to A_log is g.
         d_a_log += tl.sum(dg * tl.load(g_ptr + at, mask=inside, other=0.0), 0)
         beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
         dbeta = tl.load(dbeta_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -70,7 +70,7 @@ def _decay_backward(
 
 
 class GatedDeltaGates(torch.autograd.Function):
-    """Of `a` and `b` `[tokens, heads]`, `A_log` and `dt_bias` `[heads]`; `g` is float32."""
+    """Compute float32 `g`, and `beta`, from `a` and `b` `[tokens, heads]`, `A_log` and `dt_bias` `[heads]`."""
 
     @staticmethod
     @on_its_device

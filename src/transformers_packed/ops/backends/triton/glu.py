@@ -48,10 +48,10 @@ def _gate_backward(
 
 
 class GLU(torch.autograd.Function):
-    """`x * sigmoid(gate)`, or with `silu` `x * silu(gate)`, of tensors `[..., width]`.
+    """`x * sigmoid(gate)`, or `x * silu(gate)` with `silu=True`, for tensors `[..., width]`.
 
-    The product may go through a linear layer with `weight` `[out, width]`. It is not kept for backward then, which makes it
-    again where it computes the gradients.
+    The product may go through a linear layer with `weight` `[out, width]`. The backward then recomputes the product,
+    which is not saved.
     """
 
     @staticmethod

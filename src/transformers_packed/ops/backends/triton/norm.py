@@ -1,10 +1,10 @@
-"""RMS norm of rows, with the addition of a residual before it or a gate after it, and its gradient.
+"""RMS norm of rows, optionally with a residual addition before it or a gate after it, and its gradient.
 
     s = x + residual        r = 1 / sqrt(mean(s^2) + eps)        y = s * r * (offset + weight) * silu(gate)
 
-A program takes a tile of whole rows. Forward reads each input and writes each output once and keeps `r`, one number a
-row; backward makes the rest again. The gradient of the weight is added up in the registers of a fixed number of programs
-and then over these, so its order never changes.
+Each program computes a tile of whole rows. The forward reads each input and writes each output once, and saves `r`,
+one number per row. The backward recomputes the rest. A fixed number of programs accumulates the gradient of the weight
+in registers, and a second sum adds their results. The order of additions is therefore deterministic.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ from ...autograd import first_order
 from . import ceil_div, on_its_device
 
 
-# Elements of a tile, and programs of the backward for each multiprocessor.
+# Elements per tile, and backward programs per multiprocessor.
 _TILE = 2048
 _PROGRAMS = 4
 
@@ -34,7 +34,7 @@ def _norm_forward(
     at = row[:, None] * width + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
-        # Rounded as the stream is stored, so that backward sees the same numbers.
+        # Rounded to the storage dtype, so that the backward computes with the same numbers.
         stored = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, stored, mask=inside)
         x = stored.to(tl.float32)
@@ -57,7 +57,7 @@ def _norm_backward(
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    # Over the rows of the tiles only at the end: between the warps of a program a sum has to wait.
+    # Sum over the rows of the tiles only at the end, because a sum across warps has to synchronize.
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     for tile in range(program, tiles, tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -93,16 +93,16 @@ def _tile(width: int) -> dict[str, int]:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Of `x`, `residual`, `gate` `[..., width]` and `weight` `[width]`; with a residual the pair of the norm and the sum.
+    """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
-    With a gate the norms `[..., heads, width]` may go through a linear layer with `linear_weight` `[out, heads * width]`.
-    They are not kept for backward then, which makes them again where it computes the gradients.
+    With a residual, it returns the norm and the sum. With a gate, the norm `[..., heads, width]` may go through a
+    linear layer with `linear_weight` `[out, heads * width]`. The norm is then not saved: the backward recomputes it.
     """
 
     @staticmethod
     @on_its_device
     def forward(ctx, x, weight, residual, gate, linear_weight, eps: float, offset: float):
-        # Under autocast the layers' results are in low precision, and the stream is not.
+        # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         x, residual, gate = (
             None if z is None else z.reshape(-1, z.shape[-1]).contiguous() for z in (x, residual, gate)
@@ -112,7 +112,7 @@ class RMSNorm(torch.autograd.Function):
         total = x
         if residual is not None:
             total = torch.empty(ctx.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
-        # Results in their own shape: of a view that is made in here autograd lets nobody change anything in place.
+        # Allocate outputs in their final shape: autograd forbids in-place changes to views from a custom function.
         y = torch.empty(ctx.shape, dtype=total.dtype, device=x.device)
         r = torch.empty(rows, dtype=torch.float32, device=x.device)
         tile = _tile(width)
@@ -154,6 +154,6 @@ class RMSNorm(torch.autograd.Function):
 
 @lru_cache
 def programs_for(tiles: int, device: torch.device) -> int:
-    """How many programs share the tiles when each adds something up over those that it takes."""
+    """Return the number of programs that share `tiles` if each program accumulates a sum over its tiles."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, min(tiles, _PROGRAMS * multiprocessors))

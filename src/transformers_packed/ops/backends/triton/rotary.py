@@ -1,8 +1,8 @@
-"""From the projections of an attention layer to its queries and keys: zero-centred RMS norm of each head, then rotary
-positions on the first channels. The queries' projection holds each head's gate too, which is split off on the way.
+"""Zero-centered RMS norm of each query and key head, then a rotary embedding of the first channels.
 
-A program takes one head of a tile of tokens: first the queries' heads, then the keys'. The first `ROTARY` channels are
-taken once more, in two halves that turn together:
+The projection of the queries also holds the gate of each head, which is split off. Each program computes one head of a
+tile of tokens. The heads of the queries come first, then those of the keys. The rotary channels are loaded a second
+time, as two halves that rotate together:
 
     y1 = n1 * cos1 - n2 * sin1        y2 = n2 * cos2 + n1 * sin2        n = x * r * (1 + weight)
 """
@@ -21,14 +21,14 @@ _TOKENS = 8
 
 @triton.jit
 def _halves(pointer, inside, HALF: tl.constexpr):
-    """The two halves of what turns, of the rows that `pointer` `[tokens, columns]` begins."""
+    """Load both halves of the rotary channels of the rows at `pointer` `[tokens, columns]`."""
     first = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
     return first, tl.load(pointer + HALF, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _scales(weight_ptr, column, HALF: tl.constexpr):
-    """`1 + weight` of the two halves."""
+    """Load `1 + weight` of both halves."""
     inside = column < HALF
     first = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     return 1.0 + first, 1.0 + tl.load(weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
@@ -109,7 +109,7 @@ def _rotary_backward(
             gradient = dk_ptr + at
             source = k_ptr + at
             target = dk_in_ptr + at
-        # What does not turn, then the halves of what does: the same but for the angle.
+        # The other channels, then both halves of the rotary channels: the same computation except for the angle.
         r = tl.load(r_ptr + token * (Q_HEADS + K_HEADS) + head, mask=token < length, other=0.0)[:, None]
         straight = exists & (column >= 2 * HALF)
         normed = tl.load(source + column, mask=straight, other=0.0).to(tl.float32) * r
@@ -143,7 +143,7 @@ def _rotary_backward(
 
 
 class QKNormRope(torch.autograd.Function):
-    """Of queries with gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, `cos` and `sin` `[T, rotary]`."""
+    """The op for queries and gates `[T, Q, 2, dim]`, keys `[T, K, dim]`, weights `[dim]`, angles `[T, rotary]`."""
 
     @staticmethod
     @on_its_device
