@@ -244,7 +244,7 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.trainer()
         layer = trainer.model.model.layers[0].linear_attn
         layer.forward = lambda *args, **kwargs: None
-        self.check(trainer, "cannot be patched .*layers.0.linear_attn .*with a forward of its own")
+        self.check(trainer, "cannot be patched .*layers.0.linear_attn .*with its own forward")
 
     @parameterized.expand(
         [
