@@ -143,8 +143,8 @@ class Unpacked:
     shifts_labels: bool = True
 
 
-_MASKS = "its masks are made without position ids"
-_DECODER = "the decoder makes masks and positions without position ids"
+_MASKS = "its attention mask ignores position ids"
+_DECODER = "the decoder creates masks and positions without position ids"
 
 UNPACKED: dict[str, Unpacked] = {
     "afmoe": Unpacked("AfmoeModel", _MASKS),
@@ -159,10 +159,10 @@ UNPACKED: dict[str, Unpacked] = {
     "marian": Unpacked("MarianDecoder", _DECODER, shifts_labels=False),
     "mbart": Unpacked("MBartDecoder", _DECODER, shifts_labels=False),
     "minimax_m3_vl": Unpacked("MiniMaxM3VLTextModel", "its sparse attention scores blocks of the whole row"),
-    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it hands no position ids to its text model"),
+    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it passes no position ids to its text model"),
     "mpt": Unpacked("MptModel", _MASKS),
     "mvp": Unpacked("MvpDecoder", _DECODER, shifts_labels=False),
-    "openai": Unpacked("OpenAIGPTModel", "its attention has a causal mask of its own"),
+    "openai": Unpacked("OpenAIGPTModel", "its attention uses its own causal mask"),
     "opt": Unpacked("OPTDecoder", _MASKS),
     "pegasus": Unpacked("PegasusDecoder", _DECODER, shifts_labels=False),
     "plbart": Unpacked("PLBartDecoder", _DECODER, shifts_labels=False),
@@ -185,7 +185,7 @@ ISOLATED = frozenset(
     """.split()
 )
 
-_BOTH_WAYS = "its attention looks both ways unless it is made a decoder, which was never measured"
+_BOTH_WAYS = "its attention is bidirectional unless it is configured as a decoder, which was never audited"
 
 # Reasons by family.
 REFUSED: dict[str, str] = {
@@ -196,14 +196,14 @@ REFUSED: dict[str, str] = {
         """.split(),
         _BOTH_WAYS,
     ),
-    "blt": "its patches are made of the bytes of the whole row",
-    "cpmant": "its attention looks both ways",
-    "doge": "its attention chooses keys among the whole row, later ones included",
-    "gemma4_assistant": "it drafts for another model, whose cache it reads",
-    "gemma4_unified_assistant": "it drafts for another model, whose cache it reads",
-    "musicgen": "it predicts audio codes, several of them per step",
-    "musicgen_melody": "it predicts audio codes, several of them per step",
+    "blt": "its patches span the bytes of the whole row",
+    "cpmant": "its attention is bidirectional",
+    "doge": "its attention selects keys from the whole row, including later ones",
+    "gemma4_assistant": "it drafts for another model and reads its cache",
+    "gemma4_unified_assistant": "it drafts for another model and reads its cache",
+    "musicgen": "it predicts several audio codes per step",
+    "musicgen_melody": "it predicts several audio codes per step",
     "prophetnet": "it predicts several tokens ahead and is not causal",
     "reformer": "its attention sorts the tokens of the whole row",
-    "xlnet": "its attention looks both ways",
+    "xlnet": "its attention is bidirectional",
 }
