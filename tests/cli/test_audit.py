@@ -76,7 +76,7 @@ class AuditCommandTest(unittest.TestCase):
         self.assertIn("cannot be built", stderr)
         status, _, stderr = audit("llama", "--lengths", "5")
         self.assertEqual(status, 2)
-        self.assertIn("lengths of two documents", stderr)
+        self.assertIn("lengths of at least two documents", stderr)
 
     def test_kernels_for_a_gpu_are_hidden_in_a_process_of_its_own(self):
         code = "import sys; from transformers_packed.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -110,7 +110,7 @@ class GuardTest(unittest.TestCase):
         # Elsewhere: a hybrid model trains on rows with position_ids alone, and its linear layers mix documents silently.
         message = (
             r"got Qwen3_5ForCausalLM, in which model.layers.0.linear_attn \(Qwen3_5GatedDeltaNet\) carries its state .*"
-            r"position_ids only. Call transformers_packed.patch_model\(model\) before building the Trainer"
+            r"position_ids only. Call transformers_packed.patch_model\(model\) before creating the Trainer"
         )
         self.check_stops(build(), DataCollatorWithFlattening(), message)
 
@@ -162,7 +162,8 @@ class GuardTest(unittest.TestCase):
     def test_a_cache_in_a_stock_model(self):
         """With one it makes no mask of documents; the model's own setting is what the Trainer's became."""
         message = (
-            "got LlamaForCausalLM with config.use_cache=True, and beside a cache .* Set model.config.use_cache = False"
+            "got LlamaForCausalLM with config.use_cache=True, and with a cache its attention mask ignores documents. "
+            "Set model.config.use_cache = False"
         )
         for options in ({}, ALL):
             self.check_stops(build("llama"), DataCollatorWithFlattening(**options), message, use_cache=True)
@@ -187,7 +188,7 @@ class GuardTest(unittest.TestCase):
                 continue  # PEFT makes no prefix for a recurrent state
             model = prompt_learning(model, method)
             self.check_stops(
-                model, DataCollatorWithFlattening(), "got PEFT prompt learning .*virtual tokens stand once"
+                model, DataCollatorWithFlattening(), "got PEFT prompt learning .*virtual tokens once per row"
             )
 
     def test_prompt_learning_without_a_trainer(self):
@@ -282,13 +283,13 @@ class BuiltWithModelTest(unittest.TestCase):
 
     def test_what_the_collator_gives_counts(self):
         model = build("llama")
-        with self.assertRaisesRegex(ValueError, "vision tower takes them for boundaries of images"):
+        with self.assertRaisesRegex(ValueError, "vision tower reads them as image boundaries"):
             DataCollatorWithFlattening(
                 model=AutoModelForImageTextToText.from_config(tiny_config("gemma3")), return_cu_seqlens=True
             )
         with mock.patch.object(verdict.logger, "warning") as warning:
             DataCollatorWithFlattening(model=model, return_position_ids=False)
-        self.assertIn("LlamaForCausalLM gets packed rows, and nothing is known", warning.call_args[0][0])
+        self.assertIn("LlamaForCausalLM receives packed rows, but it is unknown", warning.call_args[0][0])
 
     def test_models_of_ours_and_isolated_ones_pass_without_a_word(self):
         stock = build("llama")
@@ -307,11 +308,11 @@ class BuiltWithModelTest(unittest.TestCase):
             warning.assert_not_called()
             DataCollatorWithFlattening(model=build("llama"))
         self.assertIn(
-            "LlamaForCausalLM keeps documents apart by its masks, and beside a cache", warning.call_args[0][0]
+            "LlamaForCausalLM keeps documents apart with its attention mask, but with a cache", warning.call_args[0][0]
         )
 
     def test_prompt_learning(self):
-        with self.assertRaisesRegex(ValueError, "got PEFT prompt learning .*virtual tokens stand once"):
+        with self.assertRaisesRegex(ValueError, "got PEFT prompt learning .*virtual tokens once per row"):
             DataCollatorWithFlattening(model=prompt_learning(patch_model(build()), "prompt_tuning"))
 
     def test_trains_in_a_stock_trainer(self):

@@ -226,7 +226,9 @@ class PackedVisionTesterMixin(PackedModelTesterMixin):
         inside = batch["input_ids"][0].tolist().index(IMAGE) + 2
         cut = torch.cat([bounds[:1], torch.tensor([inside], dtype=torch.int32), bounds[1:]])
         row = {name: batch[name] for name in ("input_ids", "mm_token_type_ids", *VISION_INPUTS)}
-        with self.assertRaisesRegex(ValueError, "4 image tokens for entry 0.*got 2 in document 0.*boundary may cut"):
+        with self.assertRaisesRegex(
+            ValueError, "4 image tokens for entry 0.*got 2 in document 0.*boundary may cut it"
+        ):
             model(**row, cu_seqlens=cut)
         row.pop("mm_token_type_ids")
         with self.assertRaisesRegex(ValueError, "mm_token_type_ids"):

@@ -362,7 +362,7 @@ class RefusalTest(unittest.TestCase):
         batch.pop("labels")
         config = tiny_config("jamba", num_labels=2)
         model = patch_model(AutoModelForSequenceClassification.from_config(config, dtype=torch.float32))
-        self.check("documents in rows of their own", model, **batch)
+        self.check("one document per row for this model", model, **batch)
         self.assertEqual(model(batch["input_ids"]).logits.shape, (1, 2))
         model = patch_model(tiny_model("granitemoehybrid", "eager"))
         self.check("without output_attentions", model, **batch, output_attentions=True)
@@ -370,7 +370,7 @@ class RefusalTest(unittest.TestCase):
         model.config.is_causal = False
         self.check("causal attention for a packed row", model, **batch)
         model = patch_model(tiny_model("glm5_next"))
-        self.check("a packed row of text alone", model, **batch, pixel_values=torch.zeros(1))
+        self.check("a packed row with text only", model, **batch, pixel_values=torch.zeros(1))
 
     def test_families(self):
         tiny = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16}

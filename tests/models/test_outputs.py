@@ -113,7 +113,7 @@ class LogitsOnDemandTest(unittest.TestCase):
         model = Accelerator(cpu=True, mixed_precision="bf16").prepare(our_model())
         output = model(**self.batch)
         self.assertFalse(hasattr(output, "logits"))
-        with self.assertRaisesRegex(AttributeError, "as accelerate makes one under mixed precision"):
+        with self.assertRaisesRegex(AttributeError, "got a copy, such as accelerate.s under mixed precision"):
             output["logits"]
         self.assertEqual(model(**self.batch, skip_logits=False).logits.dtype, torch.float32)
 

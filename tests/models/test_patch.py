@@ -302,7 +302,7 @@ class HeadsTest(PatchTestCase):
         model = patch_model(builtin_model("qwen3_next", "Qwen3NextForQuestionAnswering"))
         batch = packed_batch(documents())
         batch.pop("labels")
-        with self.assertRaisesRegex(ValueError, "rows of their own"):
+        with self.assertRaisesRegex(ValueError, "one document per row"):
             model(**batch)
 
 

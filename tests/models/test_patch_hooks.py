@@ -160,7 +160,7 @@ class HooksTest(PatchTestCase):
         module = linear_attention(model)
         module.forward = lambda *args, **kwargs: None
         add_hook_to_module(module, Counter())
-        self.assert_refused(patch_model, model, r"linear_attn \(Qwen3_5GatedDeltaNet\) with a forward of its own")
+        self.assert_refused(patch_model, model, r"linear_attn \(Qwen3_5GatedDeltaNet\) with its own forward")
 
 
 class ProcessGroupTest(PatchTestCase):
@@ -264,7 +264,7 @@ class RefusalTest(PatchTestCase):
                 other.forward,
             ):
                 module.forward = forward
-                self.assert_refused(switch, model, f"{pattern} with a forward of its own. Convert it bef")
+                self.assert_refused(switch, model, f"{pattern} with its own forward. Convert it bef")
             del module.forward
             switch(model)
             self.assertEqual(bool(ours(model)), switch is patch_model)
@@ -298,12 +298,12 @@ class RefusalTest(PatchTestCase):
         model = builtin_model()
         model.forward = types.MethodType(lambda self, *args, **kwargs: "of the user", model)
         add_fused_lm_head(model)
-        self.assert_refused(patch_model, model, "with a forward of its own")
+        self.assert_refused(patch_model, model, "with its own forward")
 
     def test_another_method_of_its_own(self):
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
         model.model.get_image_features = lambda *args, **kwargs: None
-        self.assert_refused(patch_model, model, r"model \(Qwen3_5Model\) with a get_image_features of its own")
+        self.assert_refused(patch_model, model, r"model \(Qwen3_5Model\) with its own get_image_features")
         # A method that our class leaves alone may be replaced.
         del model.model.get_image_features
         model.can_generate = lambda: False

@@ -89,21 +89,21 @@ class JudgeTest(unittest.TestCase):
         builtin = {"position_ids": self.leaks, "all": self.isolated, "position_ids+seq_idx": self.leaks}
         self.assertEqual(self.judge(builtin), ("", ""))
         leak, _ = self.judge(builtin, options={"return_seq_idx": True}, ours="refused")
-        self.assertIn("given position_ids and seq_idx", leak)
+        self.assertIn("if it receives position_ids and seq_idx", leak)
         self.assertIn("Pass return_flash_attn_kwargs=True and return_seq_idx=True to the collator.", leak)
         self.assertNotIn("patch_model", leak)
 
     def test_cu_seqlens_for_a_vision_tower(self):
-        """It would take them for boundaries of images; by Transformers' own names they stay out of it."""
+        """It would read them as image boundaries; by Transformers' own names they stay out of it."""
         isolated = {"position_ids": self.isolated, "all": self.isolated}
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
         leak, _ = self.judge(isolated, options={**ALL, "return_cu_seqlens": True}, model=model)
-        self.assertIn("whose vision tower takes them for boundaries of images", leak)
+        self.assertIn("whose vision tower reads them as image boundaries", leak)
         self.assertNotIn("vision tower", "".join(self.judge(isolated, model=model)))
 
     def test_nothing_helps(self):
         leak, _ = self.judge({"position_ids": self.leaks, "all": self.leaks}, ours="refused")
-        self.assertIn("Train it on padded batches.", leak)
+        self.assertIn("Train on padded batches.", leak)
 
     def test_sources_between_isolated_ends(self):
         builtin = {"position_ids": self.isolated, "all": self.isolated}
@@ -112,17 +112,17 @@ class JudgeTest(unittest.TestCase):
     def test_not_causal(self):
         refused = {"verdict": "refused", "reason": "not causal: later tokens change earlier ones"}
         leak, _ = self.judge({"position_ids": refused, "all": refused}, ours="refused")
-        self.assertIn("in which tokens change earlier ones", leak)
+        self.assertIn("in which later tokens change earlier ones", leak)
 
     def test_doubts(self):
         refused = {"verdict": "refused", "reason": "ValueError: no kernel"}
         ends = {"position_ids": self.leaks, "all": self.leaks}
         for expected, judged in (
-            ("the audit of its type ended with ValueError: no kernel", self.judge({**ends, "all": refused})),
-            ("no model of the type qwen3_5_text", self.judge(ends, model_type="llama")),
-            ("gives no position_ids", self.judge(ends, options={"return_position_ids": False})),
+            ("the audit of its type failed with ValueError: no kernel", self.judge({**ends, "all": refused})),
+            ("no model of type qwen3_5_text", self.judge(ends, model_type="llama")),
+            ("returns no position_ids", self.judge(ends, options={"return_position_ids": False})),
             (
-                "leaks in Mamba2Mixer, which this model does not have",
+                "leaks in Mamba2Mixer, but this model has no such module",
                 self.judge({**ends, "all": {**self.leaks, "module": "Mamba2Mixer"}}),
             ),
         ):

@@ -376,7 +376,7 @@ class CommittedFilesTest(ConverterTestCase):
     def test_a_changed_modular_file_makes_its_family_stale(self):
         models = self.copy_of_the_package()
         path = models / "qwen3_next" / "modular_qwen3_next.py"
-        path.write_text(path.read_text().replace("One forward for packed", "A forward for packed"))
+        path.write_text(path.read_text().replace("Run the layer on packed", "Run it on packed"))
         code, out, _ = self.main("--check")
         self.assertEqual(code, 1)
         # The method is unfolded into the other family, too.

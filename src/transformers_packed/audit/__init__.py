@@ -1,4 +1,4 @@
-"""The leak audit: measure, for any causal language model, whether the documents of a packed row stay apart."""
+"""The leak audit measures whether a causal language model keeps the documents of a packed row apart."""
 
 from .probe import audit_model
 from .report import AuditReport

@@ -1,9 +1,8 @@
-"""Which module leaks: the first one to finish whose inputs at a document's tokens are what they should be, and whose
-outputs there are not.
+"""Locate a leak: find the first module to finish with correct inputs but wrong outputs at a document's tokens.
 
-Modules inside finish before those around them, so the one found is the innermost. What kind of mixing it is shows when
-the module alone runs again on its own input with changes to the tokens before the document: a convolution sees the last
-few, a state all of them.
+Inner modules finish before outer ones, so this finds the innermost module. To determine the kind of mixing, the module
+runs again separately, with changes to the tokens before the document. A convolution responds only to the last few of
+them, a recurrent state to all of them.
 """
 
 import re
@@ -15,30 +14,30 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 
-# Stands for a change that is not finite: NaN that spreads from one document into another.
+# Represents a change that is not finite, such as NaN that spreads from one document to another.
 NOT_FINITE = 1e9
 
 Found = tuple[str, str, str]
 
 
 def relative_change(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """`[T]`: how far `[T, ...]` is from what is expected, token by token; `NOT_FINITE` where that has no answer."""
+    """Return the relative change `[T]` of each token of `[T, ...]`, or `NOT_FINITE` where it is undefined."""
     actual, expected = (x.reshape(len(x), -1).float() for x in (actual, expected))
     size = expected.norm(dim=-1)
-    # A token that is nearly zero has no rounding of its own.
+    # Use at least 5% of the median size, because the rounding of tokens near zero is not relative to their size.
     size = size.clamp_min(0.05 * size.median().item()).clamp_min(torch.finfo(torch.float32).tiny)
     return finite((actual - expected).norm(dim=-1) / size)
 
 
 def finite(change: torch.Tensor) -> torch.Tensor:
-    """`change` with `NOT_FINITE` where it is not."""
+    """Replace values of `change` that are not finite by `NOT_FINITE`."""
     return change.nan_to_num(NOT_FINITE, posinf=NOT_FINITE).clamp_max(NOT_FINITE)
 
 
 def locate_forward(
     model: torch.nn.Module, run: Callable, changed_ids: torch.Tensor, tokens: slice, width: int, tolerance: float
 ) -> Found | None:
-    """Name, class and kind of the module through which the change in `changed_ids` gets to `tokens`."""
+    """Return name, class and kind of the module that carries the change in `changed_ids` to `tokens`."""
     total = len(changed_ids)
     with torch.no_grad(), eager(model) as plain:
         expected = _records(plain, lambda: run(plain), total, tokens)
@@ -50,7 +49,7 @@ def locate_forward(
         arguments = _arguments(plain, run, key)
         kind = "attention" if _is_attention(module) else "other"
         if kind == "other" and arguments is not None:
-            # Not every module can run by itself, and then its kind stays open.
+            # If the module cannot run separately, its kind remains "other".
             with suppress(Exception):
                 kind = _kind_of_mixing(module, *arguments, total, tokens, width, tolerance)
     return _named(key[0], module, kind)
@@ -59,9 +58,10 @@ def locate_forward(
 def locate_alone(
     model: torch.nn.Module, run: Callable, run_alone: Callable, total: int, tokens: slice, tolerance: float
 ) -> Found | None:
-    """The module that first treats the row's `tokens` otherwise than the same document by itself.
+    """Return the first module that treats the row's `tokens` differently from the same document in a separate row.
 
-    The kind is `"boundary"`, a document cut in the wrong place; without any leak between documents it is positions.
+    The kind is `"boundary"`, a document cut in the wrong place. The caller changes it to `"positions"` if no document
+    changes another one.
     """
     length = tokens.stop - tokens.start
     with torch.no_grad(), eager(model) as plain:
@@ -74,14 +74,14 @@ def locate_alone(
 def locate_backward(
     model: torch.nn.Module, run: Callable, total: int, origin: slice, tokens: slice, tolerance: float
 ) -> Found | None:
-    """The module whose own gradient gets from `tokens` of its output to the tokens `origin` of its input."""
+    """Return the module that passes gradients from `tokens` of its output to the tokens `origin` of its input."""
     found = []
 
     def visit(name, module, args, kwargs, output):
         if found:
             return
         gradient = None
-        # Nor has every module that can run by itself a gradient.
+        # Some modules cannot run separately or have no gradient.
         with suppress(Exception):
             gradient = _own_gradient(module, args, kwargs, total, tokens)
         if gradient is not None and gradient[origin].max() > tolerance * gradient[tokens].max():
@@ -95,7 +95,7 @@ def locate_backward(
 
 @contextmanager
 def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model without `torch.compile`, whose graphs run no hooks."""
+    """Context manager that disables `torch.compile`, because compiled graphs run no hooks."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
@@ -110,12 +110,12 @@ def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
-    """Call `visit(name, module, args, kwargs, output)` whenever a module finishes, with the inputs it began with."""
+    """Call `visit(name, module, args, kwargs, output)` whenever a module finishes, with a copy of its inputs."""
     handles, stack, busy = [], [], []
 
     def before(_module, args, kwargs):
         if not busy:
-            # A module may write into what it was given.
+            # A module may write into its inputs.
             stack.append(_map(lambda x: x.clone(), (args, kwargs)))
 
     def after(name):
@@ -146,7 +146,7 @@ def _map(function: Callable, values: Any) -> Any:
 
 
 def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -> dict[tuple[str, int], tuple]:
-    """Inputs and outputs of every call of a module at `tokens`, by name and number of the call, as they finish."""
+    """Record inputs and outputs at `tokens` of every module call, by module name and call number, as they finish."""
     records, count = {}, {}
 
     def visit(name, _module, args, kwargs, output):
@@ -163,12 +163,12 @@ def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -
 
 
 def _plain(output: Any) -> Any:
-    """A model's output object as a tuple, which every version of pytree can walk."""
+    """Convert a model's output object to a tuple, which every version of pytree supports."""
     return output.to_tuple() if hasattr(output, "to_tuple") else output
 
 
 def by_token(x: Any, total: int) -> torch.Tensor | None:
-    """`x` with the row's tokens as the first dimension, or `None` if it has no such dimension."""
+    """Move the dimension of the row's tokens to the front of `x`. Returns `None` if `x` has no such dimension."""
     if not isinstance(x, torch.Tensor) or not x.ndim or not x.numel():
         return None
     if x.ndim >= 2 and x.shape[1] == total:
@@ -177,16 +177,16 @@ def by_token(x: Any, total: int) -> torch.Tensor | None:
         if size == total:
             return x.movedim(dim, 0)
     if x.shape[0] % total == 0:
-        # Tokens and heads, or tokens and experts, in one dimension.
+        # One dimension combines tokens with heads or experts.
         return x.unflatten(0, (total, -1))
     if x.ndim == 3 and total < x.shape[-1] < total + 16:
-        # Channels first, with what a padded convolution puts out past the end.
+        # Channels first, with the extra outputs of a padded convolution at the end.
         return x[..., :total].movedim(-1, 0)
     return None
 
 
 def _by_token(values: Any, total: int) -> dict[str, torch.Tensor]:
-    """Every tensor inside `values` that has a dimension for the row's tokens, with it first, by its place there."""
+    """Return the tensors in `values` with a token dimension, moved to the front, by their path in `values`."""
     found = {keystr(path): by_token(leaf, total) for path, leaf in tree_flatten_with_path(values)[0]}
     return {path: x for path, x in found.items() if x is not None}
 
@@ -204,7 +204,7 @@ def _differ(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
     for path in actual.keys() & expected.keys():
         x, y = actual[path], expected[path]
         if x.numel() != y.numel():
-            # Masks and the like are as wide as the row.
+            # The width of masks and similar tensors depends on the row.
             continue
         if not x.is_floating_point():
             if not torch.equal(x, y):
@@ -224,7 +224,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> tuple | None:
-    """What one call of a module is given while `run` runs the model."""
+    """Return the arguments of one call of a module while `run` runs the model."""
     name, number = key
     calls = []
 
@@ -240,9 +240,9 @@ def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> t
 
 
 def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int, tolerance: float) -> str:
-    """By which of the tokens before a document move its output, and how many tokens of it move."""
+    """Determine the kind of mixing from the earlier tokens that change a document's output, and the tokens changed."""
     leaves = tree_flatten((args, kwargs))[0]
-    # The hidden states: the first tensor of numbers with a row for each token.
+    # The hidden states are the first floating-point tensor with a token dimension.
     hidden = next((n for n, x in enumerate(leaves) if by_token(x, total) is not None and x.is_floating_point()), None)
     if hidden is None:
         return "other"
@@ -259,7 +259,7 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
         return "other"
 
     def moved(first: int, last: int) -> int:
-        """How many tokens of the document move with those from `first` to `last` tokens before it."""
+        """Count the document's tokens that change with the tokens `first` to `last` places before the document."""
         changed = slice(max(start - last, 0), max(start - first + 1, 0))
         if changed.start >= changed.stop:
             return 0
@@ -267,18 +267,18 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
 
     far, near, last = moved(width, start), moved(2, width - 1), moved(1, 1)
     if far:
-        # A boundary one token late leaves the document's first token to the document before it.
+        # A boundary that is one token late assigns the document's first token to the previous document.
         return "boundary" if far == 1 and len(expected) > 1 else "state"
     if near:
         return "convolution"
     if last:
-        # All that crosses is one token: a boundary one token early, or a window of two.
+        # Only one token crosses: the boundary is one token early, or the convolution has a width of two.
         return "convolution" if width <= 2 else "boundary"
     return "other"
 
 
 def _outputs(module, args, kwargs, total: int, replaced: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """What the module gives for each token, with copies of its arguments of which some leaves are replaced."""
+    """Return the module's outputs per token for copies of its arguments, with some leaves replaced."""
     leaves, spec = tree_flatten((args, kwargs))
     copies = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     args, kwargs = tree_unflatten([replaced.get(n, leaf) for n, leaf in enumerate(copies)], spec)
@@ -287,18 +287,18 @@ def _outputs(module, args, kwargs, total: int, replaced: dict[int, torch.Tensor]
 
 
 def _own_gradient(module, args, kwargs, total: int, tokens: slice) -> torch.Tensor | None:
-    """`[T]`: the gradient of the module's output at `tokens` with respect to its own input, by size at each token."""
+    """Return the size `[T]` at each token of the gradient of the module's output at `tokens` for its own input."""
     starts = {}
     for n, x in enumerate(tree_flatten((args, kwargs))[0]):
         if by_token(x, total) is not None and x.is_floating_point():
             starts[n] = x.detach().clone().requires_grad_()
     with torch.enable_grad():
-        # Some modules write into their input, which a leaf does not allow.
+        # Some modules write into their inputs, which autograd forbids for leaves.
         outputs = _outputs(module, args, kwargs, total, {n: x * 1 for n, x in starts.items()})
         outputs = [y[tokens].float() for y in outputs if y.requires_grad]
         if not outputs:
             return None
-        # Not autograd.grad, which reentrant checkpointing refuses.
+        # Reentrant checkpointing does not support autograd.grad.
         sum((y * torch.randn_like(y)).sum() for y in outputs).backward()
     gradient = torch.zeros(total, device=outputs[0].device)
     for x in starts.values():

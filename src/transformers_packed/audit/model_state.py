@@ -1,4 +1,4 @@
-"""The model as it is during an audit: training mode without randomness; afterwards it is what it was before."""
+"""The state of a model during an audit: training mode without randomness. The audit restores the original state."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ from ..models.registry import transformers_model
 
 @contextmanager
 def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
-    """Set up `model` for an audit, and put everything back afterwards.
+    """Prepare `model` for an audit, and restore its state afterwards.
 
-    Training is what packing is for, and some models take other kernels and checkpoint layers only there: so the model
-    is in training mode, has no cache (as under `Trainer`), and every dropout is 0. Gradients are taken at embeddings
-    only. A mixture of experts runs `batched_mm` where it can: in grouped matrices of experts the shapes, hence the last
-    bits and at times the routes, depend on what the other documents are.
+    Some models use other kernels and gradient checkpointing only in training, so the model is in training mode,
+    without a cache (as under `Trainer`) and with every dropout set to 0. Gradients are computed for embeddings only.
+    Experts run as `batched_mm` if possible: in grouped matrix products the shapes depend on the other documents, which
+    changes the last bits and sometimes the routing.
     """
     modules = list(model.modules())
     configs = _configs(modules)
-    # Whatever a forward leaves behind in a module or a configuration (mode, cached lengths, ...) is an attribute.
+    # Any state that a forward stores in a module or a configuration (mode, cached lengths, ...) is an attribute.
     attributes = [(vars(item), dict(vars(item))) for item in (*modules, *configs)]
     buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in modules]
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -29,7 +29,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     was_training = model.training
     with torch.random.fork_rng(devices=cuda):
         try:
-            # Some models switch kernels in `train`, so it is called where it has something to do.
+            # Call `train` only if the mode changes, because some models switch kernels in it.
             if not was_training:
                 model.train()
             for module in modules:
@@ -70,7 +70,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _configs(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Every configuration that a module holds, with those inside it, each once."""
+    """Return every configuration of the modules and its nested configurations, without duplicates."""
     found = {}
     waiting = [vars(module).get("config") for module in modules]
     while waiting:
@@ -82,7 +82,7 @@ def _configs(modules: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def _silence(values: dict[str, Any]) -> None:
-    """Dropout, layer drop and router jitter, as modules and configurations keep them, become 0."""
+    """Set dropout, layer drop and router jitter to 0 in the attributes of a module or configuration."""
     for name, value in values.items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             values[name] = 0.0
@@ -95,7 +95,7 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     try:
         model.set_experts_implementation("batched_mm")
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
-        notes.append(f"experts run as they are, so their rounding counts as noise: {error}")
+        notes.append(f"experts kept their implementation, so their rounding counts as noise: {error}")
         return
     if any(config._experts_implementation == "batched_mm" for config in _configs(model.modules())):
-        notes.append(f"experts ran as batched_mm (the model's own: {before})")
+        notes.append(f"experts ran as batched_mm (the model's setting: {before})")

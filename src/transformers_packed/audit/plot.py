@@ -1,4 +1,4 @@
-"""The picture of [`AuditReport.plot`]: who changes whom, as heat maps on one logarithmic scale."""
+"""The figure of [`AuditReport.plot`]: the influence between documents as heat maps with a shared logarithmic scale."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,11 +11,11 @@ from .report import AuditReport, SourceResult
 
 SMALLEST = 1e-8
 _COLORS = {"isolated": "#1b7837", "leaks": "#b2182b", "refused": "#666666"}
-_ROWS = {"influence": ("forward", "document changed"), "backward": ("backward", "document that gets the gradient")}
+_ROWS = {"influence": ("forward", "changed document"), "backward": ("backward", "document that receives the gradient")}
 
 
 def draw(path: str | Path, reports: list[AuditReport], titles: Sequence[str] | None) -> None:
-    """One column per report and source that was not refused; forward above backward."""
+    """Draw one column per report and source, with forward above backward."""
     if find_spec("matplotlib") is None:
         raise ImportError('plot needs matplotlib: pip install "transformers_packed[demo]"')
     from matplotlib.colors import LogNorm
@@ -77,7 +77,7 @@ def _heat_map(axes, report: AuditReport, result: SourceResult, row: str, norm, *
     axes.tick_params(which="both", length=0)
     worst = result.worst(direction)
     summary = "exactly 0 everywhere" if worst == 0 else f"largest {worst:.1e}, noise up to {threshold:.0e}"
-    axes.set_xlabel(f"tokens of the document looked at\n{direction}: {summary}", fontsize=8)
+    axes.set_xlabel(f"tokens of the measured document\n{direction}: {summary}", fontsize=8)
     if first:
         axes.set_ylabel(f"tokens of the {changed}", fontsize=8)
     return image

@@ -1,19 +1,21 @@
-"""`audit_model`: change one document of a packed row, and see which other documents notice.
+"""`audit_model`: change one document of a packed row, and measure the effect on all other documents.
 
-Four measurements, each the largest relative change of a *token*, so that a leak into the first three tokens of a long
-document counts in full:
+There are four measurements. Each one is the largest relative change of a *token*, so a leak into the first three
+tokens of a long document counts in full:
 
-* causality, on a row of one document: a change at a token alters nothing before it. Otherwise nothing else has meaning.
-* forward: all tokens of document `i` become other ones; the logits of document `j` must not move.
-* alone: the logits of document `j` in the row against those of the document by itself.
+* causality, on a row of one document: a changed token must not affect earlier tokens. Otherwise the audit is refused.
+* forward: replace all tokens of document `i`. The logits of document `j` must not change.
+* alone: compare the logits of document `j` in the row with those of the same document in a separate row.
 * backward: the gradient of document `j`'s logits with respect to the embeddings of document `i` must be zero.
 
-What is no leak is measured too. Causality forbids that a later document moves an earlier one, so the median of those
-pairs is rounding: the median, because one planted leak from a later to an earlier document must still be seen, and at
-most what other shapes of the same computation amount to, because a model that packs without causality must be seen
-too. For `alone` it is the difference between a document by itself and at the start of longer rows that are not packed,
-or with embeddings that are rounded otherwise.
-Cost: for `N` documents `N + 2` forwards of the row per source, `N` forwards with backward, and `5 N` of single documents.
+The audit also measures the noise. In a causal model a later document cannot change an earlier one, so the median
+change of these pairs is rounding. The median ignores a single leak from a later to an earlier document. It is capped
+at the noise of the same computation with other shapes, so a model whose packing is not causal is still detected. For
+`alone`, the noise is the difference between a separate document and the same document at the start of longer rows that
+are not packed, or with embeddings that are rounded differently.
+
+The cost for `N` documents is `N + 2` forwards of the row and `N` forwards with backward per source, plus `5 N`
+forwards of separate documents.
 """
 
 import re
@@ -34,7 +36,7 @@ from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult
 
 
-# How many times its measured noise a figure may be.
+# The threshold as a multiple of the measured noise.
 SAFETY = 8.0
 
 _KEYS = {
@@ -46,7 +48,7 @@ _KEYS["all"] = set().union(*_KEYS.values())
 
 
 class Refused(Exception):
-    """The model cannot be run or measured; the message says why."""
+    """The model cannot run or cannot be measured. The message gives the reason."""
 
 
 def audit_model(
@@ -60,34 +62,35 @@ def audit_model(
 ) -> AuditReport:
     """Measure whether a causal language model keeps the documents of a packed row apart, in forward and backward.
 
-    The model may be any that Transformers can run: built-in, of this package or with code of its own; in any dtype, on
-    any device, with any attention implementation, with gradient checkpointing, inside PEFT or `torch.compile`. Of a
-    vision-language model it is the text that is audited. It runs in training mode with every dropout 0 and without a
-    cache, and is afterwards exactly as it was before: mode, hooks, gradients, configuration, buffers, random state.
+    Any model that Transformers can run is supported: stock models, models of this package and custom code, in any
+    dtype and on any device, with any attention implementation, gradient checkpointing, PEFT or `torch.compile`. For a
+    vision-language model the audit covers text only. The model runs in training mode with every dropout set to 0 and
+    without a cache. The audit then restores its mode, hooks, gradients, configuration, buffers and the random state.
 
     Args:
         model (`torch.nn.Module`):
-            The model.
+            The model to audit.
         lengths (`Sequence[int]`, *optional*):
-            The documents of the row, in tokens: two at least. By default short and long ones in turn, about 400 tokens
-            in all: 1, 2, the width of the model's convolution less 1, 63, 64, 65 and 200.
+            The length in tokens of each document in the row, at least two documents. The default alternates short and
+            long documents with about 400 tokens in total: 1, 2, the convolution width minus 1, 63, 64, 65 and 200.
         inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
-            Which boundaries to give the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q` and
-            `max_length_k`), several of these joined by `+`, or `"all"` of them, as the collator does with every flag
-            set.
+            The boundaries to pass to the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q`
+            and `max_length_k`), several of these joined with `+`, or `"all"`, which passes everything that the
+            collator returns with every flag set.
         tolerance (`float`, *optional*):
-            The relative change that is no leak, in place of one from measured noise.
+            The largest relative change that is not a leak. By default the threshold is derived from measured noise.
         gradients (`bool`, *optional*, defaults to `True`):
-            Whether to look at gradients too.
+            Whether to audit gradients too.
         seed (`int`, *optional*, defaults to 0):
-            Of the tokens.
+            The random seed of the tokens.
 
     Returns:
-        [`AuditReport`]: with a verdict per source. A source that the model raises on is `"refused"`, with its message;
-        a model that is not causal, or that cannot be run at all, is refused for every source.
+        [`AuditReport`]: a report with one verdict per source of boundaries. If the model raises an error on a source,
+            the verdict is `"refused"`, with the error message. A model that is not causal or cannot run at all is
+            refused for every source.
 
     Raises:
-        `ValueError`: an argument is malformed, there is no model of Transformers in `model`, or it has no weights.
+        `ValueError`: an argument is malformed, `model` contains no Transformers model, or the model has no weights.
 
     Example:
 
@@ -103,19 +106,19 @@ def audit_model(
     """
     inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
     if inner is None:
-        raise input_error("a model of Transformers, or a module with one inside", type(model).__name__)
+        raise input_error("a Transformers model, or a module that contains one", type(model).__name__)
     for name, module in inner.named_modules():
-        # What accelerate offloads waits on the meta device, too, and comes back when its module is called.
+        # Weights offloaded by accelerate are also on the meta device. They are loaded when their module is called.
         offloaded = hasattr(module, "_hf_hook") and module is not inner.get_input_embeddings()
         if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            fix = "Load or initialize its weights first; keep embeddings out of what is offloaded."
+            fix = "Load or initialize its weights first, and do not offload embeddings."
             raise input_error("a model with weights", f"{name} on the meta device", fix)
     if not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
         raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
     if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
-        raise input_error("lengths of two documents or more, each of at least 1 token", lengths)
+        raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
     parameter, cls = next(inner.parameters()), type(inner)
     cuda = parameter.device.type == "cuda"
     settings = {
@@ -139,7 +142,7 @@ def audit_model(
 
 
 def conv_width(model: torch.nn.Module) -> int:
-    """The width of the model's short convolution by its configuration, 4 if that does not say."""
+    """Return the width of the model's short convolution from its configuration, or 4 if it is not configured."""
     pattern = re.compile(r"conv.*(kernel|width|l_cache)|d_conv", re.IGNORECASE)
     values = vars(model.config.get_text_config()).items()
     return max((x for name, x in values if pattern.search(name) and isinstance(x, int) and x < 32), default=4)
@@ -147,7 +150,7 @@ def conv_width(model: torch.nn.Module) -> int:
 
 @dataclass
 class Probe:
-    """The runs on one model; `prepare` first."""
+    """The measurements on one model. Call `prepare` first."""
 
     model: torch.nn.Module
     lengths: list[int]
@@ -175,10 +178,10 @@ class Probe:
         shift = torch.randint(1, size, (self.total,), generator=self.generator)
         self.other_ids = self.vocabulary[(rank + shift) % size].to(self.device)
 
-    # What the model is given
+    # Inputs of the model
 
     def _ordinary_tokens(self) -> torch.Tensor:
-        """The vocabulary without the tokens that mean something to the model: padding, images, ends."""
+        """Return the vocabulary without special tokens, such as padding, image and end tokens."""
         config = self.inner.config
         size = self.embeddings.weight.shape[0]
         size = min(size, getattr(config.get_text_config(), "vocab_size", None) or size)
@@ -189,20 +192,20 @@ class Probe:
                     special.update(value if isinstance(value, (list, tuple)) else [value])
         tokens = [token for token in range(size) if token not in special]
         if len(tokens) < 2:
-            raise input_error("a vocabulary of two ordinary tokens or more", f"{len(tokens)} of {size}")
+            raise input_error("a vocabulary with at least two ordinary tokens", f"{len(tokens)} of {size}")
         return torch.tensor(tokens)
 
     def _random_ids(self, length: int) -> torch.Tensor:
         size = len(self.vocabulary)
         if length <= size:
-            # Each token once: equal tokens make equal keys, and which of those a top-k takes is chance.
+            # Use each token once: equal tokens have equal keys, and top-k selects among these arbitrarily.
             choice = torch.randperm(size, generator=self.generator)[:length]
         else:
             choice = torch.randint(0, size, (length,), generator=self.generator)
         return self.vocabulary[choice].to(self.device)
 
     def _packed(self, source: str) -> dict[str, Any]:
-        """The boundaries that the documented collator gives for the row, of the given kind."""
+        """Return the boundaries of the given kind for the row, as the collator returns them."""
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
@@ -210,7 +213,7 @@ class Probe:
         return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
 
     def changed(self, document: int) -> torch.Tensor:
-        """The row's ids `[T]` with other tokens in one document."""
+        """Return the row's ids `[T]` with all tokens of one document replaced."""
         ids = self.ids.clone()
         ids[self.documents[document]] = self.other_ids[self.documents[document]]
         return ids
@@ -218,7 +221,7 @@ class Probe:
     # Runs
 
     def _call(self, model, ids: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Logits `[T, vocab]` of the row; whatever the model raises is a refusal."""
+        """Return the logits `[T, vocab]` of the row. Any error of the model is a refusal."""
         inputs = {"input_ids": ids[None]} if ids.ndim == 1 else {"inputs_embeds": ids[None]}
         try:
             output = model(**inputs, **kwargs)
@@ -228,7 +231,7 @@ class Probe:
         logits = next((x for x in outputs if x is not None), None)
         if logits is None or logits.shape[:2] != (1, len(ids)):
             got = "no logits" if logits is None else f"an output of shape {list(logits.shape)}"
-            raise Refused(f"for a row of {len(ids)} tokens the model gives {got}")
+            raise Refused(f"for a row of {len(ids)} tokens the model returns {got}")
         return logits[0]
 
     @torch.no_grad()
@@ -236,9 +239,9 @@ class Probe:
         return self._call(self.model, ids, **kwargs).detach()
 
     def _through(self, change: Callable, ids: torch.Tensor, **kwargs) -> torch.Tensor:
-        """Logits of the row with these ids, whose embeddings `[..., T, hidden]` are what `change` makes of them."""
+        """Return the logits of the row with these ids after applying `change` to its embeddings `[..., T, hidden]`."""
         if self.compiled:
-            # A compiled graph does not run hooks that were added later.
+            # A compiled graph ignores hooks that are registered later.
             return self._call(self.model, change(self.embeddings(ids)), **kwargs)
         changed = []
 
@@ -256,7 +259,7 @@ class Probe:
 
     @torch.no_grad()
     def logits_by_other_rounding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the row if each number of its embeddings were rounded to one of its neighbours."""
+        """Return the logits of the row with each number of its embeddings rounded to one of its neighbours."""
 
         def change(embeddings: torch.Tensor) -> torch.Tensor:
             up = torch.randint(0, 2, embeddings.shape, generator=self.generator).to(embeddings)
@@ -265,18 +268,18 @@ class Probe:
         return self._through(change, ids).detach()
 
     def embedding_gradient(self, document: int, projection: torch.Tensor, **kwargs) -> torch.Tensor:
-        """`[T]`: the size of the gradient of a document's projected logits at each token's embedding."""
+        """Return the size `[T]` of the gradient of a document's projected logits at each token's embedding."""
         leaves = []
 
         def to_leaf(embeddings: torch.Tensor) -> torch.Tensor:
             leaves.append(embeddings.detach().requires_grad_())
-            # A model may write into its embeddings, which no leaf allows.
+            # A model may write into its embeddings, which autograd forbids for leaves.
             return leaves[-1].clone()
 
         with torch.enable_grad():
             logits = self._through(to_leaf, self.ids, **kwargs)
             if not leaves:
-                raise Refused("the model does not use its input embeddings, so no gradient can be measured there")
+                raise Refused("the model does not use its input embeddings, so their gradient cannot be measured")
             try:
                 (logits[self.documents[document]].float() * projection).sum().backward()
             except Exception as error:
@@ -289,16 +292,16 @@ class Probe:
     # Measurements
 
     def _repeat(self, row: torch.Tensor, **kwargs) -> float:
-        """How far another run is from `row`."""
+        """Return the relative change between `row` and another run."""
         if not row.isfinite().all():
             raise Refused("the logits are not finite")
         repeated = relative_change(self.logits(self.ids, **kwargs), row).max().item()
         if repeated > 0.05:
-            raise Refused(f"two runs on the same row differ by {repeated:.1e}, so leaks could not be told from chance")
+            raise Refused(f"two runs on the same row differ by {repeated:.1e}, so leaks cannot be told from noise")
         return repeated
 
     def prepare(self) -> None:
-        """Refuse what cannot be measured, and take the figures that packing has no part in."""
+        """Refuse models that cannot be measured, and take the measurements without packing."""
         row = self.logits(self.ids)
         self.floor = max(torch.finfo(row.dtype).eps, torch.finfo(self.embeddings.weight.dtype).eps)
         self.repeat_noise = repeated = self._repeat(row)
@@ -315,30 +318,30 @@ class Probe:
                 tail = self._random_ids(extra)
                 longer = self.logits(torch.cat([self.ids[document], tail]))[: len(alone)]
                 noise.append(relative_change(longer, alone).max().item())
-        # What packs may compute in another order, and a model may make much of the last bit.
+        # Packed kernels may compute in another order, and a model may amplify changes of the last bit.
         rounding = [
             relative_change(self.logits_by_other_rounding(self.ids[document]), alone).max().item()
             for document, alone in zip(self.documents, self.alone, strict=True)
         ]
-        # More than this is no rounding: the results depend on the length of the row (some rotary embeddings do that).
+        # A larger change is not rounding: the results depend on the row's length, as with some rotary embeddings.
         self.shape_noise, self.alone_noise = (min(max(x), self.floor**0.5) for x in (noise, noise + rounding))
 
     def threshold(self, values: list[list[float]], repeat_noise: float) -> float:
-        """For a matrix of influences: what later documents seem to do to earlier ones is rounding."""
+        """Return the threshold of an influence matrix. Later documents affect earlier ones only by rounding."""
         if self.tolerance is not None:
             return self.tolerance
         later = [values[i][j] for i in range(len(values)) for j in range(i)]
         return max(self.floor, SAFETY * max(repeat_noise, min(median(later), self.shape_noise)))
 
     def refusal(self, measure: Callable, *args) -> str | None:
-        """Why `measure` could not be taken; `None` if it could."""
+        """Run `measure`. Returns the reason if it was refused, otherwise `None`."""
         try:
             measure(*args)
         except Refused as refusal:
             return str(refusal)
 
     def source(self, name: str, report: AuditReport) -> None:
-        """Write everything about one source of boundaries into the report."""
+        """Measure one source of boundaries and add the results to the report."""
         kwargs = self._packed(name)
         row = self.logits(self.ids, **kwargs)
         repeated = max(self.repeat_noise, self._repeat(row, **kwargs))
@@ -355,7 +358,7 @@ class Probe:
         refused = self.gradients and self.refusal(self._backward, row, kwargs, result)
         leaks = self._leaks(name, result)
         if refused:
-            # What is wrong already in forward is no less wrong; what is right there may not be in backward.
+            # A leak in forward remains a leak. Without one, backward might still leak, so the source is refused.
             if not leaks:
                 raise Refused(refused)
             self.notes.append(f"{name}: {refused}")
@@ -370,7 +373,7 @@ class Probe:
         report.leaks += leaks
 
     def _backward(self, row: torch.Tensor, kwargs: dict[str, Any], result: SourceResult) -> None:
-        """Measure at `[i][j]` document `j`'s gradient in document `i`, relative to that in itself."""
+        """Measure at `[i][j]` the gradient of document `j` in document `i`, relative to that in document `j`."""
         columns = []
         for j, document in enumerate(self.documents):
             projection = torch.randn(row[document].shape, generator=self.generator).to(row.device)
@@ -389,7 +392,7 @@ class Probe:
                 for j, size in enumerate(line):
                     if i != j and size > limits[direction]:
                         leaks.append(Leak(source, direction, i, j, size, limits[direction]))
-        # A document that another one changes cannot be what it is alone.
+        # A document that another one changes always differs from its separate row.
         touched = {leak.to_document for leak in leaks}
         for j, size in enumerate(result.alone):
             if size > limits["alone"] and j not in touched:
@@ -397,11 +400,11 @@ class Probe:
         return leaks
 
     def _locate(self, leaks: list[Leak], direction: str, run: Callable, tolerance: float) -> None:
-        """Name the module of one leak of the direction: the largest into a document long enough to show its kind."""
+        """Find the module of the largest leak in this direction into a document long enough to show its kind."""
         forward = {(leak.from_document, leak.to_document) for leak in leaks if leak.direction == "forward"}
         candidates = [leak for leak in leaks if leak.direction == direction]
         if direction == "backward":
-            # The rest is the forward's leak again.
+            # The other pairs repeat leaks of the forward.
             candidates = [leak for leak in candidates if (leak.from_document, leak.to_document) not in forward]
         candidates = [leak for leak in candidates if self.lengths[leak.to_document] >= 16] or candidates
         if not candidates:
@@ -410,15 +413,15 @@ class Probe:
         try:
             found = self._find(leak, run, tolerance)
         except Exception as error:
-            # Hooks and single modules meet code that nobody wrote for them. The leak stands all the same.
+            # Custom code may not support hooks or separate calls of modules. The leak remains valid.
             found = None
-            self.notes.append(f"{leak.source} {direction}: the module could not be looked for: {_message(error)}")
+            self.notes.append(f"{leak.source} {direction}: the search for the module failed: {_message(error)}")
         if found is not None:
             module, module_class, kind = found
             if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
                 kind = "positions"
             if direction == "backward":
-                # A pair that is below the noise in forward, in a module that leaks there too.
+                # The pair is below the noise in forward, but the module may also leak there.
                 kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
             leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
 

@@ -1,4 +1,4 @@
-"""What an audit found: an [`AuditReport`], as an object, a table, JSON or a picture."""
+"""The results of an audit: an [`AuditReport`] as an object, a table, JSON or a figure."""
 
 import json
 from collections.abc import Sequence
@@ -8,30 +8,29 @@ from pathlib import Path
 from ..errors import input_error
 
 
-# From the source that says most about the documents to the one that says least.
+# From the source with the most information about the documents to the one with the least.
 SOURCES = ("all", "cu_seq_lens", "seq_idx", "position_ids")
 _COLUMNS = {"forward": "influence", "backward": "backward", "alone": "alone"}
 
 
 @dataclass(frozen=True)
 class Leak:
-    """One document that another one changes, or that differs from itself alone.
+    """A leak between two documents, or a document whose results differ from those in a separate row.
 
     Attributes:
-        source (`str`): which boundaries the model was given.
-        direction (`str`): `"forward"` (logits), `"backward"` (gradients), or `"alone"` (logits differ from the same
-            document's alone although no other document changes them).
-        from_document (`int`, *optional*): the document that is changed, or whose embeddings get a gradient. `None`
-            for `"alone"`.
-        to_document (`int`): the document whose logits are looked at.
+        source (`str`): the boundaries that the model received.
+        direction (`str`): `"forward"` (logits), `"backward"` (gradients), or `"alone"` (logits differ from those of
+            the same document in a separate row, although no other document changes them).
+        from_document (`int`, *optional*): the changed document, or the document whose embeddings receive a gradient.
+            `None` for `"alone"`.
+        to_document (`int`): the document whose logits are measured.
         size (`float`): the largest relative change of a token.
-        threshold (`float`): what the size may be.
-        module (`str`, *optional*): the first module that leaks. Looked for in one leak of each source and direction.
-        module_class (`str`, *optional*): its class.
-        kind (`str`, *optional*): `"attention"`, `"convolution"`, `"state"`, `"boundary"` (a document cut in
-            the wrong place), `"positions"` (documents do not touch one another and yet differ from themselves alone),
-            `"backward only"` or `"other"`. A state that leaks hides whether a convolution before it in the same module
-            does.
+        threshold (`float`): the largest size that counts as noise.
+        module (`str`, *optional*): the first module that leaks, determined for one leak of each source and direction.
+        module_class (`str`, *optional*): the class of that module.
+        kind (`str`, *optional*): `"attention"`, `"convolution"`, `"state"`, `"boundary"` (a document cut in the wrong
+            place), `"positions"` (documents do not affect one another but differ from separate rows),
+            `"backward only"` or `"other"`. A leaking state hides a leaking convolution earlier in the same module.
     """
 
     source: str
@@ -45,9 +44,9 @@ class Leak:
     kind: str | None = None
 
     def __str__(self) -> str:
-        pair = f"document {self.to_document} differs from itself alone"
+        pair = f"document {self.to_document} differs from the same document run alone"
         if self.from_document is not None:
-            verb = "changes" if self.direction == "forward" else "gets gradients from"
+            verb = "changes" if self.direction == "forward" else "receives gradients from"
             pair = f"document {self.from_document} {verb} document {self.to_document}"
         where = f", in {self.module} ({self.module_class}): {self.kind}" if self.module is not None else ""
         return f"{self.source} {self.direction}: {pair} by {self.size:.1e} (at most {self.threshold:.1e}){where}"
@@ -55,17 +54,18 @@ class Leak:
 
 @dataclass
 class SourceResult:
-    """What one source of boundaries gave; document numbers are indices.
+    """The results for one source of boundaries. Documents are counted from 0.
 
     Attributes:
         verdict (`str`): `"isolated"`, `"leaks"` or `"refused"`.
-        reason (`str`, *optional*): why it was refused.
+        reason (`str`, *optional*): the reason for a refusal.
         influence (`list[list[float]]`): at `[i][j]` the largest relative change of a token's logits in document `j`
             when document `i` changes.
-        alone (`list[float]`): the same between each document in the row and alone.
+        alone (`list[float]`): the largest relative change of a token's logits between each document in the row and in
+            a separate row.
         backward (`list[list[float]]`, *optional*): at `[i][j]` the largest gradient of document `j`'s logits at a
-            token of document `i`, relative to the largest at its own tokens.
-        thresholds (`dict[str, float]`): what is taken for noise, by direction.
+            token of document `i`, relative to the largest gradient at its own tokens.
+        thresholds (`dict[str, float]`): the noise threshold of each direction.
     """
 
     verdict: str
@@ -76,7 +76,7 @@ class SourceResult:
     thresholds: dict[str, float] = field(default_factory=dict)
 
     def worst(self, direction: str) -> float | None:
-        """The largest figure of a direction, documents' influence on themselves left out."""
+        """Return the largest value of a direction, excluding the influence of documents on themselves."""
         values = getattr(self, _COLUMNS[direction])
         if values is None:
             return None
@@ -85,7 +85,7 @@ class SourceResult:
         return max(x for i, row in enumerate(values) for j, x in enumerate(row) if i != j)
 
     def cell(self, direction: str) -> str:
-        """The largest figure of a direction and what is taken for noise, as the table has it."""
+        """Format the largest value of a direction and its noise threshold for the table."""
         worst = self.worst(direction)
         if worst is None:
             return "-"
@@ -97,12 +97,12 @@ class AuditReport:
     """The result of [`audit_model`].
 
     Attributes:
-        model (`str`): the model's class with its package.
+        model (`str`): the package and class of the model.
         settings (`dict`): dtype, device, attention implementation, versions, seed.
-        lengths (`list[int]`): the documents of the row, in tokens.
-        sources (`dict[str, SourceResult]`): verdict and figures for each source of boundaries.
-        leaks (`list[Leak]`): every pair of documents above the threshold, the largest first.
-        notes (`list[str]`): what the audit changed about the model while it ran, and what it could not do.
+        lengths (`list[int]`): the length in tokens of each document in the row.
+        sources (`dict[str, SourceResult]`): the verdict and the measurements for each source of boundaries.
+        leaks (`list[Leak]`): every pair of documents above the threshold, sorted by decreasing size.
+        notes (`list[str]`): changes that the audit made to the model while it ran, and steps that failed.
     """
 
     model: str
@@ -114,15 +114,15 @@ class AuditReport:
 
     @property
     def refused(self) -> bool:
-        """Whether the model takes no source of boundaries at all, so that nothing could be measured."""
+        """Whether the model rejects every source of boundaries, so that nothing was measured."""
         return all(result.verdict == "refused" for result in self.sources.values())
 
     @property
     def ok(self) -> bool:
-        """Whether packing is safe with everything that the collator can give.
+        """Whether packing is safe with the boundaries that the collator can return.
 
-        That is: documents are isolated with `"all"`, if the model was audited with it and accepts it; otherwise with
-        each source that it accepts, and there is one.
+        This requires the verdict `"isolated"` for `"all"`. If the model rejects `"all"` or was audited without it,
+        every source that it accepts must be isolated, and it must accept at least one.
         """
         accepted = {name: result.verdict for name, result in self.sources.items() if result.verdict != "refused"}
         if "all" in accepted:
@@ -130,11 +130,11 @@ class AuditReport:
         return bool(accepted) and set(accepted.values()) == {"isolated"}
 
     def table(self) -> str:
-        """Plain text: a verdict and the largest figures per source, then what leaks where.
+        """Format the report as plain text: the verdict and the largest values per source, then the leaks.
 
-        `forward` is the largest relative change of a token's logits when another document changes, `backward` the
-        largest gradient that reaches another document, `alone` the largest difference between a document in the row
-        and alone. In brackets stands what is taken for noise.
+        `forward` is the largest relative change of a token's logits when another document changes. `backward` is the
+        largest gradient that reaches another document. `alone` is the largest difference between a document in the row
+        and in a separate row. The noise thresholds are in parentheses.
         """
         settings = (f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items())
         lines = [f"{self.model}: {', '.join(settings)}"]
@@ -157,15 +157,15 @@ class AuditReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The report as JSON text; [`AuditReport.from_json`] reads it back."""
+        """Convert the report to JSON text, which [`AuditReport.from_json`] reads."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "AuditReport":
-        """The report that [`AuditReport.to_json`] wrote.
+        """Load a report from the text of [`AuditReport.to_json`].
 
         Raises:
-            `ValueError`: the text is not such a report.
+            `ValueError`: the text is not the JSON of a report.
         """
         try:
             fields = json.loads(text)
@@ -174,21 +174,22 @@ class AuditReport:
             fields["leaks"] = [Leak(**leak) for leak in fields["leaks"]]
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise input_error("the text that AuditReport.to_json returned", f"something else ({error})") from None
+            raise input_error("the text returned by AuditReport.to_json", f"other text ({error})") from None
 
     def plot(self, path: str | Path, *others: "AuditReport", titles: Sequence[str] | None = None) -> None:
-        """Draw the influence matrices as heat maps, those of `others` beside this report's: before and after.
+        """Draw the influence matrices as heat maps, for example to compare reports before and after patching.
 
         Args:
             path (`str` or `Path`):
-                The picture; its suffix gives the format.
+                The image file to write. Its suffix determines the format.
             others (`AuditReport`):
-                Further reports, drawn to the right.
+                More reports, drawn to the right of this one.
             titles (`Sequence[str]`, *optional*):
-                A name for each report, by default the model's class.
+                A title for each report. Defaults to the class of its model.
 
         Raises:
-            `ImportError`: matplotlib is missing.
+            `ImportError`: matplotlib is not installed.
+            `ValueError`: the number of titles differs from the number of reports.
         """
         from .plot import draw
 

@@ -1,4 +1,4 @@
-"""A model to audit from its name: a checkpoint, or a model type built tiny from its configuration."""
+"""Load a model to audit by name: a checkpoint, or a tiny model of a given model type."""
 
 import inspect
 from pathlib import Path
@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import input_error
 
 
-# By value, the settings of a tiny model; a configuration gets those that it takes. With few heads of an indexer many
-# scores are exactly 0, and which of equal ones are chosen depends on the length of the row: so they have 32.
+# The settings of a tiny model, by value. A configuration gets the settings that it accepts. Indexers have 32 heads:
+# with few heads many scores are exactly 0, and the choice among equal scores depends on the row's length.
 _SIZES = {
     256: "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab",
     96: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dense_intermediate_size dff",
@@ -39,29 +39,29 @@ _SIZES = {
     1: "encoder_layers n_group topk_group n_groups first_k_dense_replace num_dense_layers "
     "indexer_kv_heads split_ngram_parts bos_token_id",
     0: "pad_token_id",
-    # Weights are large, so that every layer shows in the logits.
+    # Large weights make every layer affect the logits.
     0.15: "initializer_range init_std",
 }
 _TINY = {name: value for value, names in _SIZES.items() for name in names.split()}
-# Less than a row, so that they matter; a type that has none by default is left without.
+# Shorter than a row, so that they have an effect. Types whose default is no window keep it.
 _WINDOWS = {
     48: "local_attention",
     24: "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size index_topk",
     16: "chunk_size mamba_chunk_size block_size",
 }
 _WINDOWS = {name: value for value, names in _WINDOWS.items() for name in names.split()}
-# Patterns of layers: every kind that the type's full-sized default has is there.
+# Layer patterns, which keep every kind of layer of the type's full-sized default.
 _PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _FULL_AND_SLIDING = ["full_attention", "sliding_attention"] * 2
 _ROPE = dict.fromkeys(_FULL_AND_SLIDING, {"rope_type": "default", "rope_theta": 1e4})
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2
-# By model type, what it needs besides: to be valid, to be small, or to have all its kinds of layers.
+# Additional settings by model type, to be valid, to be small, or to include all kinds of layers.
 _OVERRIDES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"max_position_embeddings": 1024},
     "blt": {"encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}},
     "cohere_compass_text": {"layer_types": _FULL_AND_SLIDING, "rope_parameters": _ROPE},
-    # The model asks the attention's part for a setting that it does not have by default.
+    # The model reads a setting that its attention configuration does not have by default.
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96},
@@ -73,7 +73,7 @@ _OVERRIDES: dict[str, dict] = {
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
         "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     },
-    # Its signature does not name these, or has no default.
+    # These are not in its signature or have no default.
     "dots3_note_text": {
         "sliding_window": 24,
         "swa_q_lora_rank": 24,
@@ -115,7 +115,7 @@ _OVERRIDES: dict[str, dict] = {
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The configuration of a tiny model of a type that Transformers knows, with the parts of a composite one tiny too."""
+    """Create the configuration of a tiny model of a Transformers model type, with tiny nested configurations."""
     cls = CONFIG_MAPPING[model_type]
     values = _tiny_values(cls)
     overrides = dict(_OVERRIDES.get(model_type, {}))
@@ -130,7 +130,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def _parts(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """The configurations inside one of this class, by name."""
+    """Return the nested configuration classes of a configuration class, by name."""
     if not getattr(cls, "sub_configs", None):
         return {}
     default = cls()
@@ -146,7 +146,7 @@ def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
         if own_name[name] in known and known[own_name[name]].default is not None:
             values[own_name[name]] = value
     if "kv_lora_rank" in known:
-        # Latent attention has a key for each head.
+        # Latent attention has one key per head.
         values["num_key_value_heads"] = values["num_attention_heads"]
         if "q_lora_rank" in known and known["q_lora_rank"].default is None:
             del values["q_lora_rank"]
@@ -166,25 +166,28 @@ def load_model(
     trust_remote_code: bool = False,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """The model of a checkpoint (a directory or a name on the Hub), or a tiny one of a model type.
+    """Load the model of a checkpoint, or create a tiny model of a model type with random weights.
 
     Args:
         name (`str`):
-            A directory, a model type such as `"qwen3_5_text"` or `"llama"`, or else a name on the Hub.
+            A checkpoint directory, a model type such as `"qwen3_5_text"` or `"llama"`, or a model id on the Hub.
         attn (`str`, *optional*):
             The attention implementation.
         dtype (`str`, *optional*):
-            By default the checkpoint's, and float32 for a model type.
+            The dtype of the weights. Defaults to that of the checkpoint, or float32 for a model type.
         device (`str`, *optional*, defaults to `"cpu"`):
-            Where the model goes.
+            The device of the model.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code of the checkpoint's own may run.
+            Whether to allow custom code from the checkpoint.
         seed (`int`, *optional*, defaults to 0):
-            Of a tiny model's weights.
+            The random seed of a tiny model's weights.
+
+    Returns:
+        `PreTrainedModel`: the model on `device`.
 
     Raises:
-        `ValueError`: the type is no causal language model.
-        `OSError`: there is no such checkpoint.
+        `ValueError`: the model type is not a causal language model.
+        `OSError`: the checkpoint does not exist.
     """
     options = {"attn_implementation": attn} if attn else {}
     if Path(name).is_dir() or name not in CONFIG_MAPPING:
@@ -199,7 +202,7 @@ def load_model(
         dtype = getattr(torch, dtype or "float32")
         model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype, **options)
         for parameter in model.parameters():
-            # What is multiplied by a parameter that begins as 0 would not show.
+            # A parameter that is initialized to 0 would hide everything it multiplies.
             if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.1)
     return model.to(device)

@@ -1,1 +1,1 @@
-"""Models for packed rows: hand-written `modular_*.py`, generated `modeling_*.py`, and how the Auto classes find them."""
+"""Models for packed rows: hand-written `modular_*.py`, generated `modeling_*.py`, and Auto class registration."""

@@ -1,11 +1,11 @@
-"""The layers of a text model as CUDA graphs, for rows so short that the GPU waits for the host.
+"""Run the layers of a text model as CUDA graphs, for rows so short that the GPU waits for the host.
 
-Forward and backward of Qwen3.5-0.8B are some 1,400 kernels, which a host needs 70 ms and more to launch, however few
-tokens there are. A graph launches all of them at once, but repeats them as they were: on the same addresses, for the same
-number of tokens. So a row is copied to the beginning of one of fixed length, whose rest is padding, and the documents are
-filled up with empty ones. What else depends on where documents begin, kernels inside the graph make from `cu_seqlens`.
+Forward and backward of Qwen3.5-0.8B launch about 1,400 kernels, which takes the host at least 70 ms for any number of
+tokens. A graph launches them all at once, but only on the same addresses and for the same number of tokens. Each row
+is therefore copied into a row of fixed length, followed by padding, and empty documents fill up the boundaries.
+Kernels inside the graph derive everything else that depends on the boundaries from `cu_seqlens`.
 
-What a graph computes is what the layers would; embedding, final norm, head and loss run as ever.
+A graph computes the same results as the layers. Embedding, final norm, head and loss run outside of graphs.
 """
 
 import weakref
@@ -25,36 +25,38 @@ from .untouched import hooks_of
 logger = logging.get_logger(__name__)
 
 _CALL = "use_cuda_graphs"
-# A graph serves fewer documents than 8, 32, 128, ..., so that few graphs are made.
+# A graph supports fewer than 8, 32, 128, ... documents, which limits the number of graphs.
 _FEWEST_SLOTS, _MORE_SLOTS = 8, 4
 _WARM_UPS = 2
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# The module of the hooks by which Transformers records the outputs of layers. They stay after the first such call, and do
-# nothing in others.
+# The module of the hooks that record layer outputs in Transformers. They stay registered after the first such call and
+# do nothing in other calls.
 _RECORDING = "transformers.utils.output_capturing"
 
 
 def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
-    """Let the layers of a model run as CUDA graphs when it trains on packed rows of up to `row_length` tokens.
+    """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `row_length` tokens.
 
-    For rows whose kernels are done sooner than the host can launch them: on an H200 up to about 8,192 tokens of
-    Qwen3.5-0.8B. Every row is computed as one of `row_length` tokens. The first row of each kind takes seconds, and the
-    graphs keep their memory: activations of one row, and a gradient of each trained parameter of the layers. Forwards
-    that cannot use a graph run as without, and the first time the log says why: longer rows, layers with hooks, a second
-    forward before the backward of the first one. What layers read from Python beside their inputs, such as the rate of a
-    dropout, stays as it was when the graph was made.
+    Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
+    Qwen3.5-0.8B on an H200. Every row is computed with `row_length` tokens. Recording takes seconds for the first row
+    of each kind. The graphs keep their memory: the activations of one row, and a gradient for each trained parameter
+    of the layers.
+
+    A forward that cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a
+    layer with hooks, and a second forward before the first backward. Python values that the layers read, such as a
+    dropout rate, are fixed when the graph is recorded.
 
     Args:
         model (`PreTrainedModel`):
             A Qwen3.5 or Qwen3-Next model of this package, with dense layers, on a CUDA device.
         row_length (`int`):
-            Tokens of the longest row that a graph computes; a multiple of 64.
+            The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
 
     Returns:
-        `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` turns it off again and frees the memory.
+        `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` disables graphs and frees their memory.
 
     Raises:
-        `ValueError`: another model, mixtures of experts, or a `row_length` that is not a multiple of 64.
+        `ValueError`: the model is not supported or has experts, or `row_length` is not a multiple of 64.
 
     Example:
 
@@ -68,7 +70,9 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
     ```
     """
     if not isinstance(row_length, int) or row_length < 0 or row_length % 64:
-        raise input_error("row_length as a multiple of 64", repr(row_length), "Round up the longest row.")
+        raise input_error(
+            "row_length as a multiple of 64", repr(row_length), "Round up the length of the longest row."
+        )
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
     if not texts:
         raise input_error(
@@ -80,7 +84,7 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
         if row_length and any(hasattr(layer.mlp, "experts") for layer in text.layers):
             raise input_error(
                 "dense layers",
-                f"{type(text).__name__} with experts, whose kernels depend on what the router chooses",
+                f"{type(text).__name__} with experts, whose kernels depend on the routing",
                 "Train it without graphs.",
             )
         vars(text)["_layer_graphs"] = LayerGraphs(row_length) if row_length else None
@@ -91,7 +95,7 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
 def layers_as_graphs(
     text: torch.nn.Module, boundaries: SequenceBoundaries | None, options: dict[str, Any]
 ) -> Iterator[None]:
-    """Inside the `with` block the layers of `text` are one that runs them all, if that is asked for and may be of use."""
+    """Replace the layers of `text` with one module that runs them as graphs, if graphs are enabled and can help."""
     graphs = vars(text).get("_layer_graphs")
     if graphs is None or boundaries is None or not (text.training and torch.is_grad_enabled()):
         yield
@@ -110,15 +114,15 @@ def layers_as_graphs(
 
 
 def _warn(reason: str) -> None:
-    logger.warning_once(f"{_CALL}: a row runs without a graph, as {reason}.")
+    logger.warning_once(f"{_CALL}: running without a graph because {reason}.")
 
 
 class _AllLayers(torch.nn.Module):
-    """Takes the place of the layers for one forward over a packed row."""
+    """Replacement for the layers during one forward of a packed row."""
 
     def __init__(self, graphs: "LayerGraphs", text: torch.nn.Module, boundaries: SequenceBoundaries):
         super().__init__()
-        # Not as modules of this one: nothing is to be set up for them.
+        # Not registered as submodules, because they need no setup.
         layers = text.layers[: text.config.num_hidden_layers]
         vars(self).update(graphs=graphs, text=text, layers=layers, boundaries=boundaries)
 
@@ -134,7 +138,7 @@ class _AllLayers(torch.nn.Module):
 
 
 class LayerGraphs:
-    """The graphs of one model's layers, by what they were made for; they share their memory."""
+    """The graphs of one model's layers, keyed by the properties of their inputs. All graphs share one memory pool."""
 
     def __init__(self, row_length: int):
         self.row_length = row_length
@@ -153,25 +157,25 @@ class LayerGraphs:
     def reason_against(
         self, layers: torch.nn.ModuleList, inputs: tuple[torch.Tensor, ...], boundaries: SequenceBoundaries
     ) -> str:
-        """Why the row cannot be computed by a graph, or nothing."""
+        """Return the reason why the row cannot use a graph, or an empty string."""
         hidden_states = inputs[0]
         if not _is_on_gpu(hidden_states):
-            return f"it is on {hidden_states.device}, not on the current GPU"
+            return f"the row is on {hidden_states.device}, not on the current GPU"
         if boundaries.is_shard:
-            return "it is a part of a row"
+            return "the row is a shard"
         if hidden_states.shape[1] > self.row_length:
-            return f"it has more tokens than row_length={self.row_length}"
+            return f"the row has more than row_length={self.row_length} tokens"
         last = self._last()
         if last is not None and not last.over:
-            return "the backward of an earlier row is still to come"
+            return "the backward of an earlier row has not run yet"
         if any(layer.gradient_checkpointing for layer in layers):
             return "gradient checkpointing is on"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return "something hooks into the tensors that are kept for backward"
+            return "a saved-tensor hook is active"
         trained, made_for = {}, []
         for module in layers.modules():
             if _is_hooked(module):
-                return f"something hooks into a {type(module).__name__}"
+                return f"a {type(module).__name__} is hooked, wrapped or compiled"
             made_for.append(module.training)
             for parameter in module._parameters.values():
                 if parameter is None:
@@ -180,19 +184,19 @@ class LayerGraphs:
                     type(parameter) not in (torch.nn.Parameter, torch.Tensor)
                     or parameter.device != hidden_states.device
                 ):
-                    return f"it has a {type(parameter).__name__} on {parameter.device} among its parameters"
+                    return f"the layers have a {type(parameter).__name__} on {parameter.device}"
                 made_for.append((parameter.data_ptr(), parameter.dtype, parameter.requires_grad))
                 if parameter.requires_grad:
                     trained[parameter] = None
             made_for += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
         if not trained and not hidden_states.requires_grad:
-            return "nothing in the layers or before them is trained"
+            return "neither the layers nor their input require gradients"
         self._parameters = list(trained)
         if made_for != self._made_for:
-            # Graphs read the old addresses, and do what layers in the old mode did.
+            # The existing graphs read the old addresses and ran the layers in their old modes.
             if self._graphs:
                 logger.warning_once(
-                    f"{_CALL}: graphs are made anew, as parameters or modes of the layers have changed."
+                    f"{_CALL}: recording the graphs again because parameters or modes of the layers have changed."
                 )
             self._graphs, self._place, self._made_for = {}, None, made_for
         return ""
@@ -204,8 +208,8 @@ class LayerGraphs:
         inputs: tuple[torch.Tensor, ...],
         boundaries: SequenceBoundaries,
     ) -> torch.Tensor:
-        """What the layers make of `inputs` (hidden states `[1, T, hidden]`, cosines and sines `[1, T, rotary]`)."""
-        # The row's padding is a document too, and the last slot is always empty.
+        """Apply the layers to `inputs` (hidden states `[1, T, hidden]`, cosines and sines `[1, T, rotary]`)."""
+        # Padding counts as a document, and the last slot is always empty.
         slots = _FEWEST_SLOTS
         while slots < boundaries.num_documents + 2:
             slots *= _MORE_SLOTS
@@ -216,7 +220,7 @@ class LayerGraphs:
         if graph is None:
             if self._place is None:
                 self._place = _new_place()
-            logger.info(f"{_CALL}: a graph is made for rows of up to {slots - 2} documents.")
+            logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
             graph = _Graph(list(layers), self._parameters, inputs, self.row_length, slots, cast, self._place)
             self._graphs[key] = graph
         graph.fill(inputs, boundaries)
@@ -226,7 +230,7 @@ class LayerGraphs:
 
 
 class _Use:
-    """One forward by a graph, whose activations nothing else may overwrite until its backward is over."""
+    """One forward of a graph. No other forward may overwrite its activations until its backward has finished."""
 
     over = False
 
@@ -242,11 +246,11 @@ class _Graph:
         wanted = [x for x in (self.inputs[0], *(stand_ins[x] for x in parameters)) if x.requires_grad]
 
         def forward():
-            # A tensor of its own: kernel packages keep what they derived from one that they know.
+            # A new tensor, because kernel packages cache results by the identity of this tensor.
             boundaries = _open_boundaries(self.cu_seqlens.clone(), row_length)
             options = {"attention_mask": None, "position_ids": boundaries.position_ids, **boundaries.layer_kwargs()}
             x, *position_embeddings = self.inputs
-            # Weights that were cast before would be what the graph reads ever after.
+            # Without the cache, so the graph does not keep reading weights that were cast before the recording.
             autocast = torch.autocast(device, cast, enabled=cast is not None, cache_enabled=False)
             options["position_embeddings"] = tuple(position_embeddings)
             with autocast:
@@ -257,7 +261,7 @@ class _Graph:
             return [x.detach()]
 
         def backward():
-            # Where training calls backward autocast is off.
+            # Training calls backward outside of autocast.
             with torch.autocast(device, enabled=False):
                 return torch.autograd.grad(self._output, wanted, self.d_output, allow_unused=True)
 
@@ -266,7 +270,7 @@ class _Graph:
                 (output,) = forward()
                 self.d_output = torch.zeros_like(output)
                 backward()
-        # Autograd's nodes on that stream must be gone, and later the activations, which are the pool's.
+        # Free autograd's nodes on that stream, and after the recordings the activations in the pool.
         self._output = None
         self._forward = _Recording(forward, place)
         self._backward = _Recording(backward, place)
@@ -277,7 +281,7 @@ class _Graph:
         length, ends = inputs[0].shape[1], boundaries.cu_seqlens
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine[:, :length].copy_(given)
-        # What an earlier row left there may not even be finite.
+        # An earlier row may have left values that are not finite.
         self.inputs[0][:, length:].zero_()
         self.cu_seqlens[: len(ends)].copy_(ends)
         self.cu_seqlens[len(ends) :].fill_(self.inputs[0].shape[1])
@@ -287,7 +291,7 @@ class _Graph:
         return output[:, :length].clone()
 
     def backward(self, d_output: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients of what was wanted; new tensors, as the next replay writes to the same ones."""
+        """Return the requested gradients as new tensors, because the next replay overwrites the recorded ones."""
         length = d_output.shape[1]
         self.d_output[:, :length].copy_(d_output)
         self.d_output[:, length:].zero_()
@@ -297,21 +301,22 @@ class _Graph:
 
 
 def _open_boundaries(cu_seqlens: torch.Tensor, row_length: int) -> SequenceBoundaries:
-    """Boundaries that only the device knows, so that a graph serves any documents that are written there."""
+    """Create boundaries without a host copy, so a graph supports any documents written to `cu_seqlens`."""
     return SequenceBoundaries(
         cu_seqlens,
         length=row_length,
-        device_only="In graphs these are the gated delta rule by flash-linear-attention or FlashQLA and attention by varlen_attn, "
-        "in float16 or bfloat16 (or under autocast) and without attention dropout: load the model in bfloat16 with "
-        'attn_implementation="sdpa" and install the kernels that `transformers-packed env` misses, or train without graphs.',
+        device_only="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
+        "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
+        'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed env` lists as '
+        "missing, or train without graphs.",
     )
 
 
 def _stand_ins(layers: list[torch.nn.Module]) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
-    """For each parameter of the layers another one on the same memory.
+    """Map each parameter of the layers to a new parameter that shares its memory.
 
-    Who holds the loss of an earlier row holds autograd's nodes of the parameters too. These belong to the stream of that
-    row, for which a recording may not wait.
+    A reference to the loss of an earlier row also keeps autograd's nodes of the original parameters alive. These nodes
+    belong to the stream of that row, and a recording cannot wait for that stream.
     """
     parameters = (parameter for layer in layers for parameter in layer.parameters())
     return {x: torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for x in parameters}
@@ -329,13 +334,13 @@ class _Replay(torch.autograd.Function):
     def backward(ctx, d_output):
         if ctx.use.over:
             raise RuntimeError(
-                f"{_CALL}: backward through these layers ran before, and their activations are gone. Run the forward "
+                f"{_CALL}: backward has already run for this forward, and its activations are gone. Run the forward "
                 "again, or train without graphs to use retain_graph=True."
             )
         if ctx.versions != [x._version for x in ctx.parameters]:
             raise RuntimeError(
-                f"{_CALL}: a parameter of these layers was changed in place between forward and backward. Change it after "
-                "the backward."
+                f"{_CALL}: a parameter of these layers was changed in place between forward and backward. Change it "
+                "after backward."
             )
         gradients = ctx.graph.backward(d_output)
         ctx.use.over = True
@@ -346,12 +351,12 @@ class _Replay(torch.autograd.Function):
 
 
 class _Recording:
-    """What a function did to the GPU, to be repeated: `replay` makes the tensors that it returned anew, where they are."""
+    """A recording of a function's GPU work. `replay` recomputes the returned tensors at the same addresses."""
 
     def __init__(self, function: Callable[[], Any], place: tuple):
         pool, stream = place
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, which pin memory for instance, may go on.
+        # Other threads may keep calling CUDA, for example to pin memory.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._result = function()
 
@@ -362,7 +367,7 @@ class _Recording:
 
 @contextmanager
 def _beside_other_work() -> Iterator[None]:
-    """On a stream of its own, where all that happens only in a first call has to happen before a recording."""
+    """Run on a separate stream the warm-up calls, which perform all one-time setup before a recording."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
@@ -371,7 +376,7 @@ def _beside_other_work() -> Iterator[None]:
 
 
 def _new_place() -> tuple:
-    """The memory and the stream of recordings, on the current GPU. The stream that torch would take may be another's."""
+    """Create the memory pool and stream for recordings on the current GPU. Torch's default stream may be in use."""
     return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
 

@@ -1,20 +1,20 @@
-"""Which families of Transformers keep documents apart, how, and why the others do not.
+"""Support for packed rows by model family: how each family keeps documents apart, or why it cannot.
 
-A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have
-classes of their own (`FAMILIES`). Here are all others, each in one of four lists:
+A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE
+have dedicated classes (`FAMILIES`). Every other family is in one of four tables:
 
-* `MIXERS`: the modules that mix along the row and do not stop at documents are run on each document alone.
+* `MIXERS`: token mixers that ignore document boundaries run on each document separately.
 * `UNPACKED`: the whole model runs on the documents as a right-padded batch.
-* `ISOLATED`: the built-in keeps documents apart by position ids that restart; nothing has to be done.
-* `REFUSED`: a packed row cannot be right.
+* `ISOLATED`: the stock model keeps documents apart when position ids restart. It needs no change.
+* `REFUSED`: the model cannot compute packed rows correctly.
 """
 
 from dataclasses import dataclass
 
 
-# How names of classes end that have a loss over tokens.
+# Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-# Families with classes of ours: per configuration the class that each Auto class builds.
+# Families with dedicated classes: for each configuration, the class that each Auto class builds.
 FAMILIES = {
     "qwen3_next": {
         "Qwen3NextConfig": {
@@ -56,17 +56,18 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Mixer:
-    """How a module that mixes along the row runs on a packed one: on each document alone, or at once by its kernels.
+    """How a token mixer runs on a packed row: on each document separately, or on the whole row if its kernels allow.
 
     Args:
         outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
-            Of a tuple that the module returns, what has one entry per token. The rest becomes `None`.
+            If the module returns a tuple, the indices of the elements with one entry per token. The other elements
+            become `None`.
         masked (`bool`, *optional*, defaults to `False`):
-            Whether it is attention, which needs the causal mask of the documents that it runs on.
+            Whether the module is attention and needs a causal mask for the documents it runs on.
         keywords (`tuple[str]`, *optional*):
-            The keyword arguments (of `SequenceBoundaries.layer_kwargs`) by which it hands boundaries to its kernels.
+            The keyword arguments (from `SequenceBoundaries.layer_kwargs`) that pass the boundaries to its kernels.
         kernels (`tuple[str]`, *optional*):
-            The functions of the modeling module that must be kernels for that, and no torch reference.
+            The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
     """
 
     outputs: tuple[int, ...] = (0,)
@@ -86,22 +87,22 @@ _GATED_DELTA = Mixer(
 )
 _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_fn", "chunk_kimi_delta_attention"))
 
-# Family, and the classes of its mixers.
+# Mixer classes by family.
 MIXERS: dict[str, dict[str, Mixer]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
     "bamba": {"BambaMixer": _MAMBA2},
     "falcon_h1": {"FalconH1Mixer": _MAMBA2},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
-    # These need no module of ours, only that their text model makes no cache, with which it merges documents.
+    # No module needs replacing. It is enough to disable the cache of the text model, which mixes documents with one.
     "fuyu": {},
     "got_ocr2": {},
-    # Compressed keys are made of groups of tokens, counted from the start of the row.
+    # Compressed keys pool groups of tokens that are counted from the start of the row.
     "deepseek_v4": {"DeepseekV4Attention": _ATTENTION},
-    # The indexer of the attention pools and selects tokens of the whole row.
+    # The attention's indexer pools and selects tokens across the whole row.
     "glm5_next": {"Glm5NextTextLinearAttention": _KIMI_DELTA, "Glm5NextTextAttention": Mixer(outputs=(0, 2))},
-    # Its attention is given no position ids to tell documents by.
+    # Its attention receives no position ids, so it cannot detect documents.
     "granitemoehybrid": {"GraniteMoeHybridMambaLayer": _MAMBA2, "GraniteMoeHybridAttention": _ATTENTION},
-    # Its attention scales queries by their place in the row.
+    # Its attention scales queries by their index in the row.
     "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
     "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
     "jamba": {"JambaMambaMixer": _PLAIN},
@@ -126,15 +127,15 @@ MIXERS: dict[str, dict[str, Mixer]] = {
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A family whose base model runs on each document alone.
+    """A family whose base model runs on each document separately.
 
     Args:
         base (`str`):
-            The built-in class of the base model.
+            The stock class of the base model.
         cause (`str`):
-            What in it does not stop at documents.
+            The reason why the stock class mixes documents.
         shifts_labels (`bool`, *optional*, defaults to `True`):
-            Whether the loss compares a token's logits with the next label. Otherwise no target lies across documents.
+            Whether the loss compares a token's logits with the next label. Otherwise no target crosses a boundary.
     """
 
     base: str
@@ -142,8 +143,8 @@ class Unpacked:
     shifts_labels: bool = True
 
 
-_MASKS = "its masks are made without position ids"
-_DECODER = "the decoder makes masks and positions without position ids"
+_MASKS = "its attention mask ignores position ids"
+_DECODER = "the decoder creates masks and positions without position ids"
 
 UNPACKED: dict[str, Unpacked] = {
     "afmoe": Unpacked("AfmoeModel", _MASKS),
@@ -158,10 +159,10 @@ UNPACKED: dict[str, Unpacked] = {
     "marian": Unpacked("MarianDecoder", _DECODER, shifts_labels=False),
     "mbart": Unpacked("MBartDecoder", _DECODER, shifts_labels=False),
     "minimax_m3_vl": Unpacked("MiniMaxM3VLTextModel", "its sparse attention scores blocks of the whole row"),
-    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it hands no position ids to its text model"),
+    "moss_transcribe_diarize": Unpacked("MossTranscribeDiarizeModel", "it passes no position ids to its text model"),
     "mpt": Unpacked("MptModel", _MASKS),
     "mvp": Unpacked("MvpDecoder", _DECODER, shifts_labels=False),
-    "openai": Unpacked("OpenAIGPTModel", "its attention has a causal mask of its own"),
+    "openai": Unpacked("OpenAIGPTModel", "its attention uses its own causal mask"),
     "opt": Unpacked("OPTDecoder", _MASKS),
     "pegasus": Unpacked("PegasusDecoder", _DECODER, shifts_labels=False),
     "plbart": Unpacked("PLBartDecoder", _DECODER, shifts_labels=False),
@@ -169,7 +170,7 @@ UNPACKED: dict[str, Unpacked] = {
     "xglm": Unpacked("XGLMModel", _MASKS),
 }
 
-# Measured, with `audit_model` on tiny models.
+# Measured with `audit_model` on tiny models.
 ISOLATED = frozenset(
     """
     apertus arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass ctrl cwm dbrx
@@ -184,9 +185,9 @@ ISOLATED = frozenset(
     """.split()
 )
 
-_BOTH_WAYS = "its attention looks both ways unless it is made a decoder, which was never measured"
+_BOTH_WAYS = "its attention is bidirectional unless it is configured as a decoder, which was never audited"
 
-# Family, and why.
+# Reasons by family.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         """
@@ -195,14 +196,14 @@ REFUSED: dict[str, str] = {
         """.split(),
         _BOTH_WAYS,
     ),
-    "blt": "its patches are made of the bytes of the whole row",
-    "cpmant": "its attention looks both ways",
-    "doge": "its attention chooses keys among the whole row, later ones included",
-    "gemma4_assistant": "it drafts for another model, whose cache it reads",
-    "gemma4_unified_assistant": "it drafts for another model, whose cache it reads",
-    "musicgen": "it predicts audio codes, several of them per step",
-    "musicgen_melody": "it predicts audio codes, several of them per step",
+    "blt": "its patches span the bytes of the whole row",
+    "cpmant": "its attention is bidirectional",
+    "doge": "its attention selects keys from the whole row, including later ones",
+    "gemma4_assistant": "it drafts for another model and reads its cache",
+    "gemma4_unified_assistant": "it drafts for another model and reads its cache",
+    "musicgen": "it predicts several audio codes per step",
+    "musicgen_melody": "it predicts several audio codes per step",
     "prophetnet": "it predicts several tokens ahead and is not causal",
     "reformer": "its attention sorts the tokens of the whole row",
-    "xlnet": "its attention looks both ways",
+    "xlnet": "its attention is bidirectional",
 }

@@ -1,14 +1,14 @@
-"""All families of Transformers but those with classes of their own: models whose layers know nothing of boundaries.
+"""Generic support for all families of Transformers without dedicated classes, whose layers do not pass boundaries on.
 
-Classes are derived from the built-in ones by the tables in `families`, when a family is first asked for:
+The first use of a family derives classes from its stock classes, following the tables in `families`:
 
-* a model (`root_class`) takes the packing keywords, settles where documents are, and runs the built-in forward with what
-  that knows: position ids that restart, no mask, no cache. One of `UNPACKED` runs it on each document alone instead.
-* a mixer (`mixer_class`), a module that mixes along the row, runs the built-in forward on each document alone, or once on
-  the row where its kernels can be told of boundaries.
+* A model (`root_class`) accepts the packing keywords, resolves the boundaries, and runs the stock forward with
+  position ids that restart, no mask and no cache. A model in `UNPACKED` runs it on each document separately.
+* A token mixer (`mixer_class`) runs the stock forward on each document separately, or once on the whole row if its
+  kernels accept boundaries.
 
-Layers between the two pass no boundaries on, so a context variable holds them while a model runs. Input that is not
-packed goes to the built-in as it came. The classes are pickled by name: this module finds `bamba__BambaMixer`.
+The layers in between pass no boundaries on, so a context variable holds them while a model runs. Input that is not
+packed reaches the stock forward unchanged. The classes are pickled by name, such as `bamba__BambaMixer` from here.
 """
 
 import inspect
@@ -54,19 +54,19 @@ _AUTO_CLASSES = (
     "AutoModelForTokenClassification",
 )
 _NO_TEXT = ("VisionModel", "AudioModel")
-# What a packed row of text cannot have beside it.
+# Prefixes of arguments that packed rows of text do not support.
 _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
 _EXPLICIT = (*PACKING_KEYWORDS, "boundaries")
-# Named in signatures, as Trainer drops what a signature does not name.
+# Part of the signatures, because Trainer drops dataset columns that a signature does not name.
 _KEYWORDS = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("position_ids", *LAYER_KEYWORDS)
 ]
-# Where Transformers and PyTorch keep the function that runs a layer under checkpointing.
+# The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def family_of(cls: type) -> str | None:
-    """The family of a class of Transformers: the name of its modeling module."""
+    """Return the family of a Transformers class, which is the name of its modeling module."""
     parts = cls.__module__.split(".")
     if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
         return parts[-2]
@@ -74,54 +74,54 @@ def family_of(cls: type) -> str | None:
 
 
 def families_of(model: torch.nn.Module) -> set[str]:
-    """The families of all modules of a model, and of the classes that theirs derive from."""
+    """Return the families of all modules of a model and of their base classes."""
     bases = {base for module in model.modules() for base in type(module).__mro__}
     return {family_of(base) for base in bases} - {None}
 
 
 def announce(family: str) -> None:
-    """Put our classes of a family of `MIXERS` or `UNPACKED` into `registry.REPLACEMENTS`, once."""
+    """Add our classes for a family of `MIXERS` or `UNPACKED` to `registry.REPLACEMENTS`, once."""
     for name in (*MIXERS.get(family, ()), *language_models(family)):
         _replace(family, name)
 
 
 def announce_families_of(model: torch.nn.Module) -> None:
-    """Put our classes of the families that `model` is of into `registry.REPLACEMENTS`."""
+    """Add our classes for the families of `model` to `registry.REPLACEMENTS`."""
     families = families_of(model) & {*MIXERS, *UNPACKED}
     for family in families:
         announce(family)
-    # A model around one of them, such as a vision-language model, masks targets and makes positions.
+    # An enclosing model, such as a vision-language model, masks targets and creates position ids.
     texts = tuple(_text_model(family) for family in families)
     for outer in model.modules() if families else ():
         cls = type(outer)
         if isinstance(outer, PreTrainedModel) and cls not in REPLACEMENTS and family_of(cls):
-            # Not wrappers around a decoder, which hand on whatever they are given.
+            # Skip wrappers around a decoder, which pass all arguments on.
             named = inspect.signature(cls.forward).parameters
             if "input_ids" in named and any(isinstance(module, texts) for module in outer.modules()):
                 packed_class(family_of(cls), cls.__name__)
 
 
 def packed_class(family: str, name: str) -> type:
-    """Our class for a built-in one, which may also be that of a model around one of the families."""
+    """Return our class for a stock class. The stock class may also enclose a model of one of the families."""
     if family in MIXERS or family in UNPACKED:
         announce(family)
     return _replace(family, name)
 
 
 def auto_entries() -> Iterator[tuple]:
-    """(mapping of an Auto class, configuration class, our class) for all models that the Auto classes build."""
+    """Yield (mapping of an Auto class, configuration class, our class) for all models that the Auto classes build."""
     for auto_name in _AUTO_CLASSES:
         mapping = getattr(modeling_auto, auto_name)._model_mapping
         for model_type, class_name in mapping._model_mapping.items():
             family = model_type_to_module_name(model_type)
             if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
-                # Not CONFIG_MAPPING's: flash-linear-attention puts its own Mamba there when it is imported.
+                # Not from CONFIG_MAPPING, because importing flash-linear-attention registers its own Mamba there.
                 config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
                 yield mapping, config, packed_class(family, class_name)
 
 
 def language_models(family: str) -> dict[str, type]:
-    """The built-in models of a family that take text, by name."""
+    """Return the stock models of a family that accept text, by name."""
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     return {
         name: cls
@@ -133,7 +133,7 @@ def language_models(family: str) -> dict[str, type]:
 
 
 def _text_model(family: str) -> type:
-    """The built-in base model of a family: of one with images, that of its text."""
+    """Return the stock base model of a family, or its text model if the family supports images."""
     models = {name: cls for name, cls in language_models(family).items() if "For" not in name}
     if family in UNPACKED:
         return models[UNPACKED[family].base]
@@ -168,12 +168,12 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# The boundaries of the packed row that is being computed. Nothing above or outside of this file reads it.
+# The boundaries of the current packed row. Only this file reads it.
 _current: ContextVar[SequenceBoundaries | None] = ContextVar("packed_row", default=None)
 
 
 class _Running:
-    """How many packed forwards run in this process: all that a compiled graph needs to look at, and can guard on."""
+    """The number of running packed forwards in this process, the only value that a compiled graph needs to guard."""
 
     count = 0
 
@@ -194,10 +194,10 @@ def _boundaries_set_to(boundaries: SequenceBoundaries | None) -> Iterator[None]:
 
 @contextmanager
 def _packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Iterator[None]:
-    """Announce `boundaries` to the modules of `model` inside the `with` block.
+    """Make `boundaries` available to the modules of `model` inside the `with` block.
 
-    Gradient checkpointing runs layers again in backward, when that forward has ended and others may have followed: what
-    runs again gets the boundaries of its own forward.
+    Gradient checkpointing reruns layers in backward, after the forward has ended and others may have run. The rerun
+    uses the boundaries of its own forward.
     """
     changed = []
     for module in model.modules() if model.training else ():
@@ -225,18 +225,19 @@ def _run_again(module, boundaries: SequenceBoundaries, function: Callable, *args
 
 
 class Root:
-    """What a model at the top does with a packed row.
+    """How an outermost model handles a packed row.
 
     Args:
         builtin (`type`):
-            The built-in model class. By its name it is a base model, a head with one result per token, a language
-            model, whose targets across documents are masked, or another head, which refuses packed rows.
+            The stock model class. Its name determines whether it is a base model, a head with one result per token, a
+            language model or another head. A language model masks the targets across documents. Other heads reject
+            packed rows.
         unpacked (`bool`):
-            Whether it is a base model that runs on each document alone.
+            Whether it is a base model that runs on each document separately.
         has_attention_weights (`bool`):
-            Whether there are attention weights over the row.
+            Whether it can return attention weights over the row.
         shifts_labels (`bool`):
-            Whether the loss compares a token's logits with the next label, as that of almost all models does.
+            Whether the loss compares a token's logits with the next label, as in most models.
     """
 
     def __init__(self, builtin: type, unpacked: bool, has_attention_weights: bool, shifts_labels: bool):
@@ -244,7 +245,7 @@ class Root:
         self.has_attention_weights, self.shifts_labels = has_attention_weights, shifts_labels
         parameters = inspect.signature(builtin.forward).parameters
         self.known = tuple(parameters)[1:]
-        # Whether the built-in takes arguments that it does not name, and may hand them on.
+        # Whether the stock forward accepts arguments that it does not name, and may pass them on.
         self.takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         name = builtin.__name__
         self.is_base = name.endswith(("Model", "Decoder")) and not name.endswith(LANGUAGE_MODELS)
@@ -252,7 +253,7 @@ class Root:
         self.can_be_packed = self.is_base or self.is_language_model or name.endswith("ForTokenClassification")
 
     def run_builtin(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        """The built-in forward, without keywords of ours that it cannot take."""
+        """Run the stock forward without the packing keywords that it does not accept."""
         return self.builtin.forward(model, **(inputs if self.takes_any else self.of_builtin(inputs)))
 
     def of_builtin(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +262,7 @@ class Root:
 
 
 def root_class(root: Root) -> type:
-    """The subclass of `root.builtin` that takes packed rows."""
+    """Create the subclass of `root.builtin` that accepts packed rows."""
 
     def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         if running.count == 0 and not _may_be_packed(inputs):
@@ -271,7 +272,7 @@ def root_class(root: Root) -> type:
     namespace = {
         "forward": forward_like(root.builtin.forward, run, _KEYWORDS),
         "_supports_flex_attn": root.builtin._supports_flex_attn,
-        "__doc__": f"[`{root.builtin.__name__}`] that keeps the documents of a packed row apart.",
+        "__doc__": f"[`{root.builtin.__name__}`] with support for packed rows, whose documents it keeps apart.",
     }
     return type(root.builtin.__name__, (PackedModelMixin, root.builtin), namespace)
 
@@ -280,13 +281,13 @@ def _may_be_packed(inputs: dict[str, Any]) -> bool:
     for name in _EXPLICIT:
         if inputs.get(name) is not None:
             return True
-    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    # A compiled graph cannot branch on the values of position_ids, so packing needs explicit metadata there.
     if inputs.get("position_ids") is None or is_torchdynamo_compiling():
         return False
     return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
 
 
-# Its frame alone is left out of graphs that are being compiled: the lengths of documents are different in each row.
+# Only this frame stays out of compiled graphs, because document lengths differ between rows.
 @partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
 def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
     tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
@@ -303,7 +304,7 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
     if "position_ids" in root.known and inputs.get("position_ids") is None:
         inputs["position_ids"] = boundaries.position_ids
     if root.is_base:
-        # Also where only the text model inside names it, and would make a cache by default.
+        # Also if only the inner text model names the argument, because it would create a cache by default.
         inputs["use_cache"] = False
         if is_flash_attention_requested(model.config) and not root.unpacked:
             inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
@@ -319,34 +320,34 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
 
 
 def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any], tokens) -> None:
-    """Raise where the results of a packed row could not be those of the documents alone."""
+    """Raise a `ValueError` if the results of a packed row cannot equal those of the separate documents."""
     if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
         got = "no tokens" if tokens is None else f"shape {tuple(tokens.shape)}"
         raise input_error(f"the packed row of {boundaries.total_length} tokens", got)
     if not root.can_be_packed or getattr(model.config, "is_encoder_decoder", False):
         got = f"a packed row of {boundaries.num_documents} documents"
-        raise input_error("documents in rows of their own for this model", got, "Use a padded batch.")
+        raise input_error("one document per row for this model", got, "Use a padded batch.")
     check_causal(model.config, inputs)
-    boundaries.check_whole("Train this model without sequence parallelism: its layers exchange nothing across a cut.")
+    boundaries.check_whole("Train this model without sequence parallelism, which its layers do not support.")
     for name, value in inputs.items():
         if value is not None and name.startswith(_NOT_TEXT):
-            raise input_error("a packed row of text alone", name, "Use a padded batch for what is not text.")
+            raise input_error("a packed row with text only", name, "Use a padded batch for other modalities.")
     wants_weights = inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)
     if wants_weights and not root.has_attention_weights:
-        expected = "a packed row without output_attentions, as attention runs on documents alone"
+        expected = "a packed row without output_attentions, because attention runs on each document separately"
         raise input_error(expected, "output_attentions=True")
 
 
 def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inputs: dict[str, Any]) -> Any:
-    """The outputs of a base model for a packed row, computed on the documents as right-padded batches.
+    """Compute the outputs of a base model for a packed row on its documents, as right-padded batches.
 
-    Attention is causal, so padding on the right is never seen, and positions start at 0 in each row by themselves. An
-    output without an entry per token cannot be told for documents alone: a `ValueError`.
+    Causal attention ignores padding on the right, and positions start at 0 in each row. An output without an entry per
+    token cannot be packed again and raises a `ValueError`.
     """
     row = (1, boundaries.total_length)
     inputs = {name: value for name, value in inputs.items() if name != "position_ids"}
     if inputs.get("inputs_embeds") is None:
-        # Once for the row, as without packing.
+        # Embed the row once, as without packing.
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
     as_tuple = inputs.pop("return_dict", None) is False
     names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.shape[:2] == row]
@@ -360,7 +361,7 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
                 continue
             shapes = {x.shape for x in tree_leaves(value) if x is not None}
             if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
-                # Routers see tokens without rows.
+                # Router outputs have one dimension for all tokens of the batch.
                 without_rows.append(name)
                 value = tree_map(lambda x: x if x is None else x.unflatten(0, batch), value)
             elif any(shape[:2] != batch for shape in shapes):
@@ -381,7 +382,7 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
 
 
 def mixer_class(builtin: type, mixer: Mixer) -> type:
-    """The subclass of a module that mixes along the row which stops at documents."""
+    """Create the subclass of a token mixer that keeps documents apart."""
 
     def run(module: torch.nn.Module, arguments: dict[str, Any]) -> Any:
         return (builtin.forward if running.count == 0 else forward)(module, **arguments)
@@ -393,7 +394,7 @@ def mixer_class(builtin: type, mixer: Mixer) -> type:
             return builtin.forward(module, **arguments)
         with_kernels = _has_kernels(builtin, mixer, arguments)
         record(type(module).__name__, "kernels" if with_kernels else "per_document", [], lambda _: None)
-        # Modules inside this one get documents, or are told of boundaries by it.
+        # Modules inside this one receive either documents or the boundaries as arguments.
         with _boundaries_set_to(None):
             if not with_kernels:
                 return _on_each_document(module, builtin.forward, mixer, arguments, boundaries)
@@ -405,7 +406,7 @@ def mixer_class(builtin: type, mixer: Mixer) -> type:
 
 
 def _has_kernels(builtin: type, mixer: Mixer, arguments: dict[str, Any]) -> bool:
-    """Whether the module runs kernels that can be told of boundaries, and no torch reference that ignores them."""
+    """Whether the module runs kernels that accept boundaries, not a torch reference that ignores them."""
     tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     functions = [getattr(import_module(builtin.__module__), name, None) for name in mixer.kernels]
     return bool(functions) and _on_gpu(tensors) and all(map(_is_kernel, functions))
@@ -417,25 +418,25 @@ def _on_gpu(tensors: list[torch.Tensor]) -> bool:
 
 @cache
 def _is_kernel(function: Callable | None) -> bool:
-    """Whether Transformers found a package's kernel for one of its functions, and not only its own reference.
+    """Whether Transformers found a package's kernel for one of its functions, not only its own reference.
 
-    Nothing says so but the function itself: with a reference inside it refuses boundaries before it looks at what else it
-    is given, and a kernel misses its tensors.
+    Only a call reveals this: a wrapped reference rejects boundaries with a `ValueError` before it checks its other
+    arguments, while a kernel raises another error because its tensors are missing.
     """
     try:
         function(seq_idx=True, cu_seqlens=True)
     except ValueError:
         return False
     except Exception:
-        # A reference that Transformers did not wrap would ignore boundaries.
+        # A reference without Transformers' wrapper would ignore boundaries.
         return hasattr(function, "__wrapped__")
     return False
 
 
 def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[str, Any], boundaries) -> Any:
-    """The built-in forward on right-padded batches of documents: it is causal, so what it makes of them is exact."""
+    """Run the stock forward on right-padded batches of documents. It is causal, so the results are exact."""
     row = (1, boundaries.total_length)
-    # A document alone has no boundaries.
+    # Separate documents need no boundaries.
     arguments = {name: value for name, value in arguments.items() if name not in _EXPLICIT}
     if mixer.masked:
         arguments["attention_mask"] = None

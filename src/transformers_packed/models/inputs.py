@@ -1,9 +1,9 @@
-"""From the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` when the input is not packed.
+"""Resolve the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` if the input is not packed.
 
-Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`) always means a packed row; any one of them
-is enough. Without it a row is packed when `position_ids` restart and there is neither a mask nor a cache. The checks
-read shapes, dtypes and host copies; contents of tensors on a device are compared only where they are on the CPU
-anyway, or when the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a synchronisation.
+Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row. Without
+metadata, a row is packed if its `position_ids` restart and the call has neither a mask nor a cache. The checks read
+shapes, dtypes and host copies. They compare the values of tensors on a device only if the environment variable
+`TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
 """
 
 import inspect
@@ -22,17 +22,17 @@ from ..errors import input_error
 
 
 class PackingKwargs(TransformersKwargs, total=False):
-    """Keyword arguments of a packed forward: Transformers' own (`seq_idx`, `cu_seq_lens_q`, ...) and ours.
+    """Keyword arguments of a packed forward, from Transformers (`seq_idx`, `cu_seq_lens_q`, ...) and this package.
 
     Attributes:
         cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
-            Cumulative document lengths, flash-linear-attention's name for `cu_seq_lens_q`.
+            Cumulative sequence lengths, flash-linear-attention's name for `cu_seq_lens_q`.
         padding_tokens (`int`, *optional*):
-            The length of the row's last document, if that is padding: it is left out of router statistics.
+            The length of the row's last document if that document is padding. Router statistics exclude it.
         boundaries ([`SequenceBoundaries`], *optional*):
-            The same with a host copy, as models hand it to their layers.
+            The boundaries with a host copy, as models pass them to their layers.
         packs_padding (`bool`, *optional*):
-            Whether this call computes the real tokens of a padded batch only; by default as the model's attribute says.
+            Whether this call computes only the real tokens of a padded batch. Defaults to the model's attribute.
     """
 
     cu_seqlens: torch.IntTensor | None
@@ -41,20 +41,20 @@ class PackingKwargs(TransformersKwargs, total=False):
     packs_padding: bool | None
 
 
-# How a forward may call its cache.
+# Names of a forward's cache argument.
 CACHES = ("past_key_values", "cache_params", "state")
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
 def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
-    """Decide once, at the top of a model, whether its input is a packed row and where its documents are.
+    """Detect at the top of a model whether its input is a packed row, and locate its documents.
 
-    `inputs` are the arguments of a model's forward. The packing keywords are taken out, so that a row that is not packed
-    leaves no trace of them. Boundaries on the host, which save a wait for the device, go to where the tokens are.
+    `inputs` are the arguments of a model's forward. The packing keywords are removed from them. Boundaries on the host
+    avoid a host sync; they are copied to the device of the tokens.
 
     Raises:
         `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
-        malformed or contradictory.
+            malformed or contradictory.
     """
     given = inputs.pop("boundaries", None)
     metadata = {name: inputs.pop(name, None) for name in PACKING_KEYWORDS}
@@ -67,12 +67,12 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     caches = [name for name in CACHES if inputs.get(name) is not None]
     explicit = [name for name, value in metadata.items() if value is not None]
-    # A compiled graph cannot branch on what position_ids hold: there, packing needs explicit metadata.
+    # A compiled graph cannot branch on the values of position_ids, so packing needs explicit metadata there.
     inferred = position_ids is not None and mask is None and not caches and not is_torchdynamo_compiling()
     text_row = None if position_ids is None else text_position_ids(position_ids)
     if text_row is not None and text_row.shape[-1] != total_length:
         text_row = None
-    # The collator's default has positions alone, and a number beside them when some of the row is padding.
+    # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
     if explicit and not (inferred and explicit == ["padding_tokens"]):
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
@@ -89,13 +89,13 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
         raise input_error(
-            f"a packed row ({source}) without {got}", got, "Leave it out: a packed row needs no mask and has no cache."
+            f"a packed row ({source}) without {got}", got, "Remove it: packed rows need no mask and support no cache."
         )
     return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
 
 
 def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; `names` are those that may be given by position."""
+    """Map the arguments of a call to their names. `names` lists the arguments that may be positional."""
     twice = [name for name in names[: len(args)] if name in kwargs]
     if twice or len(args) > len(names):
         raise TypeError(f"forward() got {f'two values for {twice[0]}' if twice else f'{len(args)} arguments'}")
@@ -103,10 +103,10 @@ def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> di
 
 
 def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iterable[Parameter] = ()) -> Callable:
-    """A forward with the signature of `builtin`, a forward too, that calls `run(self, inputs)`.
+    """Create a forward that has the signature of the forward `builtin` and calls `run(self, inputs)`.
 
-    Trainer drops the columns of a dataset that a signature does not name, so it is kept. Parameters `added`, keywords
-    that the built-in does not name, come last.
+    The signature matters because Trainer drops the dataset columns that it does not name. The keyword-only parameters
+    in `added` come last, except those that `builtin` already names.
     """
     signature = inspect.signature(builtin)
     rest = [p for p in signature.parameters.values() if p.kind is Parameter.VAR_KEYWORD]
@@ -118,14 +118,14 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
     def inner(self, *args, **kwargs):
         return run(self, named_arguments(names, args, kwargs))
 
-    # accelerate looks for the forward below its wrappers by `__wrapped__`: that of the built-in must not be found.
+    # accelerate unwraps a forward by following `__wrapped__`, which must not lead to the stock forward.
     del inner.__wrapped__
-    # Annotations that are strings mean names of the built-in's module.
+    # String annotations refer to names in the stock module.
     with suppress(NameError):
         inner.__annotations__ = get_type_hints(builtin)
     inner.__signature__ = signature.replace(parameters=[*parameters, *added, *rest])
 
-    # Hooks copy the attributes of a bound forward, of which a signature that names `self` must not be one.
+    # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
     @wraps(inner, updated=())
     def forward(self, *args, **kwargs):
         return inner(self, *args, **kwargs)
@@ -134,9 +134,10 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
 
 
 def with_boundaries(cls: type, builtin: type) -> Callable:
-    """The forward of `cls`: that of `builtin`, with boundaries in the place of the packing keywords.
+    """Create the forward of `cls`: like that of `builtin`, with boundaries in place of the packing keywords.
 
-    It calls `forward_with_boundaries(boundaries, **inputs)` of `cls`, whose keyword arguments are added to its own.
+    It calls `forward_with_boundaries(boundaries, **inputs)` of `cls`. Its signature includes the keyword-only
+    parameters of that method.
     """
 
     def run(model: Any, inputs: dict[str, Any]) -> Any:
@@ -148,13 +149,13 @@ def with_boundaries(cls: type, builtin: type) -> Callable:
 
 
 def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention looks back only: as the argument of forward says, else the configuration."""
+    """Whether attention is causal, according to forward's argument or else the configuration."""
     said = kwargs.get("is_causal"), getattr(config, "is_causal", None)
     return bool(next((value for value in said if value is not None), True))
 
 
 def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise unless attention is causal, as that of packed rows is."""
+    """Raise a `ValueError` unless attention is causal, as packed rows require."""
     if not is_causal(config, kwargs):
         raise input_error("causal attention for a packed row", "is_causal=False", "Use a padded batch.")
 
@@ -162,16 +163,16 @@ def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
 def mask_targets_across_documents(
     boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """`labels` `[1, T]` without targets that would make one document's last token predict the next one's first.
+    """Mask the targets in `labels` `[1, T]` that make a document's last token predict the next document's first token.
 
-    The same is done to `shift_labels` in `kwargs`, whose targets stand one token earlier. A document alone has no
-    target for its first token either, so its own loss is untouched. A part of a row has to come with `shift_labels`: the
-    target of its last token is in another part, and whoever cut the row has masked them already.
+    `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. The loss of each
+    document is unchanged, because a separate document has no target for its first token either. A shard of a row
+    requires `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard.
     """
     if boundaries.is_shard:
         if labels is not None and kwargs.get("shift_labels") is None:
             fix = "Cut the batch with transformers_packed.parallel.shard_batch."
-            raise input_error("shift_labels beside labels for a part of a row", "labels alone", fix)
+            raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
         return labels
     if labels is not None:
         starts = boundaries.cu_seqlens[:-1].long()
@@ -184,11 +185,11 @@ def mask_targets_across_documents(
 
 
 def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` for a vision tower: document boundaries would be taken for image boundaries there."""
+    """Remove document boundaries from `kwargs` for a vision tower, which would read them as image boundaries."""
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_VISION}
 
 
 def _check_one_row(source: str, tokens: torch.Tensor) -> None:
     if len(tokens) != 1:
         fix = "Flatten the batch to one row, or pass an attention_mask if the rows are padded."
-        raise input_error(f"one packed row (batch size 1) beside {source}", f"batch size {len(tokens)}", fix)
+        raise input_error(f"one packed row (batch size 1) with {source}", f"batch size {len(tokens)}", fix)

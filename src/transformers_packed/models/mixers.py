@@ -1,3 +1,3 @@
-"""Where the classes of `generic` were once: models pickled then name them `transformers_packed.models.mixers.<name>`."""
+"""Alias of `generic` for old pickles, which refer to its classes as `transformers_packed.models.mixers.<name>`."""
 
 from .generic import __getattr__  # noqa: F401

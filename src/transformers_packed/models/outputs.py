@@ -1,4 +1,4 @@
-"""What heads on top of a model do: one result per document of a packed row, and a language model's loss without logits."""
+"""Model heads: one result per document of a packed row, and a language model loss that skips the logits."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from .untouched import is_bare_linear, is_sharded_linear
 
 
 class LanguageModelMixin(PackedModelMixin):
-    """For language models: targets within documents, and in training a loss without logits."""
+    """Language models: keep targets within documents, and skip the logits in training."""
 
-    # The loss is a mean over the targets of the whole step, so Trainer may pass their number.
+    # The loss is a mean over all targets of a step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
     @can_return_tuple
@@ -51,12 +51,12 @@ class LanguageModelMixin(PackedModelMixin):
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
-        # `generate` does not pack, with a cache or without.
+        # `generate` never packs, even without a cache.
         return {**super().prepare_inputs_for_generation(*args, **kwargs), "packs_padding": False}
 
 
 class DocumentClassifierMixin(PackedModelMixin):
-    """For sequence classification: of a packed row one result per document, from its last token."""
+    """Sequence classifiers: one result per document of a packed row, computed from its last token."""
 
     @can_return_tuple
     def forward_with_boundaries(
@@ -67,7 +67,7 @@ class DocumentClassifierMixin(PackedModelMixin):
         use_cache: bool | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """As the built-in, and for a packed row `labels` `[N]`, of which -100 counts for nothing, and logits `[N, num_labels]`."""
+        """Like the stock forward. A packed row has `labels` `[N]` (-100 is ignored) and logits `[N, num_labels]`."""
         if boundaries is None:
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
         boundaries.check_whole("Train classifiers without sequence parallelism.")
@@ -79,7 +79,7 @@ class DocumentClassifierMixin(PackedModelMixin):
             if labels.shape[0] != boundaries.num_documents:
                 expected = f"labels for the row's {boundaries.num_documents} documents"
                 raise input_error(
-                    expected, f"shape {tuple(labels.shape)}", "Tail padding is one, with the label -100."
+                    expected, f"shape {tuple(labels.shape)}", "Tail padding is a document, with the label -100."
                 )
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutputWithPast(
@@ -88,10 +88,10 @@ class DocumentClassifierMixin(PackedModelMixin):
 
 
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
-    """Whether this forward of a language model gives its loss alone. Takes `skip_logits` out of `inputs`.
+    """Whether this forward of a language model computes only its loss. Removes `skip_logits` from `inputs`.
 
-    By default that is so in training, where labels are given. It needs Transformers' own loss and a plain linear head,
-    which FSDP2 may have sharded: not one of PEFT, or one that accelerate moves.
+    By default the logits are skipped in training if labels are given. Skipping requires the stock loss and a plain
+    linear head, which FSDP2 may have sharded. Heads with PEFT adapters or accelerate's hooks do not qualify.
     """
     skip = inputs.pop("skip_logits", None)
     skip = model.training if skip is None else skip
@@ -99,11 +99,11 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
     possible = (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
     sparse = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
     if boundaries is not None and boundaries.is_shard and sparse:
-        # The routers have one loss for the whole row, and only `loss_without_logits` counts it once.
+        # The router loss belongs to the whole row, and only `loss_without_logits` counts it once.
         skip = True
         if labels is not None and not possible:
-            expected = "a plain linear lm_head and Transformers' own loss for a part of a row"
-            raise input_error(expected, type(head).__name__, "Do not adapt lm_head.")
+            expected = "a plain linear lm_head and Transformers' own loss for a shard of a row"
+            raise input_error(expected, type(head).__name__, "Exclude lm_head from the adapted modules.")
     if not skip or labels is None or not isinstance(logits_to_keep, int) or logits_to_keep:
         return False
     return possible and not (torch.compiler.is_compiling() or is_transformed())
@@ -111,23 +111,23 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
 
 @dataclass(init=False, repr=False, eq=False)
 class _LogitsOnDemand:
-    """Mixed into an output: `logits` are made when they are asked for by name, and in no other way.
+    """Mixin for outputs that compute `logits` on first access by name, and in no other way.
 
-    A copy that was made before them cannot make them: asking it is an `AttributeError`.
+    A copy of the output that was made before that access cannot compute them and raises an `AttributeError`.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # FSDP returns a new output with all fields of the dataclass, which so must not name `logits`. No public way of
-        # `dataclasses` leaves out a field that a base class has.
+        # FSDP copies all dataclass fields into a new output, so `logits` must not be a field. `dataclasses` has no
+        # public way to remove a field of a base class.
         fields = super().__dataclass_fields__ | _LogitsOnDemand.__dataclass_fields__
         cls.__dataclass_fields__ = {name: field for name, field in fields.items() if name != "logits"}
 
     def __init__(self, *args: Any, make_logits: Callable[[], torch.Tensor] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # Only an attribute, and no item as the other fields are.
+        # An attribute only, not an item like the other fields.
         vars(self)["make_logits"] = make_logits
         if vars(self)["_logits"] is None:
             del vars(self)["_logits"]
@@ -137,9 +137,9 @@ class _LogitsOnDemand:
         if self.make_logits is not None:
             self.logits = self.make_logits()
         if "_logits" not in vars(self):
-            got, fix = "a copy, as accelerate makes one under mixed precision", "Pass skip_logits=False to the model."
-            error = input_error("the output that the model itself returned", got, fix)
-            # So that `hasattr` is an answer.
+            got, fix = "a copy, such as accelerate's under mixed precision", "Pass skip_logits=False to the model."
+            error = input_error("the original output of the model to compute logits", got, fix)
+            # `hasattr` expects an AttributeError.
             raise AttributeError(str(error))
         return vars(self)["_logits"]
 
@@ -160,27 +160,27 @@ class _LogitsOnDemand:
 
 
 def _some_rows(weight: torch.Tensor) -> torch.Tensor:
-    """At most 64 rows from all over a weight, without a copy; of a sharded one from the part that is here."""
+    """View up to 64 evenly spaced rows of a weight, or of the local shard of a sharded weight."""
     weight = getattr(weight, "_local_tensor", weight).detach()
     return weight[:: max(1, -(-len(weight) // 64))]
 
 
 def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The head's logits as this forward would have made them: in its modes, and with weights that are still the same."""
+    """Return a function that computes the head's logits in the modes of this forward, if the weights are unchanged."""
     device, bare = hidden_states.device.type, is_bare_linear(head)
     weight, bias = head.weight, head.bias
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    # Tensors made in inference mode count no versions.
+    # Tensors created in inference mode have no version counter.
     tracked = [x for x in (hidden_states, weight, bias) if x is not None and not x.is_inference()]
 
     def state() -> list[tuple[int, int]]:
-        # FSDP1 leaves a weight that it gathered without memory; FSDP2 gathers it again.
+        # FSDP1 frees the storage of a gathered weight; FSDP2 gathers it again.
         return [(x._version, x.untyped_storage().nbytes() if bare else 0) for x in tracked]
 
     before = state()
-    # torch's fused optimizers, and writes through `.data`, count no version either. What FSDP2 gathered for more than
-    # the head is gone later.
+    # Fused optimizers and writes through `.data` do not increment versions either. FSDP2 later frees weights that it
+    # gathered for more than the head.
     sample = _some_rows(weight).clone() if bare or hasattr(weight, "_local_tensor") else None
 
     def make() -> torch.Tensor:
@@ -188,22 +188,22 @@ def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Cal
         if not changed and sample is not None:
             changed = not torch.allclose(_some_rows(weight), sample, rtol=0, atol=0, equal_nan=True)
         if changed:
-            got = "ones that were changed in place since, as by optimizer.step()"
-            fix = "Read logits before that, or pass skip_logits=False to the model."
-            raise input_error("the head and the hidden states of the forward", got, fix)
+            got = "tensors changed in place since then, for example by optimizer.step()"
+            fix = "Read logits before that change, or pass skip_logits=False to the model."
+            raise input_error("the head and the hidden states of the forward pass", got, fix)
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
-            # Not the layer, which may have another weight or hooks by now, unless it has to gather its weight.
+            # Avoid calling the layer, whose weight or hooks may have changed, unless FSDP2 must gather its weight.
             return F.linear(hidden_states, weight, bias) if bare else head(hidden_states)
 
     return make
 
 
 class CausalLMOutputWithoutLogits(_LogitsOnDemand, CausalLMOutputWithPast):
-    """The output of a language model that made no logits."""
+    """Output of a language model that skipped the logits."""
 
 
 class MoeCausalLMOutputWithoutLogits(_LogitsOnDemand, MoeCausalLMOutputWithPast):
-    """The output of a mixture of experts that made no logits."""
+    """Output of a mixture-of-experts language model that skipped the logits."""
 
 
 def loss_without_logits(
@@ -214,7 +214,9 @@ def loss_without_logits(
     output_router_logits: bool | None = None,
     **inputs: Any,
 ) -> CausalLMOutputWithoutLogits | MoeCausalLMOutputWithoutLogits:
-    """The output of a language model, with the loss of the built-in forward; logits are made if somebody looks at them.
+    """Run a language model and compute the loss of the stock forward without logits.
+
+    The output computes its logits on first access.
 
     Args:
         model (`PreTrainedModel`):
@@ -225,8 +227,8 @@ def loss_without_logits(
             As in forward.
         output_router_logits (`bool`, *optional*):
             As in the forward of a mixture of experts.
-        inputs:
-            The other arguments of forward, also those of the loss: `num_items_in_batch`, `shift_labels`,
+        inputs (`Any`):
+            The other arguments of forward, including those of the loss: `num_items_in_batch`, `shift_labels`,
             `ignore_index`, `label_smoothing`.
     """
     config = model.config.get_text_config()
@@ -257,7 +259,7 @@ def loss_without_logits(
     if is_bare_linear(head):
         loss = loss_of(outputs.last_hidden_state)
     else:
-        # FSDP2 gathers the weight around the head's own forward, which so has to be what computes the loss.
+        # FSDP2 gathers the weight only around the head's forward, so that forward must compute the loss.
         head.forward = loss_of
         try:
             loss = head(outputs.last_hidden_state)
@@ -272,7 +274,7 @@ def loss_without_logits(
         aux_loss = load_balancing_loss_func(routers, config.num_experts, config.num_experts_per_tok, attention_mask)
         boundaries = inputs.get("boundaries")
         if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
-            # Every rank has that of the whole row, and losses that are part of one sum are added up.
+            # Every rank computes the router loss of the whole row, and the losses of the ranks are summed.
             aux_loss = aux_loss / boundaries.size
         loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
     return MoeCausalLMOutputWithoutLogits(loss=loss, aux_loss=aux_loss, router_logits=routers, **fields)

@@ -1,8 +1,8 @@
-"""A padded batch runs as a packed row: its real tokens are gathered at the embedding and put back at the output.
+"""Run a padded batch as a packed row: gather its real tokens before the embedding and scatter them after the output.
 
-Nothing is computed for padding then; hidden states and router logits are zero there. That is left out where somebody
-would notice more than that: where a cache is filled, hidden states or attention weights are returned, or a graph is
-recorded, where attention is not causal or cannot keep documents apart, and where NEFTune makes noise by the padded length.
+The model computes nothing for padding, where hidden states and router logits are zero. A batch stays padded if packing
+it would change other results: if the call fills a cache, returns hidden states or attention weights, or is traced; if
+attention is not causal or cannot keep documents apart; and if NEFTune scales its noise by the padded length.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class PaddedBatch:
 
     Args:
         boundaries ([`SequenceBoundaries`]):
-            One document for each row that has a real token.
+            One document for each row with at least one real token.
         slots (`torch.LongTensor` of shape `[N]`):
-            The place of each real token in the flattened batch.
+            The index of each real token in the flattened batch.
         shape (`tuple[int, int]`):
             `(B, T)`.
     """
@@ -35,9 +35,9 @@ class PaddedBatch:
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor, device: torch.device) -> "PaddedBatch | None":
-        """From a mask `[B, T]`; waits once for the mask, and no more for `device`.
+        """Create it from a mask `[B, T]`. Reading the mask is the only host sync.
 
-        `None` when there is nothing to leave out (only ones, only zeros), when a row's ones are not one run, and for
+        Returns `None` if the mask is all ones or all zeros, if the ones of a row are not contiguous, or if it has
         values other than 0 and 1.
         """
         mask = attention_mask.to("cpu")
@@ -53,9 +53,9 @@ class PaddedBatch:
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), tuple(mask.shape))
 
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The tokens `[B, T, ...]` and position ids of a forward's arguments, as those of the row.
+        """Pack the tokens `[B, T, ...]` and position ids of a forward's arguments into one row.
 
-        Position ids are `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]`; without any each document counts from 0.
+        Position ids are `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]`. Without them, each document counts from 0.
         """
         tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
         tokens = {name: x.flatten(0, 1).index_select(0, self.slots)[None] for name, x in tokens.items()}
@@ -66,15 +66,15 @@ class PaddedBatch:
         return tokens | {"position_ids": rows.index_select(-1, self.slots).unsqueeze(-2)}
 
     def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Real tokens `[N, ...]` to `[B * T, ...]`, with zeros at padding."""
+        """Scatter real tokens `[N, ...]` to `[B * T, ...]`, with zeros at padding."""
         rows, length = self.shape
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
 
 
 def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
-    """What to pack of `inputs`, the arguments of a text model's forward, or `None` to run them as they are.
+    """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
-    Takes `packs_padding` out of them, with which a call overrides the model's own.
+    Removes `packs_padding` from `inputs`. The argument overrides the model's attribute for this call.
     """
     allowed = inputs.pop("packs_padding", None)
     if not (model.packs_padding if allowed is None else allowed):
@@ -86,7 +86,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
         return None
     config = model.config
-    # As the built-in forward settles it.
+    # The same rule as in the stock forward.
     cached = config.use_cache if inputs.get("use_cache") is None else inputs["use_cache"]
     if cached and not (model.gradient_checkpointing and model.training):
         return None
@@ -96,7 +96,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     if not is_causal(config, inputs) or not all(getattr(module, "is_causal", True) for module in attentions):
         return None
     if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
-        # Trainer's hook there makes noise by the length of the padded rows.
+        # Trainer's hook on the embedding scales its noise by the padded length.
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None

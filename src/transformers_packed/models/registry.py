@@ -1,9 +1,8 @@
-"""How our classes take the place of Transformers' own: by class, never by layout.
+"""Replace Transformers' classes with ours, without changing the layout of a model.
 
-Each of our classes has the name of the built-in class that it derives from, adds methods, and adds no parameter and no
-attribute. So a built-in module becomes ours when its `__class__` is set, and weights, plans, adapters and hooks stay as
-they are. That happens in one of two ways: `register` lets Transformers' Auto classes build our models, and `patch_model`
-converts a model that exists.
+Each of our classes has the name of the stock class that it derives from. It adds methods, but no parameters and no
+attributes. Setting its `__class__` therefore converts a stock module, and weights, plans, adapters and hooks stay
+unchanged. `register` makes Transformers' Auto classes build our models, and `patch_model` converts an existing model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -31,12 +30,12 @@ logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-# Built-in class, and ours.
+# Our class for each stock class.
 REPLACEMENTS: dict[type, type] = {}
-# Those of ours that are a fast path only: documents are kept apart without them.
+# Our classes that only speed up a model, which keeps documents apart without them.
 FAST_PATHS: set[type] = set()
 
-# What our methods use of the built-in modules: without it a model would fail in the middle of a forward.
+# The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
 _REQUIRED = {
     "transformers.cache_utils": (
         "Cache.get_recurrent_state",
@@ -69,53 +68,53 @@ _REQUIRED = {
 
 
 def replaces_builtin(cls: type) -> type:
-    """Class decorator: `cls` stands in for the built-in class of the same name that it derives from.
+    """Class decorator: `cls` replaces the stock class of the same name that it derives from.
 
-    A class with a method `forward_with_boundaries` gets the built-in's forward, which calls that method.
+    A class with a method `forward_with_boundaries` gets a forward with the stock signature that calls this method.
     """
     (builtin,) = (base for base in cls.__bases__ if base.__name__ == cls.__name__)
     if hasattr(cls, "forward_with_boundaries"):
         cls.forward = with_boundaries(cls, builtin)
     for name, method in vars(cls).items():
-        # What a method returns differs between families that share its code; tools ask for it.
+        # Families that share a method's code differ in its return annotation, which tools read.
         returned = getattr(getattr(builtin, name, None), "__annotations__", {}).get("return")
         if isinstance(method, FunctionType) and returned is not None:
             method.__annotations__.setdefault("return", returned)
-    # A modular file is the source of a modeling file; importing it must not put its classes in their place.
+    # A modular file is only the source of a modeling file, so importing it must not register its classes.
     if ".modular_" not in cls.__module__:
         REPLACEMENTS[builtin] = cls
     return cls
 
 
 def fast_path(cls: type) -> type:
-    """Class decorator: as [`replaces_builtin`], but a module that cannot become `cls` may stay what it is."""
-    # Another library, such as Liger, may have put a class of its own in the place of the built-in one: that one stays.
+    """Class decorator: like [`replaces_builtin`], but a module that cannot become `cls` may keep its class."""
+    # Keep a class that another library, such as Liger, has put in place of the stock one.
     if any(base.__name__ == cls.__name__ for base in cls.__bases__):
         FAST_PATHS.add(replaces_builtin(cls))
     return cls
 
 
 def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost model of Transformers inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
+    """Return the outermost Transformers model inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
     return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
 
 
 def has_our_classes(model: torch.nn.Module) -> bool:
-    """Whether a module of `model` is of a class in `REPLACEMENTS` that keeps documents apart, or one derived from it."""
+    """Whether a module of `model` is an instance of one of our classes that keep documents apart."""
     ours = tuple(set(REPLACEMENTS.values()) - FAST_PATHS)
     return any(isinstance(module, ours) for module in model.modules())
 
 
 def become(module: torch.nn.Module, cls: type) -> None:
-    """Set the module's class, one of a pair in `REPLACEMENTS`, and what Transformers keeps per class of a model."""
+    """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
     module.__class__ = cls
-    # What a model can record is looked up by its class; an entry that is there already stays.
+    # Transformers looks up recordable outputs by the model's class. An existing entry stays.
     if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(module):
         _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def convert(model: torch.nn.Module) -> None:
-    """Turn every built-in module below `model` for which we have a class into ours, in place."""
+    """Convert every stock module in `model` with a replacement to our class, in place."""
     for module in model.modules():
         ours = REPLACEMENTS.get(type(module))
         if ours is not None:
@@ -123,9 +122,9 @@ def convert(model: torch.nn.Module) -> None:
 
 
 class PackedModelMixin:
-    """What every model class of ours adds to the built-in one: its layers become ours when it is built."""
+    """Base of all our model classes. Converts the layers of a model to our classes when the model is created."""
 
-    # The built-in classes do not say so, hence only `set_attn_implementation` on a model of ours gets there.
+    # The stock classes do not declare this, so only our models accept flex_attention in `set_attn_implementation`.
     _supports_flex_attn = True
 
     def __init__(self, config, *args, **kwargs):
@@ -133,13 +132,13 @@ class PackedModelMixin:
         convert(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Trainer's use_liger_kernel assigns Liger's forward to a registered model in `train`, where nothing of ours is
-        # called between. What Liger does to norms and MLPs, which see each token alone, may stay.
+        # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only
+        # place to intercept it. Liger's norms and MLPs may stay, because they process each token separately.
         module = getattr(getattr(value, "__func__", None), "__module__", None) or ""
         if name == "forward" and module.startswith("liger_kernel."):
             logger.warning_once(
-                f"{type(self).__name__} keeps its forward: that of Liger's fused_linear_cross_entropy would not keep "
-                "targets within their documents."
+                f"{type(self).__name__} keeps its forward: Liger's fused_linear_cross_entropy ignores document "
+                "boundaries and would train on targets across them."
             )
             return
         super().__setattr__(name, value)
@@ -170,7 +169,7 @@ class PackedModelMixin:
 
     @property
     def packs_padding(self) -> bool:
-        """Whether a padded batch runs as a packed row where no cache is involved; set on a model, it holds for its parts."""
+        """Whether padded batches run as packed rows if no cache is used. Setting it also sets it on all submodels."""
         return vars(self).get("_packs_padding", True)
 
     @packs_padding.setter
@@ -181,12 +180,12 @@ class PackedModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        # The weights are the built-in's, so Transformers' weight conversions and initialisation apply as they stand.
+        # The weights are those of the stock class, so Transformers' weight conversion and initialization apply.
         return False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # The check reads the source of the class's module, so it has to be the built-in class's.
+        # The check reads the source of the class's module, so it needs the stock class.
         builtin = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
         return builtin._can_set_experts_implementation()
 
@@ -194,13 +193,13 @@ class PackedModelMixin:
 def register() -> None:
     """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
 
-    From then on `from_pretrained` and `from_config` on a configuration of Qwen3-Next, Qwen3.5 or one of the families
-    in `families.MIXERS` and `families.UNPACKED` return our classes, which have the built-in names, parameters and
-    results and keep the documents of a packed row apart. Registering again changes nothing.
+    After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE and
+    the families in `families.MIXERS` and `families.UNPACKED`. Our classes have the same names, parameters and results
+    as the stock classes, and they keep the documents of a packed row apart. Registering again has no effect.
 
     Raises:
-        `ImportError`: the installed Transformers lacks something that our models use.
-        `ValueError`: somebody else's class is registered for one of the configurations.
+        `ImportError`: the installed Transformers lacks an API that our models use.
+        `ValueError`: another class is already registered for one of the configurations.
 
     Example:
 
@@ -220,13 +219,15 @@ def register() -> None:
         current = mapping._extra_content.get(config, ours)
         if current is not ours:
             got = f"{current.__module__}.{current.__name__}"
-            raise input_error(f"no other class registered for {config.__name__}", got, "Call register() without it.")
+            raise input_error(
+                f"no other class registered for {config.__name__}", got, "Remove it before calling register()."
+            )
     for mapping, config, ours in entries:
         mapping.register(config, ours, exist_ok=True)
 
 
 def unregister() -> None:
-    """Undo [`register`]: the Auto classes build the built-in models again. Without a registration nothing happens."""
+    """Undo [`register`], so that the Auto classes build the stock models. Has no effect without a registration."""
     for mapping, config, ours in _entries():
         if mapping._extra_content.get(config) is ours:
             del mapping._extra_content[config]
@@ -234,7 +235,7 @@ def unregister() -> None:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """[`register`] for the length of a `with` block; an earlier registration stays afterwards."""
+    """Context manager that calls [`register`] on entry and undoes it on exit. An earlier registration is kept."""
     before = all(mapping._extra_content.get(config) is ours for mapping, config, ours in _entries())
     register()
     try:
@@ -245,7 +246,7 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> Iterator[tuple]:
-    """(mapping of an Auto class, configuration class, our model class) for all that we register."""
+    """Yield (mapping of an Auto class, configuration class, our model class) for every registration."""
     for family, configs in FAMILIES.items():
         modeling = modeling_module(family)
         for config_name, classes in configs.items():
@@ -256,17 +257,17 @@ def _entries() -> Iterator[tuple]:
 
 
 def modeling_module(family: str) -> ModuleType:
-    """The generated modeling file of one of `FAMILIES`; importing it puts its classes into `REPLACEMENTS`."""
+    """Import the generated modeling file of one of `FAMILIES`, which adds its classes to `REPLACEMENTS`."""
     return import_module(f"{__package__}.{family}.modeling_{family}")
 
 
 def _generic() -> ModuleType:
-    """All other families. As modeling files, it derives from what is here, and brings along kernels' packages."""
+    """Import the module of all other families late: it depends on this module and imports kernel packages."""
     return import_module(f"{__package__}.generic")
 
 
 def check_transformers() -> None:
-    """Raise an `ImportError` that names everything the installed Transformers lacks."""
+    """Raise an `ImportError` that lists every required name the installed Transformers lacks."""
     missing = []
     for module_name, paths in _REQUIRED.items():
         for path in paths:
@@ -278,24 +279,24 @@ def check_transformers() -> None:
                 missing.append(f"{module_name}.{path}")
     if missing:
         raise ImportError(
-            f"transformers {transformers.__version__} lacks {', '.join(missing)}, which transformers_packed uses. Install "
-            "a supported release: pip install 'transformers>=5.23,<6'."
+            f"transformers {transformers.__version__} lacks {', '.join(missing)}, which transformers_packed requires. "
+            "Install a supported release: pip install 'transformers>=5.23,<6'."
         )
 
 
 def patch_model(model: Model) -> Model:
-    """Make a live model keep the documents of a packed row apart, in place.
+    """Convert an existing model in place, so that it keeps the documents of a packed row apart.
 
-    Every built-in module for which this package has a class becomes that class; no tensor is copied, moved or
-    replaced. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have classes written by hand, the other families of Transformers that
-    do not isolate documents get theirs by the tables in `models/families.py`. A causal language model that keeps them
-    apart by itself, by position ids that restart and without a cache, stays as it is.
+    Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
+    Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents get
+    classes from the tables in `models/families.py`. A causal language model that already keeps documents apart, with
+    position ids that restart and without a cache, stays unchanged.
 
-    The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, a class of your own), have
-    gradient checkpointing on, and be spread by accelerate's `device_map`. Patching again changes nothing.
+    The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, your own class), use gradient
+    checkpointing, or be distributed with accelerate's `device_map`. Patching again has no effect.
 
-    Patch a model before what takes hold of its layers or its forward: FSDP, `Accelerator.prepare` with mixed precision
-    (which `Trainer` calls in `train`), and libraries that set a forward of their own.
+    Patch a model before anything that wraps its layers or its forward: FSDP, `Accelerator.prepare` with mixed
+    precision (which `Trainer` calls in `train`), and libraries that set their own forward.
 
     Args:
         model (`torch.nn.Module`):
@@ -305,10 +306,10 @@ def patch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model is of a family that cannot be packed or was never measured (see [`audit_model`]), is
-        sharded by FSDP, or has a module that cannot be converted: one of a subclass or a copy of the built-in class,
-        or one with a `forward` of its own. Nothing was changed then.
-        `ImportError`: the installed Transformers lacks something that our models use.
+        `ValueError`: the model's family cannot be packed or was never audited (see [`audit_model`]), the model is
+            sharded by FSDP, or a module cannot be converted because its class is a subclass or copy of a stock class
+            or because it has its own `forward`. The model is unchanged in all these cases.
+        `ImportError`: the installed Transformers lacks an API that our models use.
 
     Example:
 
@@ -331,7 +332,7 @@ def patch_model(model: Model) -> Model:
         _generic().announce_families_of(model)
     ours = tuple(REPLACEMENTS.values())
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
-    # Copies of a built-in class, as libraries generate them, are told by the name.
+    # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
     _switch(model, REPLACEMENTS, related)
     if not has_our_classes(model):
@@ -340,20 +341,20 @@ def patch_model(model: Model) -> Model:
 
 
 def cache_warning(model: torch.nn.Module) -> str:
-    """What to know of a stock model that keeps documents apart and makes a cache."""
+    """Return the warning for a stock model that keeps documents apart only without a cache."""
     return (
-        f"{type(model).__name__} keeps documents apart by its masks, and beside a cache it makes them without regard to "
-        "documents. Trainer turns the cache off; elsewhere pass use_cache=False."
+        f"{type(model).__name__} keeps documents apart with its attention mask, but with a cache the mask ignores "
+        "documents. Trainer disables the cache. Outside of Trainer, pass use_cache=False."
     )
 
 
 def _check_isolated(model: torch.nn.Module) -> None:
-    """Raise unless `model` keeps documents apart without us."""
+    """Raise a `ValueError` unless the stock `model` keeps documents apart."""
     outermost = transformers_model(model)
-    got, fix = type(model).__name__, "Only models of Transformers can be patched."
+    got, fix = type(model).__name__, "Only Transformers models can be patched."
     if outermost is not None:
         families = list(filter(None, map(_generic().family_of, type(outermost).__mro__)))
-        got, fix = type(outermost).__name__, "Measure with audit_model whether it needs a patch."
+        got, fix = type(outermost).__name__, "Run audit_model to check whether it needs a patch."
         if any(family in ISOLATED for family in families):
             if getattr(outermost.config.get_text_config(), "use_cache", False):
                 logger.warning_once(f"patch_model: {cache_warning(outermost)}")
@@ -365,10 +366,10 @@ def _check_isolated(model: torch.nn.Module) -> None:
 
 
 def unpatch_model(model: Model) -> Model:
-    """Undo [`patch_model`]: every module of ours becomes the built-in one again, in place, and behaves as before.
+    """Undo [`patch_model`] in place: convert every module of our classes to its stock class.
 
-    That holds for models that were built as ours too, by `register` or directly: they become built-in models. A model
-    without a module of ours stays as it is.
+    Models that were created with our classes, through `register` or directly, also become stock models. A model
+    without our classes stays unchanged.
 
     Args:
         model (`torch.nn.Module`):
@@ -378,8 +379,8 @@ def unpatch_model(model: Model) -> Model:
         `torch.nn.Module`: the same object.
 
     Raises:
-        `ValueError`: the model is sharded by FSDP, or has a module of ours that cannot be converted: one of a
-        subclass, or one with a `forward` of its own. Nothing was changed then.
+        `ValueError`: the model is sharded by FSDP, or a module cannot be converted because its class is a subclass of
+            ours or because it has its own `forward`. The model is unchanged in these cases.
 
     Example:
 
@@ -399,9 +400,10 @@ def unpatch_model(model: Model) -> Model:
 
 
 def _switch(model: torch.nn.Module, classes: dict[type, type], related: Callable[[type], bool]) -> None:
-    """Give every module of a class in `classes` the class found there, or raise with the model unchanged.
+    """Convert every module whose class is a key of `classes` to the class found there.
 
-    `related` tells the classes of modules that would have to be switched too; those not in `classes` are an error.
+    `related` tells whether modules of a class need converting too. If such a class is not in `classes`, a `ValueError`
+    is raised and the model stays unchanged.
     """
     if not isinstance(model, torch.nn.Module):
         raise input_error("a torch.nn.Module", type(model).__name__, "Pass the model itself.")
@@ -410,14 +412,14 @@ def _switch(model: torch.nn.Module, classes: dict[type, type], related: Callable
     for name, module in modules if affected else ():
         if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
             got = f"module {name} under FSDP ({type(module).__name__})"
-            raise input_error("a model that is not sharded yet", got, "Convert the model before sharding it.")
+            raise input_error("a model without FSDP", got, "Convert the model before sharding it.")
     changes = []
     for name, module in affected:
         old = type(module)
         if old not in classes:
-            got = f"module {name} of a subclass or copy of one, {old.__module__}.{old.__qualname__}"
-            fix = f"Load the model without what put that class there, or derive the class from ours, in {__package__}."
-            raise input_error("modules of the classes of Transformers themselves", got, fix)
+            got = f"module {name} of a subclass or copy of a stock class, {old.__module__}.{old.__qualname__}"
+            fix = f"Load the model without the code that sets it, or derive the class from ours in {__package__}."
+            raise input_error("modules of Transformers' own classes", got, fix)
         try:
             attributes = _attributes(name, module, classes[old])
         except ValueError:
@@ -431,10 +433,10 @@ def _switch(model: torch.nn.Module, classes: dict[type, type], related: Callable
 
 
 def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]:
-    """What has to change in the module's own attributes with its class: a `forward` that is bound to the old one.
+    """Return the instance attributes that must change with the module's class: a `forward` bound to the old class.
 
-    accelerate's hooks set a `forward` that calls a bound `_old_forward`; without the hook that remains as `forward`.
-    TRL's trainers set one that scores tokens without logits, or else calls what was bound.
+    accelerate's hooks set a `forward` that calls a bound `_old_forward`. Removing a hook leaves the bound method as
+    `forward`. TRL's trainers set a `forward` that scores tokens without logits and otherwise calls the bound method.
     """
     own, old = vars(module), type(module)
     for key, value in own.items():
@@ -446,7 +448,7 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
     wrapper = own["forward"]
     theirs = getattr(wrapper, "trl_forward", wrapper)
     if "_hf_hook" not in own and "fused_lm_head" in (getattr(theirs, "__kwdefaults__", None) or ()):
-        # TRL keeps what it runs beside its head in a closure alone: nothing else tells another forward from the class's.
+        # Only TRL's closure holds the forward that it wraps, so nothing else shows whether it is that of the class.
         held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
         if theirs is wrapper and not _is_forward_of(module, held):
             raise _set_before(name, old, "forward")
@@ -463,18 +465,18 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
 
 
 def _is_forward_of(module: torch.nn.Module, forward: Any) -> bool:
-    """Whether this is the forward of the module's class, bound to the module."""
+    """Whether `forward` is that of the module's class, bound to the module."""
     return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
 
 
 def _set_before(name: str, cls: type, key: str) -> ValueError:
-    fix = "Convert it before what set it (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels)."
-    got = f"module {name} ({cls.__name__}) with a {key} of its own"
+    fix = f"Convert it before setting {key} (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels)."
+    got = f"module {name} ({cls.__name__}) with its own {key}"
     return input_error(f"modules that run the {key} of their class", got, fix)
 
 
 def _beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type) -> MethodType:
-    """TRL's `forward` of `module` where it scores tokens; other calls, for which it holds the old forward, run that of `cls`."""
+    """Create a `forward` that runs TRL's to score tokens, and that of `cls` instead of the old one in other calls."""
     function = theirs.__func__
 
     @wraps(cls.forward)

@@ -1,7 +1,7 @@
-"""Which modules a fused op may stand in for: those that do what their class does and nothing else.
+"""Detect modules that a fused op may replace: those that do exactly what their class does.
 
-What hooks into, wraps, replaces, parametrises or shards a module shows in its attributes. Such a module is called as it
-is, so that adapters, hooks, sharding and quantization have the effect that they have on the built-in model.
+Hooks, wrappers, replacements, parametrizations and sharding are visible in a module's attributes. Such a module is
+called normally, so adapters, hooks, sharding and quantization have the same effect as on the stock model.
 """
 
 import torch
@@ -10,26 +10,26 @@ from ..ops.backends import triton
 from ..ops.linear import can_share_input, shared_input_linears
 
 
-# Where a module keeps what hooks into it, and torch what hooks into all of them.
+# The attributes with a module's hooks, and torch's global hooks for all modules.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS]
-# Parameters that are nothing but their values. Those of FSDP1 are views of its own type.
+# Types of plain parameters. FSDP1's parameters are views of type `torch.Tensor`.
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def hooks_of(module: torch.nn.Module) -> list:
-    """What is called beside the module's forward: its own hooks, and those that torch calls for every module."""
+    """List the hooks that run with the module's forward: its own, and torch's global hooks."""
     state = vars(module)
     return [hook for hooks in [*(state[name] for name in _HOOKS), *_GLOBAL_HOOKS] for hook in hooks.values()]
 
 
 def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
-    """Whether a call of the module does what one of `classes` does with plain parameters of its own, and nothing else.
+    """Whether calling the module does exactly what one of `classes` does with plain parameters.
 
-    Tells hooks, a `forward` of its own (accelerate, tensor parallelism, kernels), a compiled call, another class
-    (adapters, parametrizations, FSDP2, quantization) and parameters of another type.
+    This is `False` for modules with hooks, a `forward` set on the instance (accelerate, tensor parallelism, kernels),
+    a compiled call, another class (adapters, parametrizations, FSDP2, quantization) or parameters of another type.
     """
-    # Asked hundreds of times in a step, so without lists.
+    # This runs hundreds of times per step, so it builds no lists.
     state = vars(module)
     if type(module) not in classes or "forward" in state or module._compiled_call_impl is not None:
         return False
@@ -46,12 +46,12 @@ def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
-    """Whether the weight and the bias of this linear layer say all that it does."""
+    """Whether the weight and the bias fully determine the output of this linear layer."""
     return is_untouched(module, torch.nn.Linear)
 
 
 def is_sharded_linear(module: torch.nn.Module) -> bool:
-    """Whether the module is a linear layer that nothing but FSDP2 hooks into, sharded by itself."""
+    """Whether the module is a linear layer with no hooks but those of FSDP2, which shards it separately."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -67,17 +67,17 @@ def is_sharded_linear(module: torch.nn.Module) -> bool:
 
 
 def has_only_a_weight(module: torch.nn.Module) -> bool:
-    """Whether the module is a [`is_bare_linear`] without a bias."""
+    """Whether the module is a bare linear layer ([`is_bare_linear`]) without a bias."""
     return is_bare_linear(module) and module.bias is None
 
 
 def weight_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """The weight of this linear layer where the op before it computes the layer too, which saves memory on a GPU."""
+    """Return the layer's weight if the preceding op can compute this linear layer too, which saves GPU memory."""
     return layer.weight if triton.on_gpu(hidden_states) and has_only_a_weight(layer) else None
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """What each of these linear layers makes of `hidden_states`, in one step of autograd where that is possible."""
+    """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
     if not torch.compiler.is_compiling() and all(map(has_only_a_weight, layers)):
         weights = [layer.weight for layer in layers]
         if can_share_input(hidden_states, weights):

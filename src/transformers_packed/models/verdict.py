@@ -1,7 +1,7 @@
-"""Does a model keep the documents of a packed row apart? What the audit measured of its type says so.
+"""Decide from audits of model types whether a model keeps the documents of a packed row apart.
 
-`support_matrix.json` beside this file holds these measurements for every causal type of Transformers. `make support-matrix`
-writes it and `docs/reference/support_matrix.md`.
+`support_matrix.json` in this folder holds the measurements for every causal model type of Transformers.
+`make support-matrix` writes it together with `docs/reference/support_matrix.md`.
 """
 
 import json
@@ -26,23 +26,23 @@ _HOW = {
     "convolution": "convolves across the documents",
     "state": "carries its state from one document into the next",
     "boundary": "cuts the documents in the wrong place",
-    "positions": "gives documents other positions than they have alone",
+    "positions": "gives documents different positions than separate documents",
 }
-# These attend within one mask that the model makes; others find the documents by themselves, or not.
+# These apply the mask that the model creates. Other implementations detect documents themselves, or ignore them.
 _MASKED = {"sdpa", "eager", "flex_attention"}
-# The wrapper that Transformers puts around a forward to fill in arguments from the configuration. The wrapped function
-# takes over the forward's name and signature, so its code object is the only thing that tells it apart.
+# The code of Transformers' wrapper that fills in a forward's arguments from the configuration. The wrapper takes the
+# forward's name and signature, so only its code object identifies it.
 _FILLED_IN = merge_with_config_defaults(lambda self: None).__code__
 
 
 @cache
 def measurements() -> dict[str, dict]:
-    """The entries of the support matrix by model type, as `utils/audit_all.py` describes them."""
+    """Load the entries of the support matrix by model type. `utils/audit_all.py` documents their format."""
     return json.loads(SUPPORT_MATRIX.read_text(encoding="utf-8"))["types"]
 
 
 def text_config(model: torch.nn.Module) -> "transformers.PreTrainedConfig":
-    """The configuration of the part that takes text; the whole one if more than one part could be it."""
+    """Return the text configuration, or the whole configuration if the text part is ambiguous."""
     try:
         return model.config.get_text_config()
     except ValueError:
@@ -50,7 +50,7 @@ def text_config(model: torch.nn.Module) -> "transformers.PreTrainedConfig":
 
 
 def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
-    """The type by which the matrix knows a model, its own or else that of its text part, and its entry if it has one."""
+    """Return the model type to look up, which is its own or that of its text part, and its entry in the matrix."""
     model_type = model.config.model_type
     if model_type not in measurements():
         model_type = text_config(model).model_type
@@ -60,48 +60,47 @@ def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
 def judge(
     model: torch.nn.Module, source: str | None, *, cu_seqlens: bool = False, cache: str | None = None
 ) -> tuple[ValueError | None, str | None]:
-    """Whether a model mixes the documents of packed rows.
+    """Decide whether a model mixes the documents of packed rows.
 
     Args:
         model (`torch.nn.Module`):
-            The model, also inside PEFT or `torch.compile`. What is not of Transformers is not judged.
+            The model, which may be inside PEFT or `torch.compile`. Models from outside Transformers are not judged.
         source (`str`, *optional*):
-            What it is told of the documents, in the terms of the matrix: `"position_ids"`, these with `"+seq_idx"` or
-            `"+cu_seq_lens"`, or `"all"`.
+            The boundaries that the model receives, as named in the matrix: `"position_ids"`, the same with
+            `"+seq_idx"` or `"+cu_seq_lens"`, or `"all"`.
         cu_seqlens (`bool`, *optional*, defaults to `False`):
-            Whether it gets `cu_seqlens` too.
+            Whether the model also receives `cu_seqlens`.
         cache (`str`, *optional*):
-            The setting by which it makes a cache, as [`cache_setting`] found it.
+            The setting that makes the model create a cache, from [`cache_setting`].
 
     Returns:
-        `tuple`: the error if it mixes documents, else `None`; and what is not known of it, if anything is not.
+        `tuple`: an error if the model mixes documents, else `None`; and the reason if the answer is unknown, else
+            `None`.
     """
     outer, model = model, transformers_model(model)
     if model is None:
         return None, None
     per_row = adapter_per_row(outer)
     if per_row is not None:
-        return input_error("adapters that look at documents", per_row, "Train it on padded batches."), None
+        return input_error("adapters that support packed rows", per_row, "Train on padded batches."), None
     if has_our_classes(model):
         return None, None
     name = type(model).__name__
     if cu_seqlens and hasattr(model.config, "vision_config"):
-        got = f"cu_seqlens for {name}, whose vision tower takes them for boundaries of images"
-        fix = (
-            "Leave return_cu_seqlens out, or call transformers_packed.patch_model(model) before building the Trainer."
-        )
-        return input_error("boundaries of documents for the language model alone", got, fix), None
+        got = f"cu_seqlens for {name}, whose vision tower reads them as image boundaries"
+        fix = "Remove return_cu_seqlens, or call transformers_packed.patch_model(model) before creating the Trainer."
+        return input_error("document boundaries for the language model only", got, fix), None
     model_type, entry = measured(model)
     if entry is None or "not_built" in entry:
-        return None, f"no model of the type {model.config.model_type} was audited"
+        return None, f"no model of type {model.config.model_type} was audited"
     if source is None:
-        return None, "the collator gives no position_ids, which the audits had"
-    # What was not measured by itself is between the ends, which have one verdict then.
+        return None, "the collator returns no position_ids, but every audit used them"
+    # A source without its own measurement has the verdict of "position_ids" and "all", which agree in that case.
     found = entry["builtin"].get(source) or entry["builtin"]["position_ids"]
     if found["verdict"] == "refused":
         if not found["reason"].startswith("not causal"):
-            return None, f"the audit of its type ended with {found['reason']}"
-        return _leak(name, entry, source, "tokens change earlier ones"), None
+            return None, f"the audit of its type failed with {found['reason']}"
+        return _leak(name, entry, source, "later tokens change earlier ones"), None
     if found["verdict"] != "leaks":
         if cache is not None:
             return cache_error(model, cache), None
@@ -109,7 +108,7 @@ def judge(
         return None, f"its type was not audited, only {model_type}" if inside else None
     path = next((path for path, module in model.named_modules() if type(module).__name__ == found["module"]), None)
     if path is None:
-        return None, f"its type leaks in {found['module']}, which this model does not have"
+        return None, f"its type leaks in {found['module']}, but this model has no such module"
     implementation = text_config(model)._attn_implementation
     if found["kind"] == "attention" and not {implementation, entry["attention"]} <= _MASKED:
         return None, f"its type leaks in {path} with {entry['attention']}, but was not audited with {implementation}"
@@ -118,50 +117,50 @@ def judge(
 
 
 def complain(model: torch.nn.Module, leak: ValueError | None, doubt: str | None, on_leak: str) -> None:
-    """Raise or warn of what [`judge`] found, as a collator's `on_leak` says."""
+    """Raise an error or log a warning for the result of [`judge`], according to a collator's `on_leak`."""
     if leak is not None and on_leak == "error":
-        raise ValueError(f'{leak} DataCollatorWithFlattening(on_leak="warn") lets it train all the same.')
+        raise ValueError(f'{leak} To train anyway, use DataCollatorWithFlattening(on_leak="warn").')
     if leak is not None:
         logger.warning(str(leak))
     elif doubt is not None:
         logger.warning(
-            f"{type(transformers_model(model)).__name__} gets packed rows, and nothing is known of whether it keeps "
-            f"their documents apart: {doubt}. transformers_packed.audit_model(model) measures it."
+            f"{type(transformers_model(model)).__name__} receives packed rows, but it is unknown whether it keeps "
+            f"their documents apart: {doubt}. Check it with transformers_packed.audit_model(model)."
         )
 
 
 def adapter_per_row(model: torch.nn.Module) -> str | None:
-    """What PEFT does once per row that each document would need, if it does."""
+    """Describe the PEFT method that acts once per row instead of once per document, if the model uses one."""
     for module in model.modules():
-        # PEFT's own property, looked up on the class: wrappers hand attributes through.
+        # Look the property up on the class, because wrappers forward attributes.
         if hasattr(type(module), "active_peft_config"):
             config = module.active_peft_config
             if config.is_prompt_learning:
                 kind = getattr(config.peft_type, "value", config.peft_type)
-                return f"PEFT prompt learning ({kind}), whose virtual tokens stand once before the row"
+                return f"PEFT prompt learning ({kind}), which prepends its virtual tokens once per row"
             if getattr(config, "alora_invocation_tokens", None):
-                return "an activated LoRA (alora_invocation_tokens), which looks for its invocation once in the row"
+                return "an activated LoRA (alora_invocation_tokens), which searches for its invocation once per row"
     return None
 
 
 def cache_setting(model: torch.nn.Module, training: bool = False) -> str | None:
-    """The setting by which a stock model makes a cache for a packed row, so that its masks know no documents.
+    """Return the setting that makes a stock model create a cache for packed rows, so that its mask ignores documents.
 
-    `training` says that it is in training mode, where gradient checkpointing makes no cache.
+    `training` tells whether the model is in training mode, where gradient checkpointing disables the cache.
     """
     text = text_config(model)
     if is_flash_attention_requested(text) or (training and model.is_activation_checkpointing):
         return None
     configs = {id(text): "config.get_text_config()", id(model.config): "config"}
-    # The outermost forward that reads `use_cache` from its configuration hands it down; most models have one such.
+    # The outermost forward that reads `use_cache` from its configuration passes it on. Most models have only one.
     reading = (m.config for m in model.modules() if id(getattr(m, "config", None)) in configs and _reads_config(m))
     config = next((c for c in reading if getattr(c, "use_cache", None) is not None), text)
     return f"{configs[id(config)]}.use_cache" if getattr(config, "use_cache", False) else None
 
 
 def cache_error(model: torch.nn.Module, setting: str) -> ValueError:
-    """The error for what [`cache_setting`] found."""
-    got = f"{type(model).__name__} with {setting}=True, and beside a cache masks are made without regard to documents"
+    """Create the error for a setting from [`cache_setting`]."""
+    got = f"{type(model).__name__} with {setting}=True, and with a cache its attention mask ignores documents"
     return input_error(SEPARATE, got, f"Set model.{setting} = False.")
 
 
@@ -178,8 +177,8 @@ def _leak(name: str, entry: dict, source: str, what: str) -> ValueError:
     if entry["builtin"]["all"]["verdict"] == "isolated":
         fixes.append("pass return_flash_attn_kwargs=True and return_seq_idx=True to the collator")
     if entry["ours"][source if source == "position_ids" else "all"]["verdict"].startswith("isolated"):
-        fixes.append("call transformers_packed.patch_model(model) before building the Trainer")
-    fix = " or ".join(fixes) or "train it on padded batches"
-    given = {"all": "everything the collator can give", "position_ids": "position_ids only"}
-    got = f"{name}, in which {what} when it is given {given.get(source, source.replace('+', ' and '))}"
+        fixes.append("call transformers_packed.patch_model(model) before creating the Trainer")
+    fix = " or ".join(fixes) or "train on padded batches"
+    given = {"all": "all boundaries of the collator", "position_ids": "position_ids only"}
+    got = f"{name}, in which {what} if it receives {given.get(source, source.replace('+', ' and '))}"
     return input_error(SEPARATE, got, f"{fix[0].upper()}{fix[1:]}.")

@@ -1,4 +1,4 @@
-"""Qwen3.5 that keeps the documents of a packed row apart, text and vision. Only what differs from Qwen3-Next is here."""
+"""Qwen3.5 with support for packed rows of text, images and videos: the differences from Qwen3-Next."""
 
 from functools import wraps
 
@@ -27,7 +27,7 @@ from ..vision import features_of_tokens, packed_position_ids
 
 class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
         z, mixed_qkv, b, a = project(hidden_states, self.in_proj_z, self.in_proj_qkv, self.in_proj_b, self.in_proj_a)
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
@@ -83,7 +83,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         mm_token_type_ids: torch.IntTensor | None = None,
     ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            # The built-in cannot count a row without any real token: the first one stands in.
+            # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
         return super().compute_3d_position_ids(
@@ -99,7 +99,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
             position_ids = inputs.get("position_ids")
-            # Two dimensions say where documents are; where images are, M-RoPE needs more.
+            # Two-dimensional position ids locate the documents. M-RoPE for images needs time, height and width too.
             if position_ids is None or position_ids.ndim == 2:
                 inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
             inputs["boundaries"] = boundaries

@@ -1,6 +1,6 @@
 # This file is generated from modular_qwen3_5_moe.py by utils/modular_model_converter.py.
 # Do not edit it: change the modular file and run `make modular`.
-"""Qwen3.5-MoE that keeps the documents of a packed row apart. Only what differs from Qwen3.5 and Qwen3-Next is here."""
+"""Qwen3.5-MoE with support for packed rows: the differences from Qwen3.5 and Qwen3-Next."""
 
 from functools import wraps
 
@@ -28,7 +28,7 @@ from ..vision import features_of_tokens, packed_position_ids
 @replaces_builtin
 class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
         z, mixed_qkv, b, a = project(hidden_states, self.in_proj_z, self.in_proj_qkv, self.in_proj_b, self.in_proj_a)
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
@@ -42,19 +42,19 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        """One forward for packed, padded, unpadded and cached input.
+        """Run the layer on packed, padded, unpadded or cached input.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
-                The layer's input; one row when packed.
+                The layer's input. Packed input has one row.
             cache_params (`Cache`, *optional*):
-                Conv and recurrent states. Not for packed rows.
+                Convolution and recurrent states. Packed rows do not support a cache.
             attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*):
-                0 at padding. Not for packed rows.
+                0 at padding. Packed rows do not support a mask.
             seq_idx (`torch.IntTensor` of shape `[1, T]`, *optional*):
-                The document of each token.
+                The document index of each token. A packed row needs either `seq_idx` or `cu_seqlens`.
             cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
-                Cumulative document lengths. Either of the two is enough.
+                Cumulative sequence lengths of the documents.
 
         Returns:
             `torch.Tensor` of shape `[B, T, hidden]`.
@@ -62,8 +62,8 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         length = hidden_states.shape[1]
         if not isinstance(self.conv1d, torch.nn.Conv1d):
             got = f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}"
-            fix = "Leave conv1d out of what is adapted or replaced."
-            raise input_error("conv1d as a torch.nn.Conv1d, whose weight is used without calling it", got, fix)
+            fix = "Exclude conv1d from the adapted or replaced modules."
+            raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
         ops = ops_for(boundaries)
@@ -73,7 +73,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         recurrent_state = None
         if cache_params is not None:
             recurrent_state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
-            # The cache wants channels first, and returns the new columns behind the ones that the window still needs.
+            # The cache expects channels first. It returns the columns that the window still needs, then the new ones.
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
@@ -165,7 +165,7 @@ class Qwen3_5MoeRMSNorm(builtin.Qwen3_5MoeRMSNorm):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x`; with a `residual` the norm of their sum, and the sum."""
+        """Normalize `x`. With a `residual`, return the norm of their sum, and the sum."""
         return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
@@ -222,7 +222,7 @@ class Qwen3_5MoeDecoderLayer(builtin.Qwen3_5MoeDecoderLayer):
             residual = residual + hidden_states
             hidden_states = norm(residual)
         hidden_states = self.mlp(hidden_states)
-        # Some blocks of experts return their routing too.
+        # Some expert blocks also return their routing.
         if isinstance(hidden_states, tuple):
             hidden_states, _ = hidden_states
         return residual + hidden_states
@@ -244,8 +244,8 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
             implementation = self.config._attn_implementation
             if wants_weights and implementation != "eager":
                 expected = 'attn_implementation="eager" for the attention weights of a packed row'
-                raise input_error(expected, f'"{implementation}"', "Or leave output_attentions out.")
-            # The boundaries take the masks' place, and a packed row has no cache.
+                raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")
+            # Boundaries replace the masks, and packed rows have no cache.
             inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
             if inputs.get("position_ids") is None:
                 inputs["position_ids"] = boundaries.position_ids
@@ -288,7 +288,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         mm_token_type_ids: torch.IntTensor | None = None,
     ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-            # The built-in cannot count a row without any real token: the first one stands in.
+            # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)
             attention_mask = torch.cat([first, attention_mask[:, 1:]], dim=1)
         return super().compute_3d_position_ids(
@@ -304,7 +304,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
         if boundaries is not None:
             position_ids = inputs.get("position_ids")
-            # Two dimensions say where documents are; where images are, M-RoPE needs more.
+            # Two-dimensional position ids locate the documents. M-RoPE for images needs time, height and width too.
             if position_ids is None or position_ids.ndim == 2:
                 inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
             inputs["boundaries"] = boundaries

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE that keeps the documents of a packed row apart. Only what differs from Qwen3.5 and Qwen3-Next is here."""
+"""Qwen3.5-MoE with support for packed rows: the differences from Qwen3.5 and Qwen3-Next."""
 
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next that keeps the documents of a packed row apart. Only what differs from Transformers is here."""
+"""Qwen3-Next with support for packed rows, whose documents it keeps apart: the differences from Transformers."""
 
 import torch
 from transformers.activations import SiLUActivation
@@ -24,7 +24,7 @@ from ..untouched import is_untouched, project, weight_to_fuse
 @replaces_builtin
 class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
         query, key, value, z, b, a = self.fix_query_key_value_ordering(
             *project(hidden_states, self.in_proj_qkvz, self.in_proj_ba)
         )
@@ -40,19 +40,19 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         cu_seqlens: torch.Tensor | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        """One forward for packed, padded, unpadded and cached input.
+        """Run the layer on packed, padded, unpadded or cached input.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
-                The layer's input; one row when packed.
+                The layer's input. Packed input has one row.
             cache_params (`Cache`, *optional*):
-                Conv and recurrent states. Not for packed rows.
+                Convolution and recurrent states. Packed rows do not support a cache.
             attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*):
-                0 at padding. Not for packed rows.
+                0 at padding. Packed rows do not support a mask.
             seq_idx (`torch.IntTensor` of shape `[1, T]`, *optional*):
-                The document of each token.
+                The document index of each token. A packed row needs either `seq_idx` or `cu_seqlens`.
             cu_seqlens (`torch.IntTensor` of shape `[N+1]`, *optional*):
-                Cumulative document lengths. Either of the two is enough.
+                Cumulative sequence lengths of the documents.
 
         Returns:
             `torch.Tensor` of shape `[B, T, hidden]`.
@@ -60,8 +60,8 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         length = hidden_states.shape[1]
         if not isinstance(self.conv1d, torch.nn.Conv1d):
             got = f"{type(self.conv1d).__module__}.{type(self.conv1d).__name__}"
-            fix = "Leave conv1d out of what is adapted or replaced."
-            raise input_error("conv1d as a torch.nn.Conv1d, whose weight is used without calling it", got, fix)
+            fix = "Exclude conv1d from the adapted or replaced modules."
+            raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
         ops = ops_for(boundaries)
@@ -71,7 +71,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         recurrent_state = None
         if cache_params is not None:
             recurrent_state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
-            # The cache wants channels first, and returns the new columns behind the ones that the window still needs.
+            # The cache expects channels first. It returns the columns that the window still needs, then the new ones.
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
@@ -163,7 +163,7 @@ class Qwen3NextRMSNorm(builtin.Qwen3NextRMSNorm):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x`; with a `residual` the norm of their sum, and the sum."""
+        """Normalize `x`. With a `residual`, return the norm of their sum, and the sum."""
         return rms_norm(x, self.weight, self.eps, residual=residual)
 
 
@@ -220,7 +220,7 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
             residual = residual + hidden_states
             hidden_states = norm(residual)
         hidden_states = self.mlp(hidden_states)
-        # Some blocks of experts return their routing too.
+        # Some expert blocks also return their routing.
         if isinstance(hidden_states, tuple):
             hidden_states, _ = hidden_states
         return residual + hidden_states
@@ -242,8 +242,8 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             implementation = self.config._attn_implementation
             if wants_weights and implementation != "eager":
                 expected = 'attn_implementation="eager" for the attention weights of a packed row'
-                raise input_error(expected, f'"{implementation}"', "Or leave output_attentions out.")
-            # The boundaries take the masks' place, and a packed row has no cache.
+                raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")
+            # Boundaries replace the masks, and packed rows have no cache.
             inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
             if inputs.get("position_ids") is None:
                 inputs["position_ids"] = boundaries.position_ids
@@ -276,12 +276,12 @@ class Qwen3NextForTokenClassification(PackedModelMixin, builtin.Qwen3NextForToke
 @replaces_builtin
 class Qwen3NextForQuestionAnswering(PackedModelMixin, builtin.Qwen3NextForQuestionAnswering):
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs) -> QuestionAnsweringModelOutput:
-        """As the built-in. A packed row is a `ValueError`: its answer spans compete over the whole row."""
+        """Like the stock forward. A packed row raises a `ValueError`: its answer spans compete over the whole row."""
         if boundaries is not None:
-            expected = "documents in rows of their own, as start and end are chosen among all tokens of a row"
+            expected = "one document per row, because start and end are chosen among all tokens of a row"
             got = f"a packed row of {boundaries.num_documents} documents"
             raise input_error(expected, got, "Use a padded batch for question answering.")
-        # The loss is over all tokens of a row, so what stands at padding counts.
+        # The loss covers all tokens of a row, so the values at padding matter.
         return super().forward(**{**inputs, "packs_padding": False})
 
 
