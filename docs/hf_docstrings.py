@@ -5,6 +5,7 @@ a link to the API reference, and an example with prompts a console session.
 """
 
 import re
+from collections.abc import Iterator
 
 import griffe
 
@@ -12,7 +13,7 @@ import griffe
 TITLES = {"Args": "Parameters", "Attributes": "Attributes"}
 TITLES |= {title: title for title in ("Returns", "Yields", "Raises", "Example")}
 # A parameter or attribute, such as "    name (`int`, *optional*): what it does"; several names may share a line.
-NAMED = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*) (\(.*\)):(.*)")
+NAMED = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*)( \(.*\))?:(.*)")
 RAISED = re.compile(r" {4}(`\w+`:.*)")
 REFERENCE = re.compile(r"\[`(~?)([\w.]+)`\](?![\[(])")
 # Public names of these packages have a place in the API reference under this path.
@@ -37,7 +38,7 @@ def to_markdown(text: str, link=lambda name: None) -> tuple[str, list[str]]:
             lines.append(line)
         elif section in ("Args", "Attributes") and (item := NAMED.fullmatch(line)):
             names += (these := item[1].split(", "))
-            lines.append(f"- {', '.join(f'**`{name}`**' for name in these)} {item[2]}:{item[3]}")
+            lines.append(f"- {', '.join(f'**`{name}`**' for name in these)}{item[2] or ''}:{item[3]}")
         elif section == "Raises" and (item := RAISED.fullmatch(line)):
             lines.append(f"- {item[1]}")
         elif section in ("Returns", "Yields"):
@@ -55,17 +56,34 @@ def to_markdown(text: str, link=lambda name: None) -> tuple[str, list[str]]:
 
 
 class HuggingFaceDocstrings(griffe.Extension):
-    """Rewrites the docstring of every object, and warns of documented parameters that the signature lacks."""
+    """Rewrites all docstrings of a package, and warns of documented parameters that the signature lacks."""
 
-    def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
-        """Rewrite the docstring of one object, once the whole package has been read."""
-        if obj.docstring is None:
-            return
-        obj.docstring.value, names = to_markdown(obj.docstring.value, lambda name: public_path(obj.package, name))
-        known = known_names(obj)
-        for name in names:
-            if known is not None and name.lstrip("*") not in known:
-                griffe.docstring_warning(obj.docstring, 0, f"{name!r} is documented, but no parameter of {obj.path}")
+    def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
+        """Rewrite the docstrings of one package, once it has been read."""
+        for obj in objects(pkg):
+            if obj.docstring is None:
+                continue
+            obj.docstring.value, names = to_markdown(obj.docstring.value, lambda name: public_path(pkg, name))
+            known = known_names(obj)
+            for name in names:
+                if known is not None and name.lstrip("*") not in known:
+                    griffe.docstring_warning(
+                        obj.docstring, 0, f"{name!r} is documented, but no parameter of {obj.path}"
+                    )
+        # `ops.glu` is the function, not the module of the same name that it comes from.
+        for module in [obj for obj in objects(pkg) if obj.is_module and obj.exports]:
+            for name in module.exports:
+                hidden = module.members.get(name)
+                if hidden is not None and not hidden.is_alias and hidden.is_module:
+                    module.set_member(name, griffe.Alias(name, hidden[name], parent=module))
+
+
+def objects(obj: griffe.Object) -> Iterator[griffe.Object]:
+    """An object and all that it contains."""
+    yield obj
+    for member in list(obj.members.values()):
+        if not member.is_alias:
+            yield from objects(member)
 
 
 def public_path(package: griffe.Module, name: str) -> str | None:
@@ -82,6 +100,7 @@ def public_path(package: griffe.Module, name: str) -> str | None:
 def known_names(obj: griffe.Object) -> set[str] | None:
     """The parameters, and the fields of a class; `None` where classes of another package may add some."""
     names = {parameter.name.lstrip("*") for parameter in getattr(obj, "parameters", ())}
-    if obj.is_class and len(obj.resolved_bases) < len(obj.bases):
+    classes = [obj, *obj.mro()] if obj.is_class else []
+    if any(len(cls.resolved_bases) < len(cls.bases) for cls in classes):
         return None
-    return names | set(obj.members) if obj.is_class else names
+    return names.union(*(cls.members for cls in classes))

@@ -43,6 +43,11 @@ class DocstringTest(unittest.TestCase):
         expected = "Do it.\n\n**Parameters**\n\n- **`a`**, **`b`** (`int`, *optional*, defaults to 3):\n    How often.\n\n    At least 1.\nMore."
         self.assertEqual(self.markdown(text), expected)
 
+    def test_a_parameter_without_a_type(self):
+        self.assertEqual(
+            self.markdown("Args:\n    kwargs:\n        More."), "**Parameters**\n\n- **`kwargs`**:\n    More."
+        )
+
     def test_attributes_with_the_text_in_the_same_line(self):
         text = "Attributes:\n    a (`dict[str, int]`): one\n        thing."
         self.assertEqual(self.markdown(text), "**Attributes**\n\n- **`a`** (`dict[str, int]`): one\n    thing.")
