@@ -67,6 +67,39 @@ class DocstringTest(unittest.TestCase):
         self.assertEqual(self.markdown(text), expected + "[`page`](page.md) and nothing.")
 
 
+class ExtensionTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        import griffe
+
+        extensions = griffe.load_extensions(str(ROOT / "docs" / "hf_docstrings.py"))
+        cls.package = griffe.load("transformers_packed", search_paths=[ROOT / "src"], extensions=extensions)
+
+    def test_it_is_registered(self):
+        self.assertIn("extensions: [docs/hf_docstrings.py]", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def test_public_functions_hide_modules_of_their_name(self):
+        for name in ops.__all__:
+            self.assertTrue(self.package["ops"][name].is_function, name)
+
+    def test_docstrings_are_rewritten(self):
+        text = self.package["ops"]["gated_delta_rule"].docstring.value
+        self.assertIn("- **`boundaries`** ([`SequenceBoundaries`][transformers_packed.SequenceBoundaries], *opt", text)
+        self.assertIn("**Example**\n\n```pycon\n>>> import torch", text)
+
+    def test_public_paths(self):
+        import hf_docstrings
+
+        for name, path in (
+            ("SequenceBoundaries.pack", "SequenceBoundaries.pack"),
+            ("transformers_packed.ops.glu", "ops.glu"),
+            ("gather_loss_tensors", "parallel.gather_loss_tensors"),
+        ):
+            self.assertEqual(hf_docstrings.public_path(self.package, name), f"transformers_packed.{path}")
+        for name in ("SequenceBoundaries.nothing", "replaces_builtin", "transformers_packed.ops"):
+            self.assertIsNone(hf_docstrings.public_path(self.package, name))
+
+
 class CommandLineTest(unittest.TestCase):
     def test_the_page_is_up_to_date(self):
         import write_cli
