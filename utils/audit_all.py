@@ -53,7 +53,7 @@ each document is changed in turn. *Stock* columns are Transformers' own class, *
 `cu_seq_lens_q`, `cu_seq_lens_k` and the maximum lengths, as the collator returns them with every flag set.
 
 * **isolated**: logits and gradients of a document depend on no other document and equal those of the document alone.
-* **isolated by unpacking**: the same. The model computes its documents one by one.
+* **isolated by unpacking**: the same. The base model computes the documents as padded batches.
 * **leaks**: documents change each other. The table names the first module that leaks and the way: through `attention`, a
   `convolution` or a `state`. With `boundary` the model cuts a document in the wrong place. With `positions` no other
   document changes it, but it differs from the document alone.
