@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import griffe
 
 
-TITLES = {"Args": "Parameters", "Attributes": "Attributes"}
-TITLES |= {title: title for title in ("Returns", "Yields", "Raises", "Example")}
+NAMES = {"Args": "Parameters", "Keyword Args": "Keyword parameters", "Attributes": "Attributes"}
+TITLES = NAMES | {title: title for title in ("Returns", "Yields", "Raises", "Example")}
 # A parameter or attribute, such as "    name (`int`, *optional*): what it does"; several names may share a line.
 NAMED = re.compile(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*)( \(.*\))?:(.*)")
 RAISED = re.compile(r" {4}(`\w+`:.*)")
@@ -36,7 +36,7 @@ def to_markdown(text: str, link=lambda name: None) -> tuple[str, list[str]]:
         elif line and not line.startswith(" "):
             section = None
             lines.append(line)
-        elif section in ("Args", "Attributes") and (item := NAMED.fullmatch(line)):
+        elif section in NAMES and (item := NAMED.fullmatch(line)):
             names += (these := item[1].split(", "))
             lines.append(f"- {', '.join(f'**`{name}`**' for name in these)}{item[2] or ''}:{item[3]}")
         elif section == "Raises" and (item := RAISED.fullmatch(line)):

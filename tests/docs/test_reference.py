@@ -44,9 +44,9 @@ class DocstringTest(unittest.TestCase):
         self.assertEqual(self.markdown(text), expected)
 
     def test_a_parameter_without_a_type(self):
-        self.assertEqual(
-            self.markdown("Args:\n    kwargs:\n        More."), "**Parameters**\n\n- **`kwargs`**:\n    More."
-        )
+        for section, title in (("Args", "Parameters"), ("Keyword Args", "Keyword parameters")):
+            text = self.markdown(f"{section}:\n    kwargs:\n        More.")
+            self.assertEqual(text, f"**{title}**\n\n- **`kwargs`**:\n    More.")
 
     def test_attributes_with_the_text_in_the_same_line(self):
         text = "Attributes:\n    a (`dict[str, int]`): one\n        thing."
