@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-CHECKED := src tests utils benchmarks examples setup.py
+CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
 # Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
 PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
@@ -12,7 +12,7 @@ NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/te
 SEED ?= 0
 SECONDS ?= 120
 
-.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream style quality modular check-modular help
+.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream docs style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -68,6 +68,11 @@ upstream-patches: .venv/.installed  ## Write patches for Transformers into build
 
 test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
 	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+
+# Zensical itself fails on a broken link, not on a warning about a docstring.
+docs: .venv/.installed  ## Build the documentation into site/; fails on broken links and on warnings.
+	@output=$$($(BIN)/zensical build --strict --clean 2>&1); status=$$?; printf '%s\n' "$$output"; \
+	! printf '%s\n' "$$output" | grep -qE '^(griffe|mkdocstrings|mkdocs_autorefs):' && exit $$status
 
 style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)

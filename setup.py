@@ -10,8 +10,11 @@ EXTRAS = {
     "causal-conv1d": ["causal-conv1d>=1.7.0"],
     "trl": ["trl>=1.16"],
     "demo": ["matplotlib>=3.9", "psutil>=5.9"],
+    "docs": ["mkdocstrings-python>=2.0.11", "zensical>=0.0.73"],
 }
-EXTRAS["dev"] = EXTRAS["demo"] + [
+EXTRAS["dev"] = [
+    *EXTRAS["demo"],
+    *EXTRAS["docs"],
     "datasets>=4.0",
     # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",

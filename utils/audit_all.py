@@ -35,28 +35,33 @@ SOURCES = ("position_ids", "all")
 PARTIAL = ("position_ids+seq_idx", "position_ids+cu_seq_lens")
 # What the page shows of an entry: the model, what it is told of the documents, and the title of the column.
 COLUMNS = {
-    ("builtin", "position_ids"): "built-in, `position_ids`",
-    ("builtin", "all"): "built-in, all",
+    ("builtin", "position_ids"): "stock, `position_ids`",
+    ("builtin", "all"): "stock, all",
     ("ours", "position_ids"): "`patch_model`, `position_ids`",
     ("ours", "all"): "`patch_model`, all",
 }
 VERDICTS = ("isolated", "isolated by unpacking", "leaks", "refused", "not built")
 INTRODUCTION = """# Which models keep packed documents apart?
 
-Measured by `make support-matrix` with {versions}, in float32 on a CPU, where the kernels of other packages cannot run.
+`make support-matrix` audits every type in Transformers' causal language model mapping and writes this page. To audit one
+model or your own checkpoint, see [Is my model safe?](../how_to/audit.md)
 
-Every type in Transformers' causal language model mapping was built tiny, with random weights and each of its kinds of
-layers, and given one row of five documents. Then each document was changed in turn. `position_ids` are ids that restart
-in every document; *all* adds `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k` and the maximum lengths, as the collator gives
-them with every flag set. *built-in* is Transformers' class as it is, *`patch_model`* what this package makes of it.
+The audit ran with {versions}, in float32 on a CPU, where no kernel of another package runs. It builds a tiny model of
+each type, with random weights and every kind of layer of the type. The model computes one row of five documents, and
+each document is changed in turn. *Stock* columns are Transformers' own class, *`patch_model`* columns the model that
+[`patch_model`][transformers_packed.patch_model] returns. `position_ids` restart in every document. *All* adds `seq_idx`,
+`cu_seq_lens_q`, `cu_seq_lens_k` and the maximum lengths, as the collator returns them with every flag set.
 
-* **isolated**: logits and gradients of a document depend on no other one, and are those of the document by itself;
-* **isolated by unpacking**: the same, as the model runs its documents one by one;
-* **leaks**: they are not. The first module that leaks is named, and how: through `attention`, a `convolution` or a
-  `state`; `boundary` is a document cut in the wrong place, `positions` one that no other one touches and that yet
-  differs from itself alone;
-* **refused**: an error stops the model, or the model is not causal, so that packing has no meaning for it;
-* **not built**: no tiny model of the type could be built.
+* **isolated**: logits and gradients of a document depend on no other document and equal those of the document alone.
+* **isolated by unpacking**: the same. The base model computes the documents as padded batches.
+* **leaks**: documents change each other. The table names the first module that leaks and the way: through `attention`, a
+  `convolution` or a `state`. With `boundary` the model cuts a document in the wrong place. With `positions` no other
+  document changes it, but it differs from the document alone.
+* **refused**: the model raises an error, or it is not causal, so that packing has no meaning.
+* **not built**: the audit could not build a tiny model of the type.
+
+If a state leaks, a convolution before it in the same module may leak too. Rotary positions that do not restart change no
+result and do not count, unless the model scales the embedding by the length of the row.
 
 """
 TIME_LIMIT = 180.0

@@ -16,14 +16,15 @@ from .source import LINE_LENGTH, Edited, Source, changed_lines
 MOST_LINES = 150
 
 PAGE = """\
-What of this package fits into Transformers: boundaries come from the collator, and nothing is inferred from position
-ids inside of a forward. `make upstream-patches` writes each patch to `build/upstream/<patch>/`: a diff for `git apply`
-in a checkout, a test, and the text of a pull request. `make test-upstream` shows on a CPU that the tests fail without
-the patch and pass with it, and that with all patches the built-in models pass this package's own tests of packed rows
-and its audit. No patch needs another one, but each diff is made for Transformers as it is: of those that change the
-same lines, the others have to be written again once one of them is merged.
+`make upstream-patches` writes these patches and this page. [Contribute upstream](../how_to/upstream.md) shows how to use
+them. In each of them boundaries come from the collator, and no forward infers them from position ids.
 
-The script writes this page.
+The folder `build/upstream/<patch>/` holds a diff for `git apply` in a checkout, a test, and the text of a pull request.
+`make test-upstream` runs on a CPU. The tests have to fail without the patch and pass with it. With all patches, the stock
+models have to pass this package's tests of packed rows and its audit.
+
+No patch needs another one. Each diff is made for an unchanged Transformers: once Transformers merges a patch, diffs of
+the same lines have to be written again.
 
 """
 BEFORE = """\

@@ -1,0 +1,92 @@
+"""The messages of `docs/reference/errors.md`, provoked."""
+
+import tempfile
+import unittest
+from contextlib import chdir
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackingDataset,
+    SequenceBoundaries,
+    configure_packing,
+    patch_model,
+    plan_packing,
+)
+from transformers_packed.audit.tiny import load_model
+from transformers_packed.data.records.samples import read_records
+from transformers_packed.ops import gated_delta_rule
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
+LENGTHS = SequenceBoundaries.from_lengths([3, 2])
+ROW = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seqlens": LENGTHS.cu_seqlens, "use_cache": False}
+SAMPLES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+
+
+class CommonErrorsTest(unittest.TestCase):
+    def setUp(self):
+        self.page = " ".join(PAGE.read_text(encoding="utf-8").split())
+
+    def assert_on_the_page(self, call):
+        with self.assertRaises(ValueError) as caught:
+            call()
+        self.assertTrue(str(caught.exception) in self.page, f"the page has to have: {caught.exception}")
+
+    def test_of_a_model(self):
+        model = patch_model(load_model("qwen3_5_text"))
+        for change in (
+            {"attention_mask": torch.ones(1, 5)},
+            {"use_cache": True},
+            {"input_ids": ROW["input_ids"].expand(2, 5)},
+            {"cu_seqlens": torch.tensor([0, 3, 4])},
+            {"cu_seqlens": torch.tensor([0, 3, 3, 5])},
+            {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+            {"cu_seqlens": None, "max_length_q": 3},
+            {"is_causal": False},
+        ):
+            self.assert_on_the_page(lambda change=change: model(**ROW | change))
+        model.config._attn_implementation = "paged"
+        self.assert_on_the_page(lambda: model(**ROW))
+
+    def test_of_a_collator(self):
+        stock = load_model("qwen3_5_text")
+        self.assert_on_the_page(lambda: DataCollatorWithFlattening(model=stock))
+        self.assert_on_the_page(lambda: DataCollatorWithFlattening(pad_to_multiple_of=64, on_leak="ignore"))
+        collator = DataCollatorWithFlattening(on_leak="ignore")
+        self.assert_on_the_page(lambda: collator([]))
+        self.assert_on_the_page(lambda: collator([{"input_ids": []}]))
+        self.assert_on_the_page(lambda: collator([{"input_ids": [5, 6], "labels": [5]}]))
+        self.assert_on_the_page(lambda: collator([{"input_ids": [5], "labels": [5]}, {"input_ids": [6]}]))
+
+    def test_of_a_dataset(self):
+        self.assert_on_the_page(lambda: plan_packing([3, 5000, 10], 4096))
+        self.assert_on_the_page(lambda: plan_packing([3, 5], 8, world_size=8))
+        self.assert_on_the_page(lambda: PackingDataset(iter(SAMPLES), max_length=8))
+
+    def test_of_a_trainer(self):
+        with tempfile.TemporaryDirectory() as directory:
+            args = TrainingArguments(directory, report_to=[], use_cpu=True)
+            trainer = Trainer(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
+            trainer.compute_metrics = len
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+            trainer.compute_metrics, trainer.train_dataset = None, [{"text": "a"}]
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+
+    def test_of_ops(self):
+        row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
+        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, output_final_state=True))
+        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, impl="flash"))
+
+    def test_of_the_command_line(self):
+        with tempfile.TemporaryDirectory() as directory, chdir(directory):
+            Path("chats.jsonl").write_text("no JSON\n")
+            self.assert_on_the_page(lambda: list(read_records("chats.jsonl")))
+
+
+if __name__ == "__main__":
+    unittest.main()
