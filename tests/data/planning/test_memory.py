@@ -132,7 +132,7 @@ def expected_peak(model, row_length, size, checkpointing):
 
 class FormulaeTest(unittest.TestCase):
     def test_fits_what_was_measured(self):
-        page, found = (ROOT / "docs/sequence_parallel.md").read_text(), set()
+        page, found = (ROOT / "docs/explained/memory.md").read_text(), set()
         for model, tokens, size, checkpointing, measured in measured_on_gpus():
             expected = expected_peak(model, tokens, size, checkpointing)
             self.assertLess(abs(expected / measured - 1), 0.03, (model, tokens, size, checkpointing))
@@ -158,7 +158,7 @@ class FormulaeTest(unittest.TestCase):
         self.assertEqual(Parameters.of(config), Parameters(total, total - sum(layers) - blocks, max(layers)))
 
     def test_the_page_has_these_figures(self):
-        page = (ROOT / "docs/sequence_parallel.md").read_text()
+        page = (ROOT / "docs/explained/memory.md").read_text()
         config = Qwen3_5TextConfig()
         parameters = Parameters.of(config)
         for gpus in (8, 64, 512):
@@ -172,7 +172,7 @@ class FormulaeTest(unittest.TestCase):
                 layer = exchanges(config, 2**20, gpus, **options)[2 if "attention" in options else 1]
                 figures.append(f"{layer.bytes / MIB:,.0f} MiB" if fits else "does not fit")
             self.assertIn(f"| {gpus} | {2**20 // gpus:,} | {' | '.join(figures)} |", page)
-        self.assertIn(f"```\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
+        self.assertIn(f"```text\n{plan_sequence_parallel(config, 2**19, 8, 80).summary()}\n```", page)
 
 
 class PlanTest(unittest.TestCase):

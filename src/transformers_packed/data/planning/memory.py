@@ -1,6 +1,6 @@
 """How many processes a row needs, and what they exchange: `plan_sequence_parallel`.
 
-All figures follow from the configuration. docs/sequence_parallel.md has the formulae and compares them with
+All figures follow from the configuration. docs/explained/memory.md has the formulae and compares them with
 measurements. Bytes are those of one GPU; computation is in bfloat16.
 """
 
