@@ -1,0 +1,156 @@
+"""The code blocks of the documentation's pages: found in the Markdown, and run as a reader would type them.
+
+As a script it runs the `python` blocks of pages, `python pages.py FOLDER PAGE...`, and prints a line of JSON for each:
+the page, its seconds, and the traceback if it failed. What a reader has, lies in the working directory: a tiny
+checkpoint under the name of a real one, and small data. Each page runs in a fork of its own, so that what one registers
+or patches is unknown to the next.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = "Qwen/Qwen3.5-0.8B"
+RECORDS = 12
+# A page that waits for something is stopped.
+SECONDS = 60
+
+# A fence, which content of a tab or a list indents, with the line above it.
+_FENCE = re.compile(
+    r"^(?P<above>[^\n]*)\n+(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
+)
+_NOT_RUN = re.compile(r"^ *<!-- not run: (.*?) -->")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its code, the line on which that begins, and why it is not run, if it is not."""
+
+    language: str
+    code: str
+    line: int
+    not_run: str | None
+
+
+def pages() -> list[str]:
+    """The Markdown pages of the documentation, as paths from the root of the repository."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a page that name a language."""
+    # The first line may be a fence, too.
+    for found in _FENCE.finditer("\n" + text):
+        reason = _NOT_RUN.match(found["above"])
+        line = text.count("\n", 0, found.start("code") - 1) + 1
+        yield Block(found["language"], textwrap.dedent(found["code"]), line, reason and reason[1])
+
+
+def run_blocks(page: str, text: str) -> None:
+    """Run the `python` blocks of a page in one namespace; tracebacks name its lines."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks(text):
+        if block.language == "python" and block.not_run is None:
+            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
+
+
+def make_files(folder: Path) -> None:
+    """What a reader is taken to have: a checkpoint with everything that goes with it, and data."""
+    examples = _examples()
+    made, processor = examples.tiny_vision_checkpoint()
+    shutil.copytree(made, folder / CHECKPOINT)
+    tokenizer = processor.tokenizer
+    for part in (tokenizer, processor.image_processor):
+        part.save_pretrained(folder / CHECKPOINT)
+    chats, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
+    texts = [" ".join(message["content"] for message in row["messages"]) for row in chats]
+    documents = [tokenizer(text)["input_ids"] for text in texts]
+    for name, rows in (
+        ("chats", chats),
+        ("texts", ({"text": text} for text in texts)),
+        ("preferences", preferences),
+        ("documents", ({"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in documents)),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _examples():
+    """The module that the examples share, which has the name of the tests' own."""
+    spec = importlib.util.spec_from_file_location("examples_common", ROOT / "examples" / "common.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _stand_in() -> None:
+    """Make up for what a reader's machine has: torchvision, and a GPU, which TRL's configurations expect."""
+    from transformers import AutoProcessor, TrainingArguments
+
+    if importlib.util.find_spec("torchvision") is None:
+        # The processor of the examples does without videos.
+        examples = _examples()
+        AutoProcessor.from_pretrained = lambda *args, **kwargs: examples.tiny_vision_checkpoint()[1]
+    check = TrainingArguments.__post_init__
+
+    def on_cpu(self):
+        self.use_cpu, self.bf16 = True, False
+        check(self)
+
+    TrainingArguments.__post_init__ = on_cpu
+
+
+def _run_page(page: str, folder: str) -> dict:
+    """The result of a page, which runs in a fork in a copy of the folder."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as work:
+        result, work = Path(work) / "result", Path(work) / "work"
+        shutil.copytree(folder, work)
+        if (process := os.fork()) == 0:
+            signal.alarm(SECONDS)
+            failed, written = "", io.StringIO()
+            os.chdir(work)
+            try:
+                with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+                    run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
+            except BaseException:  # a page may also exit
+                failed = f"{written.getvalue()[-2000:]}\n{traceback.format_exc()}"
+            result.write_text(failed)
+            os._exit(0)
+        os.waitpid(process, 0)
+        failed = result.read_text() if result.exists() else f"ended without a result, or not in {SECONDS} seconds"
+    return {"page": page, "seconds": round(time.perf_counter() - start, 1), "failed": failed}
+
+
+def main(names: list[str]) -> None:
+    """Make the files and run the pages."""
+    # Once for all of them. Nothing is computed here, so that autograd has no threads when a page forks.
+    import datasets
+    import peft  # noqa: F401
+    import trl  # noqa: F401
+    from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+        files = Path(folder) / "files"
+        make_files(files)
+        _stand_in()
+        for name in names:
+            print(json.dumps(_run_page(name, str(files))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or pages())

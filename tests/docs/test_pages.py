@@ -1,0 +1,151 @@
+"""The code blocks of the documentation: Python runs, and commands name what exists."""
+
+import io
+import json
+import re
+import shlex
+import tempfile
+import traceback
+import unittest
+from contextlib import ExitStack, chdir, redirect_stderr
+from functools import cache
+from unittest import mock
+
+from common import pages
+from common.processes import run_script
+from parameterized import parameterized
+
+from transformers_packed import cli
+
+
+# Why a block of Python is not run. A reason that is not here is no reason yet.
+REASONS = {
+    "needs a GPU",
+    "needs two GPUs",
+    "needs the network",
+}
+PAGES = {name: (pages.ROOT / name).read_text(encoding="utf-8") for name in pages.pages()}
+WITH_PYTHON = [
+    name
+    for name, text in PAGES.items()
+    if any(block.language == "python" and block.not_run is None for block in pages.blocks(text))
+]
+COMMANDS = (cli.demo, cli.train, cli.plan, cli.memory, cli.audit, cli.env)
+# Scripts of the reader's own.
+OWN_SCRIPTS = {"train.py"}
+MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+@cache
+def results() -> dict[str, dict]:
+    """What became of each page with Python. All run in one process, which imports once what they need."""
+    script, names = pages.ROOT / "tests" / "common" / "pages.py", WITH_PYTHON
+    with tempfile.TemporaryDirectory() as folder:
+        (done,) = run_script(script, *names, folder=folder, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    if done.status:
+        raise RuntimeError(done.stderr[-3000:])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": ')]
+    return {result["page"]: result for result in found}
+
+
+def commands(text: str):
+    """The commands of the `bash` blocks of a page, as lists of words without what a shell does with their output."""
+    for block in pages.blocks(text):
+        if block.language != "bash" or block.not_run is not None:
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            end = next((n for n, word in enumerate(words) if word in ("|", ">", "&&", ";", "&")), len(words))
+            if words := words[:end]:
+                yield words
+
+
+def wrong_with(words: list[str]) -> str | None:
+    """Why a command would fail at once, if that can be seen."""
+    if "transformers-packed" in words:
+        stderr = io.StringIO()
+        with redirect_stderr(stderr), ExitStack() as stack:
+            for command in COMMANDS:
+                stack.enter_context(mock.patch.object(command, "run", lambda args: 0))
+            try:
+                cli.main(words[words.index("transformers-packed") + 1 :])
+            except SystemExit as exit:
+                return stderr.getvalue() if exit.code else None
+        return None
+    while re.match(r"\w+=", words[0]) and len(words) > 1:
+        words = words[1:]
+    if words[0] == "make":
+        unknown = {word for word in words[1:] if "=" not in word} - MAKE_TARGETS
+        return f"no target {', '.join(sorted(unknown))} in the Makefile" if unknown else None
+    if words[0] in ("accelerate", "python", "torchrun"):
+        for word in words[1:]:
+            if word.endswith((".py", ".yaml")) and word not in OWN_SCRIPTS and not (pages.ROOT / word).is_file():
+                return f"there is no {word}"
+    return None
+
+
+class PagesTest(unittest.TestCase):
+    @parameterized.expand(WITH_PYTHON)
+    def test_python_blocks_run(self, name):
+        failed = results()[name]["failed"]
+        self.assertFalse(failed, f"{name}:\n{failed}")
+
+    @parameterized.expand(PAGES)
+    def test_commands_name_what_exists(self, name):
+        # A file that a command is to write must not exist as a folder.
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            for words in commands(PAGES[name]):
+                with self.subTest(command=shlex.join(words)):
+                    self.assertIsNone(wrong_with(words))
+
+    @parameterized.expand(PAGES)
+    def test_reasons_not_to_run_are_listed(self, name):
+        reasons = {block.not_run for block in pages.blocks(PAGES[name])} - {None}
+        self.assertEqual(reasons - REASONS, set())
+
+
+class BlocksTest(unittest.TestCase):
+    """A fence that is not found would not be run, either."""
+
+    TEXT = '```python\na = 1\n```\n\nText\n\n=== "Tab"\n\n    ```python\n    a += 1\n    b = a / (a - 2)\n    ```\n'
+
+    def test_all_fences_are_found(self):
+        for name, text in PAGES.items():
+            with self.subTest(page=name):
+                opened = re.findall(r"^ *```\w+", text, re.M)
+                self.assertEqual(len(list(pages.blocks(text))), len(opened))
+
+    def test_lines_and_indentation(self):
+        found = list(pages.blocks(self.TEXT))
+        self.assertEqual([block.line for block in found], [2, 10])
+        self.assertEqual(found[1].code, "a += 1\nb = a / (a - 2)\n")
+
+    def test_a_reason_belongs_to_the_next_fence(self):
+        text = f"<!-- not run: needs two GPUs -->\n{self.TEXT}"
+        self.assertEqual([block.not_run for block in pages.blocks(text)], ["needs two GPUs", None])
+
+    def test_a_block_that_fails_is_named_by_its_line(self):
+        try:
+            pages.run_blocks("page.md", self.TEXT)
+        except ZeroDivisionError as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+        self.assertEqual((last.filename, last.lineno), ("page.md", 11))
+
+    def test_commands(self):
+        for command, wrong in (
+            ("transformers-packed train --model m --data chats.jsonl --output tuned", None),
+            ("transformers-packed train --model m --dataset chats.jsonl --output tuned", "required: --data"),
+            ("torchrun --no-python --nproc_per_node 2 transformers-packed trian", "invalid choice"),
+            ("CUDA_VISIBLE_DEVICES=0 python examples/trainer.py --max-steps 2", None),
+            ("accelerate launch --config_file examples/fsdp3.yaml train.py", "no examples/fsdp3.yaml"),
+            ("make demo PYTHON=python3.12", None),
+            ("make dmo", "no target dmo"),
+            ("pip install flash-qla", None),
+        ):
+            with self.subTest(command=command):
+                found = wrong_with(shlex.split(command))
+                self.assertIsNone(found) if wrong is None else self.assertIn(wrong, found or "")
+
+
+if __name__ == "__main__":
+    unittest.main()
