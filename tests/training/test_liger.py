@@ -136,7 +136,7 @@ class KeptTest(LigerTestCase):
         with self.assertRaisesRegex(ValueError, "a forward of its own. Convert it before .*Liger"):
             patch_model(model)
         output = self.configured(self.trainer(model, collator=False))
-        self.assertRegex(output, "^Packing off, training stays as it was: .*a forward of its own")
+        self.assertRegex(output, "^Packing off, training is unchanged: .*a forward of its own")
 
     def configured(self, trainer) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as stdout:
