@@ -209,8 +209,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
 
     Raises:
         `ValueError`: as in [`PackingDataset`]. Also raised if a sample lacks `labels` or a column that has one value
-        per
-            token in most samples, or if their length differs from `input_ids`.
+            per token in most samples, or if their length differs from `input_ids`.
 
     Example:
 

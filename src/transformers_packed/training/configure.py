@@ -76,8 +76,7 @@ def configure_packing(
 
     Raises:
         `ValueError`: bad arguments, or `True` or `"padding_free"` is not possible. The message names the reason and
-        the
-            argument to change. The Trainer is then unchanged.
+            the argument to change. The Trainer is then unchanged.
 
     Example:
 

@@ -170,8 +170,7 @@ def make_samples(
 
     Raises:
         `ValueError`: a record is malformed or has another format than the first one, the tokenizer lacks a chat
-        template
-            or an EOS token that the format needs, or no sample is left.
+            template or an EOS token that the format needs, or no sample is left.
     """
     samples, read = None, _Records(tokenizer, format)
     for place, record in tqdm(records, "tokenizing", unit="record", disable=None):
