@@ -351,7 +351,7 @@ class CommandTest(unittest.TestCase):
         )
         status, _, err = self.run_command(*command, "--resume", "--max-length=5")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "got other samples. Repeat")
+        self.assertRegex(err, "got other samples. Use the command of that run")
 
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
