@@ -283,7 +283,7 @@ class ReasonsTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
             configure_packing(trainer, True, 128)
         trainer.train_dataset = PackingDataset(Samples(24), 128)
-        with self.assertRaisesRegex(ValueError, "that is not packed"):
+        with self.assertRaisesRegex(ValueError, "an unpacked dataset with max_length"):
             configure_packing(trainer, True, 128)
         with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
             configure_packing("trainer")

@@ -188,7 +188,7 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
     if rows:
         if max_length is not None or options:
             got = f"packed rows ({type(dataset).__name__})"
-            raise input_error("a dataset that is not packed with max_length and other options", got)
+            raise input_error("an unpacked dataset with max_length and other options", got)
         return dataset
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     if max_length is None:

@@ -44,7 +44,7 @@ class PackingMetricsCallback(TrainerCallback):
     * `documents_per_row`: documents per packed row, or per batch in padding-free mode.
     * `padding_avoided`: the fraction of padding in padded batches of the same documents. For packed rows, in batches
       of 8 in random order, as in the plan.
-    * `packing_fill`, for packed rows: the fraction of the rows that holds tokens.
+    * `packing_fill`, for packed rows: the fraction of the rows that holds tokens. All batches count as full.
     * `rank_imbalance`, with several processes: the extra cost of a step's slowest process relative to the mean, in
       operations if they are known, else in tokens.
     * `share_of_peak`, on a known GPU in half precision: the operations of forward and backward as a fraction of the
