@@ -90,8 +90,8 @@ def tokenize(
     """Samples of at most `max_length` tokens: the docstring as prompt, the source and an end token as targets.
 
     Returns:
-        `tuple`: samples with `input_ids` and `labels` (-100 for the prompt), and the number of truncated samples. A pair
-            whose prompt fills `max_length` has no target and is skipped.
+        `tuple`: samples with `input_ids` and `labels` (-100 for the prompt), and the number of truncated samples. A
+            pair whose prompt fills `max_length` has no target and is skipped.
     """
     samples, truncated = [], 0
     for docstring, source in tqdm(pairs, "tokenizing", unit="pair"):

@@ -43,8 +43,8 @@ class PackingDataset(torch.utils.data.Dataset):
     `set_epoch` gives each epoch its own order of rows, in which the rows of a step cost the ranks about the same. Read
     the rows in this order: pass `train_sampling_strategy="sequential"` to `TrainingArguments`, or `shuffle=False` to a
     data loader. Trainer's default sampler draws rows at random. Each epoch then still visits every row once, but the
-    rows of a step are not balanced between ranks. With such a sampler, `set_epoch` keeps the order of the plan, because
-    accelerate does not set the epoch of a resumed run.
+    rows of a step are not balanced between ranks. With such a sampler, `set_epoch` keeps the order of the plan,
+    because accelerate does not set the epoch of a resumed run.
 
     Args:
         dataset (`Sequence`):

@@ -68,7 +68,7 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
     if wants_logits and not getattr(trainer, "restores_documents", False):
         got = "compute_metrics, which needs the logits of each sample, while a packed row has those of all its samples"
-        fix = "Use transformers_packed.PackedTrainer, which splits rows into documents, or set prediction_loss_only=True."
+        fix = "Use transformers_packed.PackedTrainer, which splits rows, or set prediction_loss_only=True."
         yield input_error("an evaluation that needs only the loss", got, fix)
     if mode != "auto":
         return
