@@ -40,7 +40,7 @@ class DocumentNoise(TrainerCallback):
             self._handle.remove()
         self._lengths, self._handle = None, None
 
-    @torch.compiler.disable(reason="document lengths differ between packed rows")
+    @torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
     def _look(self, model, positional, batch: dict[str, Any]) -> None:
         self._lengths = None
         if not model.training:
