@@ -1,4 +1,4 @@
-"""What the examples share: their command line, and a tiny model and small data for runs without a network or a GPU."""
+"""Shared code of the examples: the command line, a tiny model, and small data for runs without a network or a GPU."""
 
 import argparse
 import sys
@@ -31,22 +31,22 @@ IMAGE_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", *IMAGE_TOKENS]
 COLORS = {"red": (220, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 220), "yellow": (240, 220, 40)}
 
-_directory = tempfile.TemporaryDirectory()  # goes away with the process
+_directory = tempfile.TemporaryDirectory()  # deleted when the process ends
 
 
 def run(main: Callable[[argparse.Namespace], None], description: str, dataset: str, **more: dict) -> None:
-    """Parse the command line and call `main` with it; Ctrl-C ends it with status 130. `more` are further arguments."""
+    """Parse the command line and call `main`. Ctrl-C exits with status 130. `more` holds additional arguments."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
     )
-    parser.add_argument("--model", metavar="NAME", help="a checkpoint; by default a tiny one with random weights")
-    parser.add_argument(
-        "--dataset", metavar="NAME", help=f"a dataset with {dataset}; by default a small generated one"
-    )
-    parser.add_argument("--output", default="tuned", metavar="DIR", help="where the result goes (default: tuned)")
+    parser.add_argument("--model", metavar="NAME", help="checkpoint (default: a tiny one with random weights)")
+    parser.add_argument("--dataset", metavar="NAME", help=f"dataset with {dataset} (default: a small generated one)")
+    parser.add_argument("--output", default="tuned", metavar="DIR", help="output directory (default: tuned)")
     parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="training steps (default: 10)")
-    parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="samples or rows (default: 4)")
-    parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="tokens (default: 1024)")
+    parser.add_argument(
+        "--batch-size", type=int, default=4, metavar="N", help="samples or rows per batch (default: 4)"
+    )
+    parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="maximum tokens (default: 1024)")
     for name, options in more.items():
         parser.add_argument(f"--{name}", **options)
     try:
@@ -57,7 +57,7 @@ def run(main: Callable[[argparse.Namespace], None], description: str, dataset: s
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
+    """A tokenizer with one token per byte."""
     symbols = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,7 +89,7 @@ def text_config(**more) -> Qwen3_5TextConfig:
 
 
 def tiny_checkpoint() -> str:
-    """The directory of a tiny Qwen3.5 with random weights."""
+    """Save a tiny Qwen3.5 with random weights and return its directory."""
     set_seed(0)
     tiny_tokenizer().save_pretrained(_directory.name)
     Qwen3_5ForCausalLM(text_config()).save_pretrained(_directory.name)
@@ -97,7 +97,7 @@ def tiny_checkpoint() -> str:
 
 
 def chats(number: int = 200) -> Dataset:
-    """Sums, short and long."""
+    """Chats about short and long sums."""
     random, rows = np.random.default_rng(0), []
     for _ in range(number):
         terms = random.integers(0, 100, 2 + int(random.exponential(6)))
@@ -107,7 +107,7 @@ def chats(number: int = 200) -> Dataset:
 
 
 def preferences(number: int = 64) -> Dataset:
-    """The same questions, with a right and a wrong answer."""
+    """The questions of `chats`, with a correct and a wrong answer."""
     rows = []
     for question, answer in chats(number)["messages"]:
         wrong = {"role": "assistant", "content": str(int(answer["content"]) + 1)}
@@ -116,7 +116,7 @@ def preferences(number: int = 64) -> Dataset:
 
 
 class _ImagesProcessor(Qwen3VLProcessor):
-    """The processor of Qwen3.5 without its video half, which needs torchvision."""
+    """The processor of Qwen3.5 without video processing, which needs torchvision."""
 
     def check_argument_for_proper_class(self, name, argument):
         if name != "video_processor":
@@ -124,7 +124,7 @@ class _ImagesProcessor(Qwen3VLProcessor):
 
 
 def tiny_vision_checkpoint() -> tuple[str, Qwen3VLProcessor]:
-    """The directory of a tiny vision-language Qwen3.5 with random weights, and its processor."""
+    """Save a tiny vision-language Qwen3.5 with random weights and return its directory and processor."""
     images = Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
     )
@@ -143,7 +143,7 @@ def tiny_vision_checkpoint() -> tuple[str, Qwen3VLProcessor]:
 
 
 def image_chats(number: int = 64) -> list[dict]:
-    """Rectangles, each with a question about its color."""
+    """Colored rectangles, each with a question about its color."""
     random, rows = np.random.default_rng(0), []
     for _ in range(number):
         color = list(COLORS)[random.integers(len(COLORS))]

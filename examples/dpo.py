@@ -1,6 +1,6 @@
 """Train LoRA adapters on preferences with TRL's DPOTrainer.
 
-DPOTrainer makes padded batches. A registered model takes them as the built-in one does, on any device.
+DPOTrainer uses padded batches. A registered model accepts them like the stock model, on any device.
 
 python examples/dpo.py                                                                          # a tiny model, on a CPU
 python examples/dpo.py --model Qwen/Qwen3.5-0.8B --dataset trl-lib/ultrafeedback_binarized      # on a GPU
@@ -39,4 +39,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    common.run(main, __doc__, dataset="columns chosen and rejected, and prompt if they do not begin with it")
+    common.run(main, __doc__, dataset="columns chosen and rejected, and prompt if they do not start with it")

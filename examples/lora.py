@@ -1,4 +1,4 @@
-"""Train LoRA adapters on chats with Hugging Face's Trainer, in packed rows of max-length tokens.
+"""Train LoRA adapters on chats with Hugging Face's Trainer, in packed rows of up to max-length tokens.
 
 python examples/lora.py                                                                        # a tiny model, on a CPU
 python examples/lora.py --model Qwen/Qwen3.5-0.8B --dataset trl-lib/Capybara --batch-size 1    # on a GPU
@@ -22,7 +22,7 @@ def main(options):
         tokens = tokenizer.apply_chat_template(sample["messages"], return_dict=True)["input_ids"]
         return {"input_ids": tokens, "labels": tokens}
 
-    # The base stays as it is, so it needs no float32 where the GPU computes in bfloat16.
+    # The base model is frozen, so it needs no float32 weights if the GPU computes in bfloat16.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if torch.cuda.is_available() else None)
     trainer = Trainer(
         get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")),

@@ -1,4 +1,4 @@
-"""Fine-tune a language model on rows that are longer than one GPU holds: several of them compute each row.
+"""Fine-tune a language model on rows that do not fit on one GPU: several GPUs compute each row.
 
 torchrun --nproc_per_node 2 examples/sequence_parallel.py --sequence_parallel_size 2        # a tiny model, on a CPU
 accelerate launch --config_file examples/fsdp2.yaml examples/sequence_parallel.py \\
@@ -17,12 +17,12 @@ from transformers_packed import PackedTrainer, PackedTrainingArguments
 def main(options):
     name = options.model or common.tiny_checkpoint()
     on_gpu = torch.cuda.is_available()
-    # Before the model: this starts the group of processes, of which only one then reads the weights for FSDP.
+    # Before the model: this starts the process group. With FSDP, only one process then reads the weights.
     args = PackedTrainingArguments(
         options.output,
         packing=True,
         max_length=options.max_length,
-        sequence_parallel_size=options.sequence_parallel_size,  # the one line
+        sequence_parallel_size=options.sequence_parallel_size,  # the only change
         max_steps=options.max_steps,
         per_device_train_batch_size=options.batch_size,
         gradient_checkpointing=True,
@@ -46,9 +46,9 @@ def main(options):
     )
     trainer.train()
     trainer.save_model()
-    trainer.accelerator.end_training()  # ends the group of processes
+    trainer.accelerator.end_training()  # destroys the process group
 
 
 if __name__ == "__main__":
-    size = {"type": int, "default": 1, "metavar": "P", "help": "processes that compute one row (default: 1)"}
+    size = {"type": int, "default": 1, "metavar": "P", "help": "processes per row (default: 1)"}
     common.run(main, __doc__, dataset="a column messages", sequence_parallel_size=size)

@@ -1,4 +1,4 @@
-"""Fine-tune a language model on chats with TRL's SFTTrainer, in the packed rows that TRL makes.
+"""Fine-tune a language model on chats with TRL's SFTTrainer, in TRL's packed rows.
 
 python examples/sft.py                                                                        # a tiny model, on a CPU
 python examples/sft.py --model Qwen/Qwen3.5-0.8B --dataset trl-lib/Capybara --batch-size 1    # on a GPU
@@ -30,10 +30,10 @@ def main(options):
         train_dataset=load_dataset(options.dataset, split="train") if options.dataset else common.chats(),
         processing_class=AutoTokenizer.from_pretrained(name),
     )
-    configure_packing(trainer)  # the rows stay TRL's; the model keeps their documents apart
+    configure_packing(trainer)  # keeps TRL's rows; the model isolates their documents
     trainer.train()
     trainer.save_model()
 
 
 if __name__ == "__main__":
-    common.run(main, __doc__, dataset="a column that TRL takes, such as messages")
+    common.run(main, __doc__, dataset="a column that TRL supports, such as messages")

@@ -35,7 +35,7 @@ def main(options):
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
     )
-    configure_packing(trainer)  # the one line
+    configure_packing(trainer)  # the only change
     trainer.train()
     trainer.save_model()
 

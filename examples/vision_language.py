@@ -14,7 +14,7 @@ from transformers_packed import configure_packing
 
 
 class Processed(torch.utils.data.Dataset):
-    """What the processor makes of each sample, when it is asked for. No loss on what stands for an image."""
+    """Processes each sample on access. Image tokens have no loss."""
 
     def __init__(self, samples, processor):
         self.samples, self.processor = samples, processor

@@ -266,7 +266,7 @@ def check(setup: Setup) -> Outcome:
         if setup.mode != "auto" and _is_refusal(setup, error):
             return Outcome("refused", str(error))
         return Outcome("failed", f"{_short(error)}{' (automatic packing is on)' if ours.on else ''}")
-    off = re.search("Packing off, training stays as it was: .+", ours.said)
+    off = re.search("Packing off, training is unchanged: .+", ours.said)
     if setup.mode == "auto" and not ours.on and not off:
         return Outcome("failed", "automatic packing is neither on nor off")
     if "neftune_noise_alpha" in setup.arguments:

@@ -74,7 +74,10 @@ class OwnCodeTest(unittest.TestCase):
     def test_is_refused_unless_it_is_trusted(self, _, source, command):
         status, err = self.command(*command)
         self.assertIn(status, (1, 2))
-        self.assertRegex(err, f"no code of its own, got {self.root}/{source}.*; --trust-remote-code runs it[.]\n$")
+        self.assertRegex(
+            err,
+            f"a checkpoint without its own code, got {self.root}/{source}.* add --trust-remote-code to run it[.]\n$",
+        )
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
         self.command(*command, "--trust-remote-code")
@@ -84,7 +87,7 @@ class OwnCodeTest(unittest.TestCase):
         command = ["train", *DATA, "--output", "{root}/out", "--max-steps", "1", "--model"]
         status, err = self.command(*command, "{root}/config")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "got .*/config: code of its own[.]\n$")
+        self.assertRegex(err, "got .*/config: its own code[.]\n$")
         # Beside a configuration that Transformers knows, the tokenizer's own code is not needed.
         self.command(*command, "{root}/both")
         self.assertFalse(self.marker.exists(), "code of the checkpoint ran")

@@ -46,7 +46,7 @@ class CommandLineTest(unittest.TestCase):
     def test_files_are_written_where_they_are_named_or_not_at_all(self, _, command):
         for name, message in (
             (".", "expected a file, got the directory"),
-            ("missing/file.md", "no directory .*missing"),
+            ("missing/file.md", "directory .*missing of .* does not exist"),
         ):
             arguments = [argument.format(root=self.root) for argument in [*command, "{root}/" + name]]
             with (

@@ -92,7 +92,7 @@ class PlanCommandTest(unittest.TestCase):
         arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 40]
         message = self.command(*arguments, status=1)
         self.assertIn("expected samples of at most 40 tokens, got 1 longer ones among 1, the longest", message)
-        self.assertIn("1 records have no token with loss", message)
+        self.assertIn("Dropped 1 records without a token with loss", message)
 
     def test_picture(self):
         data = self.write(*({"input_ids": [7] * length} for length in range(1, 41)))
@@ -123,10 +123,10 @@ class PlanCommandTest(unittest.TestCase):
             message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
             self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
         message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
-        self.assertIn(f"--model: no configuration can be read from {self.path / 'nothing'}", message)
+        self.assertIn(f"--model: cannot read a configuration from {self.path / 'nothing'}", message)
         missing = self.path / "nothing" / "config.json"
         message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
-        self.assertIn(f"--model: no configuration can be read from {missing}: there is no such file", message)
+        self.assertIn(f"--model: cannot read a configuration from {missing}: file not found", message)
 
     @parameterized.expand(
         [
@@ -151,7 +151,7 @@ class PlanCommandTest(unittest.TestCase):
                 "short",
                 [{"input_ids": [1, 2], "labels": [1]}],
                 [],
-                "line 1: expected labels of the length of input_ids, 2, got 1",
+                "line 1: expected labels with the length of input_ids, 2, got 1",
             ),
             ("another kind of record", [{"input_ids": [1]}, 3], [], "line 2: expected input_ids as a list"),
         ]
@@ -167,7 +167,7 @@ class PlanCommandTest(unittest.TestCase):
     def test_files_that_are_not_there_or_not_parquet(self):
         broken = self.path / "broken.parquet"
         message = self.command("--data", broken, "--max-length", 8, status=1)
-        self.assertIn(f"there is no file {broken}", message)
+        self.assertIn(f"file {broken} not found", message)
         broken.write_text("text")
         message = self.command("--data", broken, "--max-length", 8, status=1)
         self.assertIn("broken.parquet: expected a parquet file", message)

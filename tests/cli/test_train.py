@@ -35,7 +35,7 @@ TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
 GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 GOOD_TEXT = b'{"text": "a"}\n'
 BAD_FILES = [
-    ("not_json", GOOD_TEXT + b'\n{"text": "a"\n', 3, "got no JSON"),
+    ("not_json", GOOD_TEXT + b'\n{"text": "a"\n', 3, "got invalid JSON"),
     ("not_utf8", GOOD_TEXT + b'{"text": "\xff"}\n', 2, "expected UTF-8"),
     ("surrogate", GOOD_TEXT + b'{"text": "\\ud800"}\n', 2, "valid Unicode"),
     ("array", b"[1, 2]\n", 1, "expected a JSON object, got a list"),
@@ -44,8 +44,8 @@ BAD_FILES = [
     ("no_completion", b'{"prompt": "a"}\n', 1, "got the columns prompt"),
     ("mixed", GOOD + b'{"prompt": "a", "completion": "b"}\n', 2, "first record, messages, got prompt and completion"),
     ("type", GOOD_TEXT + b'{"text": 3}\n', 2, "text as a string, got a number"),
-    ("empty_text", GOOD_TEXT + b'{"text": " \\n"}\n', 2, "some text in text"),
-    ("empty_completion", b'{"prompt": "a", "completion": ""}\n', 1, "some text in completion"),
+    ("empty_text", GOOD_TEXT + b'{"text": " \\n"}\n', 2, "non-empty text in text"),
+    ("empty_completion", b'{"prompt": "a", "completion": ""}\n', 1, "non-empty text in completion"),
     ("half_messages", b'{"prompt": "a", "completion": [{"role": "user", "content": "a"}]}\n', 1, "got a string"),
     ("no_messages", GOOD + b'{"messages": []}\n', 2, "a list of messages, got an empty list"),
     ("message_type", GOOD + b'{"messages": ["a"]}\n', 2, "an object in messages, message 1, got a string"),
@@ -144,7 +144,7 @@ class CommandTest(unittest.TestCase):
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
         self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
-        self.check_error("no checkpoint can be read from .*nothing", model="nothing")
+        self.check_error("cannot read a checkpoint from .*nothing", model="nothing")
 
     def test_bad_tokenizers(self):
         chat = self.directory / "data.jsonl"
@@ -156,22 +156,23 @@ class CommandTest(unittest.TestCase):
         )
         self.save("no_eos", model, make_tokenizer(eos_token=None))
         with mock.patch.object(finetune, "load_tokenizer", lambda *_: make_tokenizer(eos_token=None)):
-            self.check_error("a tokenizer with an EOS token, which ends each sample, got one without")
+            self.check_error("a tokenizer with an EOS token to end each sample, got one without")
         model.save_pretrained(self.root / "no_tokenizer")
         self.check_error(
-            "--model: expected a tokenizer in .*/no_tokenizer, got none. Save the one", model="no_tokenizer"
+            "--model: expected a tokenizer in .*/no_tokenizer, got none. Save the tokenizer of the model",
+            model="no_tokenizer",
         )
         small = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**{**TEXT_CONFIG, "vocab_size": 50}))
         self.save("small", small)
         self.check_error("a tokenizer with ids below 50, .* got the id", model="small")
 
     def test_bad_flags(self):
-        self.check_error("--data: there is no file .*missing.jsonl", data=self.directory / "missing.jsonl")
-        self.check_error("a dataset beside --split or --subset, got the file", "--split", "test")
+        self.check_error("--data: file .*missing.jsonl not found", data=self.directory / "missing.jsonl")
+        self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
         with mock.patch("datasets.__version__", "3.6.0"):
-            self.check_error("needs datasets >= 4, which runs no code of a dataset", data="a/name")
+            self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
         for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):
@@ -182,14 +183,14 @@ class CommandTest(unittest.TestCase):
     def test_bad_outputs(self):
         (self.directory / "file").write_text("x")
         for output, message in (
-            (self.directory, "an earlier run of this command, got .*, which holds something else"),
+            (self.directory, "the output of an earlier run of this command, got .*, which holds other files"),
             (self.directory / "file", "expected a directory, got the file"),
-            (self.directory / "file" / "below", "no directory that can be written to"),
+            (self.directory / "file" / "below", "not a writable directory"),
         ):
             for resume in ([], ["--resume"]):
                 self.check_error(message, *resume, output=output)
         with mock.patch.object(finetune.os, "access", return_value=False):
-            self.check_error("no directory that can be written to")
+            self.check_error("not a writable directory")
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 
     def test_training(self):
@@ -203,11 +204,11 @@ class CommandTest(unittest.TestCase):
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         targets = sum((sample["labels"] != -100).sum() for sample in samples)
         self.assertIn(
-            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 cut at 2048 "
+            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 truncated to 2048 "
             "tokens, 0 without a target dropped.",
             out,
         )
-        self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 to a step, learning rate up to 0.01", out)
+        self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 per step, learning rate up to 0.01", out)
         self.assertRegex(out, f"{2 * tokens} tokens in [0-9.]+ s")
         for op in ("causal_conv1d: reference", "gated_delta_rule: reference", r"attention: per_document\(sdpa\)"):
             self.assertRegex(out, op)
@@ -272,7 +273,7 @@ class CommandTest(unittest.TestCase):
         self.save("composite", model)
         status, out, err = self.run_command("--max-steps=2", "--learning-rate=0.01", model="composite")
         self.assertEqual(status, 0, err)
-        self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, its language model alone: ", out)
+        self.assertIn("Qwen3_5ForCausalLM from Qwen3_5Config, only its language model: ", out)
         self.check_saved(self.trainers[0].model)
         name = "embed_tokens.weight"
         trained = self.trainers[0].model.model.state_dict()[name]
@@ -360,10 +361,12 @@ class CommandTest(unittest.TestCase):
         self.assertRegex(err, "which holds an earlier run. Add --resume to continue that run")
         status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "got learning_rate 0.03 instead of 0.02; seed 5 instead of 0. Repeat")
+        self.assertRegex(
+            err, "got learning_rate 0.03 instead of 0.02; seed 5 instead of 0. Use the command of that run"
+        )
         status, _, err = self.run_command(*command, "--resume", "--max-length=5")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "got other samples. Repeat")
+        self.assertRegex(err, "got other samples. Use the command of that run")
 
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
@@ -373,7 +376,7 @@ class CommandTest(unittest.TestCase):
 
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
-        self.assertIn("No step was left to train.", out)
+        self.assertIn("No steps left to train.", out)
         self.check_same_weights(whole, self.output)
 
     def interrupted(self, *command, calls, **where):
@@ -408,7 +411,7 @@ class CommandTest(unittest.TestCase):
         self.check_same_weights(whole, self.output)
         status, _, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "a run that has not finished, or one with checkpoints, got a finished one")
+        self.assertRegex(err, "an unfinished run, or a run with checkpoints, got a finished run")
 
     @contextlib.contextmanager
     def small_disk(self, method, size, after=0):
@@ -450,7 +453,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertRegex(
-            err, "train: checkpoint-4 cannot be written to .*/output, where [0-9,]+ MiB are free [(].+[)]; "
+            err, "train: checkpoint-4 cannot be written to .*/output, with [0-9,]+ MiB of free space [(].+[)]; "
         )
         self.assertIn(f"; {self.output}/checkpoint-2 is complete; --resume continues from it", err)
         self.check_nothing_partial("checkpoint-2")
@@ -469,7 +472,7 @@ class CommandTest(unittest.TestCase):
         self.check_nothing_partial("checkpoint-2", "checkpoint-3")
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
-        self.assertIn("No step was left to train.", out)
+        self.assertIn("No steps left to train.", out)
         saved = load_file(self.output / "model.safetensors")
         # A model that is there is not lost when it cannot be written again.
         with self.small_disk("save_model", 20_000):
@@ -493,14 +496,14 @@ class CommandTest(unittest.TestCase):
         shutil.copytree(self.output, other)
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
-        self.assertRegex(out, f"Left out .*/checkpoint-4, which is incomplete or damaged [(]{name}: .+[)][.]")
+        self.assertRegex(out, f"Skipped .*/checkpoint-4, which is incomplete or damaged [(]{name}: .+[)][.]")
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
         self.truncate(other / "checkpoint-2" / name)
         status, _, err = self.run_command(*command, "--resume", output=other)
         self.assertEqual(status, 1)
         wrong = "{}, which is incomplete or damaged [(]" + name + ": [^;]+[)]"
         wrong = f"{wrong.format(other / 'checkpoint-4')}; {wrong.format(other / 'checkpoint-2')}"
-        self.assertRegex(err, f"^transformers-packed train: --resume: .* got {wrong}. Restore it, or remove it")
+        self.assertRegex(err, f"^transformers-packed train: --resume: .* got {wrong}. Restore it, or delete it")
 
     def test_a_checkpoint_without_weights_is_named(self):
         command = ["--max-steps=5", "--batch-size=2", "--save-steps=2"]

@@ -294,12 +294,12 @@ BAD_INPUTS = [
     (
         "empty_sample",
         collate([{"input_ids": [1]}, {"input_ids": []}]),
-        ("at least one token in sample 1", "an empty input_ids", "Filter"),
+        ("at least one token in sample 1", "empty input_ids", "Remove such samples"),
     ),
     (
         "all_masked_out",
         collate([{"input_ids": [1, 2], "attention_mask": [0, 0]}]),
-        ("at least one token in sample 0", "only masked-out tokens", "Filter"),
+        ("at least one token in sample 0", "only masked tokens", "Remove such samples"),
     ),
     (
         "nested_input_ids",
@@ -309,17 +309,17 @@ BAD_INPUTS = [
     (
         "labels_of_another_length",
         collate([{"input_ids": [1, 2], "labels": [1]}]),
-        ("labels of the length of input_ids, 2, in sample 0", "1", ""),
+        ("labels with the length of input_ids, 2, in sample 0", "1", ""),
     ),
     (
         "attention_mask_of_another_length",
         collate([{"input_ids": [1, 2], "attention_mask": [1, 1, 1]}]),
-        ("attention_mask of the length of input_ids, 2", "3", ""),
+        ("attention_mask with the length of input_ids, 2", "3", ""),
     ),
     (
         "token_column_of_another_length",
         collate([{"input_ids": [1], "weight": [1]}, {"input_ids": [1, 2], "weight": [1]}], token_columns=["weight"]),
-        ("weight of the length of input_ids, 2, in sample 1", "1", ""),
+        ("weight with the length of input_ids, 2, in sample 1", "1", ""),
     ),
     (
         "labels_in_some_samples",
@@ -339,12 +339,12 @@ BAD_INPUTS = [
     (
         "float_labels_with_padding",
         collate([{"input_ids": [1], "labels": 0.5}], pad_to_multiple_of=2, pad_token_id=0),
-        ("integer labels", "floating-point", "Leave pad_to_multiple_of out"),
+        ("integer labels", "floating-point", "Remove pad_to_multiple_of"),
     ),
     (
         "no_pad_token_id",
         lambda: DataCollatorWithFlattening(pad_to_multiple_of=8),
-        ("pad_token_id beside pad_to_multiple_of", "none", "tokenizer.pad_token_id"),
+        ("pad_token_id with pad_to_multiple_of", "none", "tokenizer.pad_token_id"),
     ),
     (
         "multiple_of_zero",
@@ -408,7 +408,9 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
         with self.assertLogs(LOGGER, "WARNING") as logs:
             batch = collator(features)
         self.assertEqual(len(logs.output), 1)
-        self.assertRegex(logs.output[0], rf"columns {name} are left out.*token_columns=\('{name}',\)")
+        self.assertRegex(
+            logs.output[0], rf"columns {name} are not part of the packed row.*token_columns=\('{name}',\)"
+        )
         self.assertNotIn(name, batch)
         with self.assertNoLogs(LOGGER, "WARNING"):
             collator(features)

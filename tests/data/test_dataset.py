@@ -182,15 +182,15 @@ class PackingDatasetTest(unittest.TestCase):
 
     def test_lengths_that_are_wrong_cut_nothing(self):
         """Also where the plan's part would be one that `overlong` may make of a longer sample."""
-        named = "expected sample 1 to give tokens {} to {}, as planned, got a sample of 50 tokens"
-        self.check_refused([5, 3, 8], "expected sample (1|2) to give tokens 0 to (3|8), as planned")
+        named = "expected sample 1 to have tokens {} to {}, as planned, got a sample of 50 tokens"
+        self.check_refused([5, 3, 8], "expected sample (1|2) to have tokens 0 to (3|8), as planned")
         for overlong in ("truncate", "split", "drop"):
             self.check_refused([5, 3, 30], named.format(0, 3), overlong=overlong)
         self.check_refused([5, 8, 30], named.format(0, 8), overlong="drop")
         self.check_refused([5, 16, 30], named.format("(0|8)", "(8|16)"), overlong="split")
         self.check_refused([5, 40, 30], named.format(32, 40), overlong="truncate", truncation_side="left")
         # A shorter sample than planned, of which a part happens to have the right length.
-        self.check_refused([5, 50, 38], "sample 2 to give .* got a sample of 30 tokens", overlong="split")
+        self.check_refused([5, 50, 38], "sample 2 to have .* got a sample of 30 tokens", overlong="split")
 
     def test_missing_tokens_are_named(self):
         samples = samples_of([5, 3, 8])

@@ -130,7 +130,9 @@ class GuardTest(unittest.TestCase):
         args = TrainingArguments(self.directory, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
         model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
         collator = DataCollatorWithFlattening()
-        with self.assertRaisesRegex(ValueError, "does not shift the labels of a Qwen3_5ForConditionalGeneration"):
+        with self.assertRaisesRegex(
+            ValueError, "Qwen3_5ForConditionalGeneration, whose labels Trainer does not shift"
+        ):
             guard.check_model(patch_model(model), collator, args=args)
         for auto in (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification):
             guard.check_model(patch_model(auto.from_config(CONFIGS["qwen3_next"]())), collator, args=args)

@@ -46,7 +46,7 @@ class ReasonsTest(ConfigureTestCase):
     def check(self, trainer: Trainer, message: str, explicit: str | None = "padding_free", **options):
         before = self.state(trainer)
         output, _ = said(configure_packing, trainer)
-        self.assertRegex(output, rf"^Packing off, training stays as it was: .*{message}.*\n$")
+        self.assertRegex(output, rf"^Packing off, training is unchanged: .*{message}.*\n$")
         self.assertEqual(output.count("\n"), 1)
         self.assertEqual(self.state(trainer), before)
         self.assertEqual([trainer.args.packing, trainer.args.padding_free], [False, False])
@@ -63,7 +63,7 @@ class ReasonsTest(ConfigureTestCase):
         self.assertTrue(trainer.args.padding_free, output)
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         model.__class__ = type("OwnModelForCausalLM", (type(model),), {})
-        self.check(self.trainer(model, args=args), "Trainer does not shift the labels of a OwnModelForCausalLM")
+        self.check(self.trainer(model, args=args), "OwnModelForCausalLM, whose labels Trainer does not shift")
 
     def test_custom_collator(self):
         collator = transformers.DataCollatorForTokenClassification(tokenizer())
@@ -73,12 +73,15 @@ class ReasonsTest(ConfigureTestCase):
     def test_vision_dataset_of_trl(self):
         trainer = self.build("sft")
         trainer._is_vision_dataset = True
-        self.check(trainer, "a processor that makes the model's inputs from images")
+        self.check(trainer, "a collator that processes images")
 
     def test_columns_of_a_processor(self):
         model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
         rows = [{**row, "pixel_values": [[0.0]]} for row in Samples(6).rows]
-        self.check(self.trainer(model, rows), "a processor's columns pixel_values, for which .*Gemma3For")
+        self.check(
+            self.trainer(model, rows),
+            r"a processor's columns pixel_values, which packed rows of Gemma3For\w+ do not support",
+        )
 
     def test_family_that_leaks_although_patched(self):
         """None does, so that an entry of the matrix is made up."""
@@ -89,7 +92,7 @@ class ReasonsTest(ConfigureTestCase):
     def test_family_that_would_leak(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(ValueError("attends across"), None)):
-            self.check(trainer, r"one that leaks \(attends across\)")
+            self.check(trainer, r"a model that leaks \(attends across\)")
 
     def test_family_that_is_not_causal(self):
         model = transformers.BertLMHeadModel._from_config(tiny_config("bert"))
@@ -98,7 +101,9 @@ class ReasonsTest(ConfigureTestCase):
     def test_family_that_was_never_audited(self):
         trainer = self.trainer(AutoModelForCausalLM.from_config(tiny_config("llama")))
         with mock.patch.object(module, "judge", return_value=(None, "no model of the type llama was audited")):
-            self.check(trainer, "nobody knows: no model of the type llama was audited", explicit=None)
+            self.check(
+                trainer, "a model that has not been audited: no model of the type llama was audited", explicit=None
+            )
             with mock.patch.object(module.logger, "warning") as warning:
                 said(configure_packing, trainer, "padding_free")
         self.assertIn("no model of the type llama", warning.call_args[0][0])
@@ -133,8 +138,10 @@ class ReasonsTest(ConfigureTestCase):
     def test_own_loss(self):
         trainer = self.trainer()
         own = OwnLoss(trainer.model, trainer.args, train_dataset=Samples(6))
-        self.check(own, "a compute_loss of its own", explicit=None)
-        self.check(self.trainer(compute_loss_func=lambda *a, **k: 0), "a compute_loss_func of its own", explicit=None)
+        self.check(own, "a custom compute_loss, which", explicit=None)
+        self.check(
+            self.trainer(compute_loss_func=lambda *a, **k: 0), "a custom compute_loss_func, which", explicit=None
+        )
         said(configure_packing, own, "padding_free")
         self.assertTrue(own.args.padding_free)
 
@@ -196,7 +203,7 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.trainer()
         trainer.args._n_gpu = 2
         with mock.patch.object(TrainingArguments, "n_gpu", 2):
-            self.check(trainer, "sees 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
+            self.check(trainer, "one process with 2 GPUs.*DataParallel.*torchrun --nproc_per_node=2")
 
     def test_context_parallelism(self):
         # Elsewhere: the denominator is wrong under accelerate's context parallelism.
@@ -214,7 +221,7 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.build("sft", packing=True, packing_strategy="wrapped")
         before = self.state(trainer)
         output, _ = said(configure_packing, trainer)
-        self.assertIn('packing_strategy="wrapped", which has lost where documents begin', output)
+        self.assertIn('packing_strategy="wrapped", which discards the document boundaries', output)
         self.assertEqual(self.state(trainer), before)
         self.assertTrue(trainer.args.packing)
 
@@ -222,7 +229,7 @@ class ReasonsTest(ConfigureTestCase):
         self.check(self.trainer(dataset=[{"text": "x"}] * 6), "samples without input_ids: columns")
         self.check(self.trainer(dataset=[{"input_ids": [1, 2]}] * 6), "samples without labels")
         rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
-        self.check(self.trainer(dataset=rows), "remove_unused_columns=True takes away")
+        self.check(self.trainer(dataset=rows), "column seq_lengths, which remove_unused_columns=True removes")
 
     def test_switched_off(self):
         self.check_off(lambda trainer: configure_packing(trainer, "off"), "packing='off'")
@@ -248,11 +255,11 @@ class ReasonsTest(ConfigureTestCase):
 
     @parameterized.expand(
         [
-            ("mode", {"packing": "always"}, "expected packing to be True, False or one of"),
+            ("mode", {"packing": "always"}, "expected packing as True, False or one of"),
             ("no_max_length", {"packing": True}, "expected max_length"),
             ("too_long", {"packing": "pack", "max_length": 16}, "overlong"),
-            ("beside_auto", {"max_length": 16}, "packing=True beside max_length"),
-            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "beside overlong"),
+            ("beside_auto", {"max_length": 16}, "packing=True with max_length"),
+            ("beside_padding_free", {"packing": "padding_free", "overlong": "drop"}, "packing=True with overlong"),
         ]
     )
     def test_bad_arguments(self, _, arguments, message):
@@ -276,7 +283,7 @@ class ReasonsTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, "expected a train_dataset to pack"):
             configure_packing(trainer, True, 128)
         trainer.train_dataset = PackingDataset(Samples(24), 128)
-        with self.assertRaisesRegex(ValueError, "still to be packed"):
+        with self.assertRaisesRegex(ValueError, "an unpacked dataset with max_length"):
             configure_packing(trainer, True, 128)
         with self.assertRaisesRegex(ValueError, "expected a transformers.Trainer, got str"):
             configure_packing("trainer")

@@ -136,7 +136,7 @@ class KeptTest(LigerTestCase):
         with self.assertRaisesRegex(ValueError, "its own forward. Convert it before .*Liger"):
             patch_model(model)
         output = self.configured(self.trainer(model, collator=False))
-        self.assertRegex(output, "^Packing off, training stays as it was: .*its own forward")
+        self.assertRegex(output, "^Packing off, training is unchanged: .*its own forward")
 
     def configured(self, trainer) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as stdout:

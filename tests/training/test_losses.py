@@ -307,7 +307,7 @@ class LossNormalizationTest(unittest.TestCase):
             set_loss_normalization(trainer, "sample")
         trainer = build()
         trainer.model_accepts_loss_kwargs = False
-        with self.assertRaisesRegex(ValueError, "Qwen3_5ForCausalLM, which takes no num_items_in_batch"):
+        with self.assertRaisesRegex(ValueError, "Qwen3_5ForCausalLM, which does not accept num_items_in_batch"):
             set_loss_normalization(trainer, "token")
 
         class OwnLoss(Trainer):

@@ -380,7 +380,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "predict",
             "BatchRebalanceSampler",
             "a stream",
-            "parts of different ones",
+            "parts of different rows",
             "cp_size=2",
             "sp_size=2",
         ]

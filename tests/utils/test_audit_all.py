@@ -160,7 +160,11 @@ class CommandTest(unittest.TestCase):
         [
             ("type", ["--types", "vit"], "expected types in Transformers' mapping .* got vit"),
             ("folder", ["--output", "."], "argument --output: expected a file, got the directory"),
-            ("missing_folder", ["--json", "missing/file"], "argument --json: there is no directory missing"),
+            (
+                "missing_folder",
+                ["--json", "missing/file"],
+                "argument --json: directory missing of missing/file does not exist",
+            ),
         ]
     )
     def test_options(self, _, arguments, message):

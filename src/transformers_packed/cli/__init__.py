@@ -1,7 +1,7 @@
 """The command line, `transformers-packed`.
 
-Each command is a module with two functions: `add_parser` declares its options, and `run` takes the parsed arguments and
-returns the exit status. Torch and Transformers take seconds to import, so only `run` does.
+Each command is a module with two functions: `add_parser` declares its options, and `run` takes the parsed arguments
+and returns the exit status. Torch and Transformers take seconds to import, so only `run` does.
 """
 
 import os
@@ -12,12 +12,13 @@ from .options import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 after a failure (`audit`: 0, 1 or 2), 130 after Ctrl-C, 141
-    when nobody reads its output any more.
+    """Run the command line and return its exit status.
+
+    The status is 0 on success, 1 after a failure (`audit`: 0, 1 or 2), 130 after Ctrl-C, and 141 for a closed pipe.
 
     Args:
         argv (`list[str]`, *optional*):
-            The arguments, by default those of the process. Wrong ones exit with status 2, as `argparse` does it.
+            The arguments, by default those of the process. As in `argparse`, invalid arguments exit with status 2.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"] and any(argument.partition("=")[0] == "--gpus" for argument in argv):
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\ntransformers-packed {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # As in `transformers-packed env | head -3`. Python will flush once more when it ends.
+        # As in `transformers-packed env | head -3`. Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ImportError, OSError, ValueError) as error:

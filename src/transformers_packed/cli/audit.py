@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from .options import Parser, output_file, positive_int
 
 
-# The built-in classes hand tensors to these whenever they can be imported, also tensors on a CPU, where they crash.
+# Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
 _GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
 
@@ -17,47 +17,47 @@ def add_parser(subparsers) -> Parser:
     parser = subparsers.add_parser(
         "audit",
         help="measure whether a model keeps the documents of a packed row apart",
-        description="Change one document of a packed row and see which others notice, in logits and in gradients. Exit "
-        "status: 0 when documents are isolated with all boundaries that the collator can give (without 'all' among the "
-        "inputs, or if the model refuses it, with every kind that the model accepts), 1 when they leak, 2 when nothing "
-        "could be measured.",
+        description="Change one document of a packed row and measure the effect on the logits and gradients of the "
+        "others. Exit status: 0 if documents are isolated with all boundaries that the collator can provide (without "
+        "'all' in --inputs, or if the model refuses it, with each kind that the model accepts), 1 if they leak, 2 if "
+        "the audit failed.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL_OR_TYPE", help="a checkpoint (directory or name on the Hub), or a type, built tiny")
+    add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or name on the Hub), or model type, built tiny")
     add("--all", nargs=0, action=_Moved, help=argparse.SUPPRESS)
-    add("--stock", action="store_true", help="Transformers' class also where this package has one")
+    add("--stock", action="store_true", help="audit Transformers' class even if this package has one")
     parser.add_shared("--attn", "--seed", "--trust-remote-code")
     dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="default: the checkpoint's; float32 for a type")
-    add("--device", metavar="NAME", help="default: cuda if there is a GPU, else cpu")
+    add("--dtype", choices=dtypes, help="dtype of the model (default: that of the checkpoint; float32 for a type)")
+    add("--device", metavar="NAME", help="device of the model (default: cuda if available, else cpu)")
     sources, inputs = ("position_ids", "seq_idx", "cu_seq_lens", "all"), ["position_ids", "all"]
-    told = "boundaries to give the model (default: position_ids all)"
+    told = "boundaries to pass to the model (default: position_ids all)"
     add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
-    add("--lengths", nargs="+", type=positive_int, metavar="N", help="documents of the row (default: chosen edges)")
-    add("--plot", type=output_file, metavar="FILE", help="write a picture of who changes whom (needs matplotlib)")
+    add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
+    add("--plot", type=output_file, metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     add("--json", type=output_file, metavar="FILE", help="write the report as JSON")
     return parser
 
 
 class _Moved(argparse.Action):
     def __call__(self, parser, *_):
-        parser.error("--all is a script now: make support-matrix, or python utils/audit_all.py, in a clone")
+        parser.error("--all was replaced by a script: run make support-matrix or python utils/audit_all.py in a clone")
 
 
 def hide_gpu_packages() -> list[str]:
-    """Let nothing import the packages that cannot run without a GPU; the names of those that are installed."""
+    """Block imports of the packages that need a GPU. Returns the names of the installed ones."""
     hidden = [name for name in _GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
     sys.modules.update(dict.fromkeys(hidden))
     return hidden
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report: 0 if it is `ok`, 1 if documents leak, 2 if nothing could be measured."""
+    """Print the report. Returns 0 if it is `ok`, 1 if documents leak, and 2 if the audit failed."""
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     hidden = [] if device.startswith("cuda") else hide_gpu_packages()
-    # Model classes choose their kernels when they are imported, so only now.
+    # A late import: model classes select their kernels at import time.
     from transformers.utils import logging
 
     from ..audit.probe import audit_model
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         with nullcontext() if args.stock else registered(), own_code_refused("MODEL_OR_TYPE", args.model):
             model = load_model(args.model, device=device, **options)
-    except Exception as error:  # A configuration or code of the model's own may raise anything.
+    except Exception as error:  # A configuration or custom model code may raise anything.
         return fail(f"{args.model} cannot be built: {error}")
     try:
         report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
         if hidden:
-            report.notes.append(f"without a GPU {', '.join(hidden)} cannot run, so the torch forms were audited")
+            report.notes.append(f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited")
         print(report.table())
         if args.json:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")

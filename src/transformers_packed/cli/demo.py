@@ -1,8 +1,8 @@
-"""`transformers-packed demo`: one small Qwen3.5, fine-tuned twice on the CPU with the stock Trainer.
+"""`transformers-packed demo`: fine-tune a small Qwen3.5 twice on the CPU with the stock Trainer.
 
-The padded arm is Transformers as it comes: its own class, its own collator, right padding. The packed arm is our class
-and our collator. Both start from the same weights, see the same samples in the same steps, and must log the same
-losses. Each arm runs in a process of its own (`demo_arms.py`), so that each has its own peak of memory.
+The padded arm is stock Transformers: its class, its collator, right padding. The packed arm uses our class and our
+collator. Both start from the same weights, train on the same samples in the same steps, and must log the same losses.
+Each arm runs in a separate process (`demo_arms.py`) to measure its peak memory.
 """
 
 import argparse
@@ -28,24 +28,24 @@ def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
     parser = subparsers.add_parser(
         "demo",
-        help="train a small model padded and packed on the CPU and compare",
-        description="Train a small Qwen3.5 on the CPU twice, on padded batches with Transformers' class and on packed "
-        "rows with ours, from the same weights and samples. Prints a comparison and writes demo.png.",
+        help="compare padded and packed training of a small model on the CPU",
+        description="Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on "
+        "packed rows with ours, from the same weights and samples. Prints a comparison and writes demo.png.",
     )
-    parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="where demo.png goes")
+    parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="directory for demo.png")
     parser.add_count("--samples", "samples to train on", 4000)
-    parser.add_count("--steps", "training steps of each arm", 50)
+    parser.add_count("--steps", "training steps per arm", 50)
     parser.add_count("--batch-size", "samples per step", 8)
     parser.add_shared("--seed")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison and write `demo.png`; the exit status is 1 when the losses of the two arms differ.
+    """Print the comparison and write `demo.png`. The exit status is 1 if the losses of the two arms differ.
 
     Raises:
         `ImportError`: matplotlib or psutil is missing.
-        `ValueError`: fewer samples than one batch takes.
+        `ValueError`: fewer samples than one batch needs.
     """
     missing = [package for package in ("matplotlib", "psutil") if find_spec(package) is None]
     if missing:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     hidden = [package for package in KERNEL_PACKAGES if find_spec(package)]
     if hidden:
-        print(f"Hiding {' and '.join(hidden)}: Transformers' class would call the GPU kernels for CPU tensors.")
+        print(f"Hiding {' and '.join(hidden)}: Transformers' class would call these GPU kernels for CPU tensors.")
 
     with tempfile.TemporaryDirectory(prefix="transformers_packed_demo_") as directory:
         work = Path(directory)
@@ -93,16 +93,16 @@ def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> Non
 
 
 def run_task(task: str, work: Path) -> None:
-    """Make the model or train an arm in a process of its own."""
+    """Create the model or train an arm in a separate process."""
     command = [sys.executable, "-m", f"{__package__}.demo_arms", task, str(work)]
-    # In a session of its own Ctrl-C does not reach the process; `run` ends it when it is interrupted itself.
+    # In its own session, the process does not receive Ctrl-C. `subprocess.run` kills it when interrupted.
     status = subprocess.run(command, start_new_session=True).returncode
     if status:
         raise ChildProcessError(f"the process for {task!r} ended with status {status}")
 
 
 def loss_difference(results: dict[str, dict[str, Any]]) -> float:
-    """The largest relative difference of the arms' losses in a step: NaN if one is, infinite for other steps."""
+    """The largest relative loss difference in a step. NaN if a loss is NaN, infinite if the step counts differ."""
     padded, packed = (results[arm]["losses"] for arm in ARMS)
     if not padded or len(padded) != len(packed):
         return float("inf")
@@ -111,7 +111,7 @@ def loss_difference(results: dict[str, dict[str, Any]]) -> float:
 
 
 def print_report(results: dict[str, dict[str, Any]], difference: float) -> None:
-    """Print the table, the difference of the losses, and which implementation of each op ran."""
+    """Print the table, the loss difference, and the implementations that ran."""
     table = [["arm", "samples", "real tokens", "padding", "seconds", "real tokens/s", "peak memory", "final loss"]]
     for arm, result in results.items():
         padding = 1 - result["real_tokens"] / result["computed_tokens"]
@@ -123,7 +123,7 @@ def print_report(results: dict[str, dict[str, Any]], difference: float) -> None:
     for arm, *cells in table:
         print("  ".join([arm.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
     before = " and ".join(f"{results[arm]['memory_before'] / 2**20:.0f}" for arm in ARMS)
-    print(f"Peak memory is the largest resident size of the arm's process, {before} MiB of it before the first step.")
+    print(f"Peak memory is the largest resident size of each process, including {before} MiB before the first step.")
 
     speed_up = tokens_per_second(results["packed"]) / tokens_per_second(results["padded"])
     print(f"\nSpeed, packed / padded: {speed_up:.2f}x real tokens per second")
@@ -135,12 +135,12 @@ def print_report(results: dict[str, dict[str, Any]], difference: float) -> None:
 
 
 def tokens_per_second(result: dict[str, Any]) -> float:
-    """An arm's real tokens per second of training."""
+    """The real tokens per second of an arm."""
     return result["real_tokens"] / result["seconds"]
 
 
 def draw(results: dict[str, dict[str, Any]], difference: float, path: Path) -> None:
-    """Draw the losses of both arms over each other, and their speed."""
+    """Plot the losses and the speed of both arms."""
     from matplotlib.figure import Figure
 
     colors = {"padded": "#d1605e", "packed": "#1f4e79"}

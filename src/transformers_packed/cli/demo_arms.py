@@ -1,4 +1,4 @@
-"""The processes of the demo: `python -m transformers_packed.cli.demo_arms TASK FOLDER` makes the model or trains an arm."""
+"""The processes of the demo: `python -m transformers_packed.cli.demo_arms TASK FOLDER` runs one task."""
 
 import json
 import re
@@ -30,7 +30,7 @@ LEARNING_RATE = 1e-3
 
 
 def make_model(work: Path, settings: dict[str, int]) -> None:
-    """Write the untrained model, from which both arms start, to `work`."""
+    """Write the initial model of both arms to `work`."""
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     set_seed(settings["seed"])
     config = Qwen3_5TextConfig(
@@ -60,7 +60,7 @@ def make_model(work: Path, settings: dict[str, int]) -> None:
 
 
 def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
-    """Train one arm, in this process, and write its figures to `<arm>.json` in `work`."""
+    """Train one arm in this process and write its results to `<arm>.json` in `work`."""
     import psutil
 
     if arm == "packed":
@@ -99,7 +99,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     before = psutil.Process().memory_info().rss
     metrics = trainer.train().metrics
 
-    # The data loader collates one batch ahead, so there may be more batches than steps.
+    # The data loader collates one batch ahead, so more batches than steps are possible.
     samples, real_tokens, computed_tokens = map(sum, zip(*batches[: settings["steps"]], strict=True))
     result = {
         "samples": samples,
@@ -115,7 +115,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
 
 
 class Progress(ProgressCallback):
-    """A progress bar with the arm's name and its loss."""
+    """A progress bar with the name of the arm and its loss."""
 
     def __init__(self, arm: str):
         super().__init__()
@@ -134,7 +134,7 @@ def peak_memory() -> int:
     """The largest resident size of this process so far, in bytes."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-        # Linux: what getrusage tells starts at the peak of the process that started this one.
+        # Linux: the value of getrusage starts at the peak of the parent process.
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
     except (OSError, TypeError):
         import resource
@@ -144,8 +144,8 @@ def peak_memory() -> int:
 
 
 def main(task: str, work: Path) -> None:
-    """Run one task, on the torch forms of every op."""
-    # Before any modeling file is imported: those take the kernels whenever they can be imported.
+    """Run one task with the torch implementations of all ops."""
+    # Before importing a modeling file, which selects the kernels if they can be imported.
     sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,6 +1,6 @@
-"""The demo's data: docstring -> function, read from Python's own standard library.
+"""The data of the demo: docstring -> function pairs from Python's standard library.
 
-The pairs are real text of very different lengths, they are on every machine, and nothing is downloaded.
+The pairs are real text with widely varying lengths. They need no download.
 """
 
 import ast
@@ -21,10 +21,10 @@ _LEFT_OUT_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 
 
 def read_pairs(root: Path | None = None) -> tuple[list[tuple[str, str]], int]:
-    """Pairs of a docstring and the source of its function, from all Python files below `root`.
+    """Read pairs of a docstring and the source of its function from all Python files below `root`.
 
-    The docstring is taken out of the source. Tests and installed packages are left out, and so are functions that
-    consist of a docstring only.
+    The docstring is removed from the source. Tests, installed packages, and functions that consist only of a docstring
+    are skipped.
 
     Args:
         root (`Path`, *optional*):
@@ -43,7 +43,7 @@ def read_pairs(root: Path | None = None) -> tuple[list[tuple[str, str]], int]:
         except (OSError, SyntaxError, ValueError):
             broken += 1
             continue
-        # Not str.splitlines: it also breaks at form feeds, which Python does not count as ends of lines.
+        # Not str.splitlines: it also breaks at form feeds, which are not line ends in Python source.
         lines = [line + "\n" for line in text.split("\n")]
         functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         for function in sorted(functions, key=lambda node: node.lineno):
@@ -56,7 +56,7 @@ def read_pairs(root: Path | None = None) -> tuple[list[tuple[str, str]], int]:
 
 
 def _without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
-    """The function's source without its docstring, or `None` when the docstring shares a line with other code."""
+    """The source of a function without its docstring, or `None` if the docstring shares a line with other code."""
     docstring, first_statement = function.body[:2]
     before = lines[function.lineno - 1 : docstring.lineno - 1]
     after = lines[docstring.end_lineno : function.end_lineno]
@@ -66,12 +66,12 @@ def _without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: 
 
 
 def choose_pairs(pairs: Sequence[tuple[str, str]], number: int, seed: int) -> list[tuple[str, str]]:
-    """`number` of the pairs in random order, or all of them when there are fewer."""
+    """`number` pairs in random order, or all pairs if there are fewer."""
     return random.Random(seed).sample(pairs, min(number, len(pairs)))
 
 
 def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE on `pairs`, save it in `directory`, and load it from there."""
+    """Train a byte-level BPE tokenizer on `pairs`, save it in `directory`, and load it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,11 +87,11 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_siz
 def tokenize(
     pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[dict[str, list[int]]], int]:
-    """Samples of at most `max_length` tokens: the docstring as the prompt, the source and an end token as targets.
+    """Samples of at most `max_length` tokens: the docstring as prompt, the source and an end token as targets.
 
     Returns:
-        `tuple`: samples with `input_ids` and `labels`, where the prompt's labels are -100, and the number of samples
-        that were truncated. A pair whose prompt alone fills `max_length` has no target and is left out.
+        `tuple`: samples with `input_ids` and `labels` (-100 for the prompt), and the number of truncated samples. A
+            pair whose prompt fills `max_length` has no target and is skipped.
     """
     samples, truncated = [], 0
     for docstring, source in tqdm(pairs, "tokenizing", unit="pair"):
@@ -103,6 +103,6 @@ def tokenize(
         columns = {"input_ids": [*prompt, *completion], "labels": [*[-100] * len(prompt), *completion]}
         samples.append({name: column[:max_length] for name, column in columns.items()})
     if not samples:
-        fix = "Run it with a Python whose standard library is installed as .py files."
+        fix = "Use a Python installation with a standard library of .py files."
         raise input_error("functions with docstrings in the standard library", f"{len(pairs)} pairs", fix)
     return samples, truncated

@@ -1,4 +1,4 @@
-"""`transformers-packed env`: versions, devices, and which implementation of each op would run on them."""
+"""`transformers-packed env`: versions, devices, and the implementation of each op that would run on them."""
 
 import argparse
 import platform
@@ -14,7 +14,7 @@ PACKAGES = {
     "optional": ("peft", "trl", "datasets"),
 }
 
-# What to call an op; others are called by their names.
+# Display names of ops. Other ops are shown with their own names.
 OPS = {
     "gated_delta_rule": "gated delta rule",
     "causal_conv1d": "causal convolution",
@@ -36,9 +36,9 @@ def add_parser(subparsers) -> Parser:
     """Declare the command."""
     return subparsers.add_parser(
         "env",
-        help="print versions, devices, and which implementations would run",
-        description="Print versions and devices, and for each op which implementation a packed row would train with "
-        "here and why the others would not run.",
+        help="print versions, devices, and the implementations that would run",
+        description="Print versions and devices, the implementation of each op for training packed rows on them, and "
+        "the reasons why the other implementations do not run.",
     )
 
 
@@ -51,8 +51,8 @@ def run(_: argparse.Namespace) -> int:
 def describe_environment() -> str:
     """The text that `transformers-packed env` prints.
 
-    What would run is found by asking the ops' own verifiers about a training call with the head dimensions of the
-    released models (128 in the gated delta rule, 256 in attention).
+    The verifiers of the ops decide for a training call with the head dimensions of the released models (128 in the
+    gated delta rule, 256 in attention).
     """
     from ..ops.availability import availability
 
@@ -76,7 +76,7 @@ def _version(package: str) -> str:
 
 
 def _devices() -> Iterator[tuple[str, str, tuple]]:
-    """(device, what to call it, the types to ask about)"""
+    """Yields device, display name, and the dtypes to report."""
     import torch
 
     for index in range(torch.cuda.device_count()):

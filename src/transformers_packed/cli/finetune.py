@@ -1,7 +1,7 @@
-"""Fine-tune a supported model with the stock Trainer, a row per batch of samples.
+"""Fine-tune a supported model with the stock Trainer, with one packed row per batch of samples.
 
-The data, the model and every setting are checked first. Only then is the output directory made; `run_folder.py` says
-what it gets. The built-in classes load the model.
+All data, the model and the settings are checked before the output directory is created. `run_folder.py` describes its
+content. Stock classes load the saved model.
 """
 
 import os
@@ -41,19 +41,18 @@ KEPT_CHECKPOINTS = 2
 def finetune(settings: Namespace) -> int:
     """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
 
-    `settings` are the options of the `train` command.
+    `settings` holds the options of the `train` command.
 
     Raises:
-        `ImportError`: an optional package that is asked for is missing.
-        `OSError`: the model, the data or the output directory cannot be read or written. What was not written
-            completely is not there.
-        `ValueError`: the data, the model or the settings do not fit. Nothing has been written then.
+        `ImportError`: a required optional package is missing.
+        `OSError`: the model, the data or the output directory cannot be read or written. No incomplete output is left.
+        `ValueError`: the data, the model or the settings are not valid together. Nothing has been written.
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
     if settings.lora and find_spec("peft") is None:
         raise ImportError("--lora needs peft: pip install peft")
-    # An adapter names its base model, which must still be found from another directory.
+    # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
@@ -64,7 +63,7 @@ def finetune(settings: Namespace) -> int:
         check_same_settings(settings.output, kept)
     _say(
         f"{len(samples.data)} samples ({samples.format}) with {samples.tokens} tokens, {samples.targets} of them targets; "
-        f"{samples.truncated} cut at {settings.max_length} tokens, {samples.dropped} without a target dropped."
+        f"{samples.truncated} truncated to {settings.max_length} tokens, {samples.dropped} without a target dropped."
     )
 
     set_seed(settings.seed)
@@ -75,12 +74,12 @@ def finetune(settings: Namespace) -> int:
     base = model.get_base_model() if settings.lora else model
     _say(
         f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}"
-        f"{'' if config.get_text_config() is config else ', its language model alone'}: "
+        f"{'' if config.get_text_config() is config else ', only its language model'}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{'bfloat16' if bfloat16 else 'float32'} on {trainer.args.device}."
     )
     for wrong in damaged:
-        _say(f"Left out {wrong}.")
+        _say(f"Skipped {wrong}.")
     if checkpoint is not None:
         _say(f"Resuming from {checkpoint}.")
     elif settings.resume:
@@ -90,7 +89,7 @@ def finetune(settings: Namespace) -> int:
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except _NothingLeftError:
-        _say("No step was left to train.")
+        _say("No steps left to train.")
     except KeyboardInterrupt:
         print(f"\nInterrupted at step {trainer.state.global_step}: {left(settings.output)}.", file=sys.stderr)
         raise
@@ -102,7 +101,7 @@ def finetune(settings: Namespace) -> int:
 
 
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
-    """What a resumed run must share with the one before: with something else it would not continue that run."""
+    """The settings that a resumed run must share with the earlier run."""
     names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
     return {
         "model": source,
@@ -114,7 +113,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
 
 
 def supported_config(source: str) -> PreTrainedConfig:
-    """The configuration of a checkpoint that one of our causal language models serves."""
+    """The configuration of a checkpoint that our causal language models support."""
     supported = {
         name: family
         for family in FAMILIES
@@ -122,14 +121,14 @@ def supported_config(source: str) -> PreTrainedConfig:
         if "AutoModelForCausalLM" in ours
     }
     try:
-        # What we train needs no code of the checkpoint's own.
+        # Our classes need no code of the checkpoint.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
     except OSError as error:
         message = " ".join(str(error).split())
-        raise OSError(f"--model: no checkpoint can be read from {source}: {message}") from error
+        raise OSError(f"--model: cannot read a checkpoint from {source}: {message}") from error
     except ValueError as error:  # a model type that Transformers does not know
-        config, found = None, "code of its own" if has_own_code(error) else " ".join(str(error).split())
+        config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split())
     if type(config).__name__ not in supported:
         families = ", ".join(sorted(set(supported.values())))
         raise input_error(f"a checkpoint of {families}", f"{source}: {found}", option="--model")
@@ -144,8 +143,8 @@ def computes_in_bfloat16(dtype: str) -> bool:
 
 
 def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
-    """Our causal language model of the checkpoint, with LoRA adapters if those are asked for."""
-    # Small updates vanish in bfloat16 weights, so what is trained is float32.
+    """Our causal language model of the checkpoint, with LoRA adapters if requested."""
+    # Small updates vanish in bfloat16 weights, so trained weights are float32.
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     with registered():
@@ -160,12 +159,12 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
 
 
 def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
-    """Raise a `ValueError` when the tokenizer made tokens that the model does not have."""
+    """Raise a `ValueError` if the tokenizer produced ids outside the model's vocabulary."""
     size = model.get_input_embeddings().weight.shape[0]
     largest = max(int(sample["input_ids"].max()) for sample in samples.data)
     if largest >= size:
         expected = f"a tokenizer with ids below {size}, the size of the model's vocabulary"
-        raise input_error(expected, f"the id {largest}", "Save the model's own beside it.", option="--model")
+        raise input_error(expected, f"the id {largest}", "Save the model's own tokenizer with it.", option="--model")
 
 
 def make_trainer(
@@ -184,7 +183,7 @@ def make_trainer(
         activation_checkpointing_kwargs={"use_reentrant": False},
         bf16=bfloat16,
         use_cpu=not torch.cuda.is_available(),
-        # The packed forward makes no cache; this keeps the checkpoint's own setting for those who generate with it.
+        # The packed forward makes no cache. This keeps the checkpoint's setting for generation.
         use_cache=model.config.use_cache,
         seed=settings.seed,
         data_seed=settings.seed,
@@ -202,7 +201,7 @@ def make_trainer(
     if arguments.n_gpu > 1:
         # The Trainer would split each row over the devices.
         arguments._n_gpu = 1
-        _say("Using one of the GPUs; start the command with torchrun --no-python to use more.")
+        _say("Using only one GPU; start the command with torchrun --no-python to use more.")
     trainer = RunFolderTrainer(
         model,
         arguments,
@@ -216,19 +215,19 @@ def make_trainer(
 
 
 class _NothingLeftError(Exception):
-    """The checkpoint, which the Trainer has loaded by then, is that of the last step."""
+    """The loaded checkpoint is that of the last step."""
 
 
 class _Progress(TrainerCallback):
-    """A line for the plan, one per logged loss, and one for the whole."""
+    """Prints a line with the schedule, a line per logged loss, and a summary line."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
-            raise _NothingLeftError  # the Trainer would make one more step
+            raise _NothingLeftError  # the Trainer would run one more step
         self.start, self.tokens_before = time.perf_counter(), state.num_input_tokens_seen
         _say(
             f"{state.max_steps} steps, rows of up to {args.per_device_train_batch_size} samples, "
-            f"{args.gradient_accumulation_steps * args.world_size} to a step, learning rate up to {args.learning_rate:g}."
+            f"{args.gradient_accumulation_steps * args.world_size} per step, learning rate up to {args.learning_rate:g}."
         )
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -242,7 +241,7 @@ class _Progress(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         seconds = time.perf_counter() - self.start
         tokens = state.num_input_tokens_seen - self.tokens_before
-        _say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second. What ran:")
+        _say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second. Implementations that ran:")
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`transformers-packed memory`: how many GPUs have to share a packed row."""
+"""`transformers-packed memory`: the number of GPUs that must share a packed row."""
 
 import argparse
 
@@ -9,16 +9,16 @@ def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
     parser = subparsers.add_parser(
         "memory",
-        help="how many GPUs have to share a row of a model",
-        description="How many GPUs have to share a row of --max-length tokens of --model to train it with AdamW under "
-        "FSDP2, and what they exchange.",
+        help="compute how many GPUs must share a packed row",
+        description="Compute how many GPUs must share a row of --max-length tokens to train --model with AdamW under "
+        "FSDP2, and how much data they exchange.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH|NAME", help="checkpoint or config.json")
-    add("--gpus", type=positive_int, required=True, metavar="N", help="how many there are")
-    add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="of each of them")
-    add("--max-length", type=positive_int, required=True, metavar="N", help="tokens of the row")
-    weights = "dtype of parameters, gradients and AdamW's moments"
+    add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
+    add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
+    add("--max-length", type=positive_int, required=True, metavar="N", help="tokens per row")
+    weights = "dtype of parameters, gradients and AdamW moments"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
     parser.add_shared("--trust-remote-code")
     return parser

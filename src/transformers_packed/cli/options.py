@@ -1,17 +1,17 @@
-"""What the commands share: their parser, the types of options, and the options that several of them have."""
+"""The parser of the commands, types of options, and shared options."""
 
 import argparse
 from pathlib import Path
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that shows defaults, and that knows the options which several commands have."""
+    """A parser that shows defaults and adds shared options."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=_Formatter, **kwargs)
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
-        """Add an option that counts something."""
+        """Add an option for a positive integer."""
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
 
     def add_shared(self, *flags: str) -> None:
@@ -27,7 +27,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def positive_int(text: str) -> int:
-    """The `type` of options that count something."""
+    """The `type` of options for positive integers."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
@@ -35,7 +35,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """The `type` of options that measure something."""
+    """The `type` of options for positive numbers."""
     try:
         number = float(text)
     except ValueError:
@@ -46,16 +46,16 @@ def positive_float(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """The `type` of options that name a file to write: what would fail after minutes fails at once."""
+    """The `type` of options for output files. Fails at once instead of after minutes of work."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file, got the directory {text}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.parent} for {text}")
+        raise argparse.ArgumentTypeError(f"directory {path.parent} of {text} does not exist")
     return path
 
 
-_DATA = "JSON-lines or parquet file, or dataset: a name on the Hub or a directory"
+_DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _SHARED = {
     "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
@@ -63,9 +63,9 @@ _SHARED = {
     "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},
     "--format": {
         "choices": ("messages", "prompt-completion", "text"),
-        "help": "which columns to use (default: those found)",
+        "help": "record format, by column names (default: detected)",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
-    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "of all that is drawn at random"},
-    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the checkpoint"},
+    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed"},
+    "--trust-remote-code": {"action": "store_true", "help": "run code of the checkpoint"},
 }

@@ -1,4 +1,4 @@
-"""`transformers-packed plan`: plan packed rows over a file or a dataset, and show what they look like."""
+"""`transformers-packed plan`: plan packed rows over a file or a dataset and show them."""
 
 import argparse
 import sys
@@ -33,32 +33,32 @@ def add_parser(subparsers) -> Parser:
     parser = subparsers.add_parser(
         "plan",
         help="plan packed rows over a dataset and show them",
-        description="Plan packed rows over a file or a dataset and print how many there are, how full they are, what was "
-        "too long, and how evenly ranks share them. Records hold input_ids, or what `train` takes.",
+        description="Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples "
+        "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`.",
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--data")
-    add("--max-length", type=positive_int, required=True, metavar="N", help="the most tokens of a row")
-    add("--tokenizer", metavar="PATH|NAME", help="for data without input_ids (default: that of --model)")
-    model = "checkpoint or config.json whose configuration says what tokens cost (default: about Qwen3.5 9B)"
+    add("--max-length", type=positive_int, required=True, metavar="N", help="maximum number of tokens per row")
+    add("--tokenizer", metavar="PATH|NAME", help="tokenizer for data without input_ids (default: that of --model)")
+    model = "checkpoint or config.json that determines the cost of rows (default: about Qwen3.5 9B)"
     add("--model", metavar="PATH|NAME", help=model)
     shared("--split", "--subset", "--format")
-    count("--world-size", "ranks that share the rows", 1)
-    count("--gradient-accumulation-steps", "rows of a rank per optimizer step", 1)
-    overlong = "what becomes of samples above --max-length"
+    count("--world-size", "number of ranks that share the rows", 1)
+    count("--gradient-accumulation-steps", "rows per rank and optimizer step", 1)
+    overlong = "action for samples longer than --max-length"
     add("--overlong", choices=("error", "truncate", "split", "drop"), default="error", help=overlong)
-    side = "where --overlong truncate cuts"
+    side = "side that --overlong truncate cuts off"
     add("--truncation-side", choices=("right", "left"), default="right", help=side)
-    picture = "draw lengths, fill and the first rows (needs matplotlib)"
+    picture = "plot lengths, fill and the first rows (needs matplotlib)"
     add("--plot", type=output_file, metavar="FILE.png", help=picture)
     count("--preview", "print the first N rows as text", 0)
-    add("--save", type=output_file, metavar="FILE", help="write the plan, for PackingPlan.load")
+    add("--save", type=output_file, metavar="FILE", help="save the plan for PackingPlan.load")
     shared("--seed", "--trust-remote-code")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print the summary, and write and print what the options ask for.
+    """Plan, print the summary, and write the requested outputs.
 
     Raises:
         `ImportError`: matplotlib or the datasets library is needed and missing.
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    # That of --model is read where it is needed; a configuration may stand alone.
+    # The tokenizer of --model is read only if needed, because a configuration may come without one.
     tokenizer = find_tokenizer(args) if args.tokenizer or args.preview else None
     if args.preview and tokenizer is None:
-        raise input_error("a tokenizer", "none", "Give --tokenizer.", option="--preview")
+        raise input_error("a tokenizer", "none", "Pass --tokenizer.", option="--preview")
     balance = load_config("--model", args.model, args.trust_remote_code) if args.model else True
     samples = read_samples(args, tokenizer)
     lengths = [len(sample[_TOKENS]) for sample in samples]
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_tokenizer(args: argparse.Namespace) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer that is named, or that of the model."""
+    """The tokenizer of `--tokenizer`, or else of `--model`."""
     from .checkpoint import directory_of, load_tokenizer
 
     if args.tokenizer:
@@ -102,10 +102,10 @@ def find_tokenizer(args: argparse.Namespace) -> "PreTrainedTokenizerBase | None"
 
 
 def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> list[dict[str, np.ndarray]]:
-    """The samples of the data, each with `input_ids` and perhaps `labels`, tokenized where they are not yet.
+    """Read samples with `input_ids` and optional `labels`. Tokenizes records without `input_ids`.
 
     Raises:
-        `ValueError`: a record is malformed, or there is text and no tokenizer.
+        `ValueError`: a record is malformed, or text comes without a tokenizer.
     """
     from ..data.records.samples import make_samples, read_records
 
@@ -119,16 +119,16 @@ def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase |
     tokenizer = tokenizer or find_tokenizer(args)
     if tokenizer is None:
         expected = f"the column {_TOKENS}, or a tokenizer"
-        raise input_error(expected, f"{args.data} without it", "Give --tokenizer.", option="--data")
-    # The plan decides what becomes of samples that are too long.
+        raise input_error(expected, f"{args.data} without it", "Pass --tokenizer.", option="--data")
+    # The planner handles samples that are too long.
     samples = make_samples(records, tokenizer, sys.maxsize, args.format)
     if samples.dropped:
-        print(f"{samples.dropped:,} records have no token with loss and were left out.", file=sys.stderr)
+        print(f"Dropped {samples.dropped:,} records without a token with loss.", file=sys.stderr)
     return samples.data
 
 
 def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
-    """The record's token ids and labels; `place` is where it stands."""
+    """The token ids and labels of the record at `place`."""
     from ..data.records.samples import IGNORED_LABEL
 
     columns = {}
@@ -149,12 +149,12 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
         columns[name] = column.astype(np.int32)
     tokens, labels = len(columns[_TOKENS]), len(columns.get(_LABELS, columns[_TOKENS]))
     if labels != tokens:
-        raise input_error(f"{_LABELS} of the length of {_TOKENS}, {tokens}", labels, option=place)
+        raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, option=place)
     return columns
 
 
 def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """The lines that show a row's documents as text, each under a line of its own."""
+    """Lines of text that show the documents of a row, each with a heading."""
     from ..data.records.samples import count_targets
 
     documents = list(zip(*(array.tolist() for array in plan.row(row)), strict=True))
@@ -169,7 +169,7 @@ def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTr
             about += f", {count_targets(part[_LABELS]):,} with loss"
         yield f"+-- {about} {'-' * max(0, 75 - len(about))}"
         for line in _shorten(tokenizer.decode(part[_TOKENS].tolist())).splitlines():
-            # Control characters would change the terminal.
+            # Escape control characters, which could change the terminal.
             yield "|   " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     yield f"+{'-' * 79}"
 
@@ -186,7 +186,7 @@ def _count(number: int, what: str) -> str:
 
 
 def draw(plan: "PackingPlan", lengths: np.ndarray, path: Path) -> None:
-    """Draw the samples' `lengths` `[samples]`, how full the rows are, and the documents of the first rows."""
+    """Plot the sample `lengths` `[samples]`, the fill of the rows, and the documents of the first rows."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
@@ -203,7 +203,7 @@ def draw(plan: "PackingPlan", lengths: np.ndarray, path: Path) -> None:
     axes = panels["fill"]
     axes.hist(plan.row_tokens / plan.max_length, bins=np.linspace(0, 1, 51), color=_COLORS[2])
     axes.set(title=f"{len(plan):,} rows by fill, {plan.fill:.2%} on average", ylabel="rows (log scale)", yscale="log")
-    axes.set(xlabel="share of max_length that holds tokens", xlim=(0, 1.02))
+    axes.set(xlabel="fraction of max_length filled with tokens", xlim=(0, 1.02))
     axes.set_ylim(bottom=0.7)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
 
@@ -211,7 +211,7 @@ def draw(plan: "PackingPlan", lengths: np.ndarray, path: Path) -> None:
     for row in range(shown):
         length = plan.row(row)[2]
         spans = np.stack([np.cumsum(length) - length, length], axis=1)
-        # Each row starts with another colour, so that columns do not look as if they belonged together.
+        # Each row starts with a different color, so that columns do not look related.
         colors = [_COLORS[(row * 3 + number) % len(_COLORS)] for number in range(len(length))]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.6)
     axes.axvline(plan.max_length, color=_COLORS[3], linestyle="--")

@@ -13,34 +13,34 @@ def add_parser(subparsers) -> Parser:
         "train",
         help="fine-tune a model on packed rows",
         description="Fine-tune a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE checkpoint on packed rows with the stock Trainer. A "
-        "record of the data is a conversation (messages), a prompt and its completion, or a text; loss is on what the "
-        "assistant writes, on the completion, or on the whole text.",
+        "record of the data is a conversation (messages), a prompt and its completion, or a text. The loss covers the "
+        "assistant's turns, the completion, or the whole text.",
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
     shared("--data")
-    folder = "where the trained model goes: a new or empty directory"
+    folder = "output directory for the trained model, new or empty"
     add("--output", type=Path, required=True, metavar="DIR", help=folder)
     shared("--split", "--subset", "--format")
-    count("--max-length", "longer samples are cut", 2048)
+    count("--max-length", "maximum number of tokens per sample; longer samples are truncated", 2048)
     add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
-    count("--max-steps", "optimizer steps, instead of --epochs")
+    count("--max-steps", "number of optimizer steps, instead of --epochs")
     count("--batch-size", "samples per packed row on each device", 8)
     count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
-    rate = "the largest; it falls linearly to 0 (default: 2e-5, LoRA 2e-4)"
+    rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
-    count("--warmup-steps", "steps in which it first rises from 0 (default: none)", 0)
-    add("--lora", action="store_true", help="train LoRA adapters on all linear layers, not all weights (needs peft)")
-    count("--lora-rank", "their rank; their alpha is twice that", 16)
+    count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
+    add("--lora", action="store_true", help="train only LoRA adapters, on all linear layers (needs peft)")
+    count("--lora-rank", "rank of the adapters; alpha is twice the rank", 16)
     shared("--attn")
-    dtype = "of the computation; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
+    dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
-    add("--gradient-checkpointing", action="store_true", help="less memory, more time")
-    count("--save-steps", "steps between checkpoints, of which two stay (default: no checkpoints)")
-    count("--logging-steps", "steps between losses", 10)
+    add("--gradient-checkpointing", action="store_true", help="save memory by recomputing activations")
+    count("--save-steps", "steps between checkpoints; the last two are kept (default: no checkpoints)")
+    count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")
     shared("--seed")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
+    add("--trust-remote-code", action="store_true", help="run code of the tokenizer")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Flatten a batch of samples, or of rows of samples, to one packed row."""
+"""Flatten a batch of samples, or of rows of samples, into one packed row."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,29 +20,55 @@ from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, c
 logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
-# The columns of a sample that this collator or its parent flattens in any case.
+# This collator or its parent always flattens these columns.
 _COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     """Transformers' `DataCollatorWithFlattening` with cumulative lengths, tail padding, masks and per-token columns.
 
-    Lays the samples of a batch end to end in one row of batch size 1. Each sample's first label becomes
-    `separator_id`, as nothing in its own document predicts it. With the default arguments, and for samples without
-    `attention_mask`, the output equals that of Transformers' collator.
+    Concatenates the samples of a batch into one packed row with batch size 1. The first label of each sample becomes
+    `separator_id`, because no token of the same document predicts it. The default arguments return the same batch as
+    Transformers' collator if the samples have no `attention_mask`.
 
-    An element of the batch is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or
-    a row of `pack_dataset` (samples already joined, with their `seq_lengths`). The batch becomes one row either way.
+    A batch element is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or a row of
+    `pack_dataset` (concatenated samples with their `seq_lengths`). The collator returns one packed row in each case.
 
-    A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and optionally
+    A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and these optional columns:
 
-    * `labels`: one per token, or a single number per sample (sequence classification), which gives `labels` `[N]`;
-    * `attention_mask`: tokens marked 0 are dropped from every column;
-    * the columns named in `token_columns`: one value per token, flattened alongside to `[1, T]`;
-    * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`, which are joined along their first
-      dimension, and `mm_token_type_ids`, which is flattened.
+    * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
+      `labels` `[N]`.
+    * `attention_mask`: tokens with a mask of 0 are removed from every column.
+    * the columns in `token_columns`: one value per token, flattened to `[1, T]`.
+    * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`: concatenated along dimension 0.
+    * `mm_token_type_ids`: flattened.
 
     Args:
+        return_cu_seqlens (`bool`, *optional*, defaults to `False`):
+            Return `cu_seqlens` (int32 `[N+1]`), the cumulative sample lengths.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the end of the row to a multiple of this number of tokens. The padding is an additional document with
+            label -100. `padding_tokens` (`int`) in the batch holds its length.
+        pad_token_id (`int`, *optional*):
+            The padding token for `pad_to_multiple_of`.
+        token_columns (`Sequence[str]`, *optional*, defaults to `()`):
+            Additional per-token columns to flatten; tail padding holds 0 in them. All other columns are dropped, as in
+            Transformers' collator.
+        model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
+            The model to train. The collator checks at once whether the model keeps the documents of its batches apart.
+            It warns about a stock model with a cache, because only `Trainer` turns the cache off. Without a model, or
+            with a configuration, a `Trainer` callback checks the model before the first step, and the collator issues
+            a `FutureWarning`. With a vision-language model or its configuration, rows with images or videos get
+            position ids `[4, 1, T]` (text, time, height, width) that restart in every sample. Otherwise the model
+            computes them.
+        on_leak (`str`, *optional*, defaults to `"error"`):
+            Action for a model that is known to leak between the documents of these batches, or for an adapter that
+            acts once per row (PEFT prompt learning): `"error"`, `"warn"` or `"ignore"`. `"ignore"` skips the check and
+            adds no callback. The callback also raises an error for `label_smoothing_factor` where `Trainer` does not
+            shift the labels, and scales NEFTune noise per document. If you pass `model=`, [`configure_packing`] does
+            both.
+
+    Keyword Args:
         return_position_ids (`bool`, *optional*, defaults to `True`):
             Return `position_ids` `[1, T]`, which restart in every sample.
         separator_id (`int`, *optional*, defaults to -100):
@@ -50,45 +76,23 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return_flash_attn_kwargs (`bool`, *optional*, defaults to `False`):
             Return `cu_seq_lens_q`, `cu_seq_lens_k` (int32 `[N+1]`), `max_length_q` and `max_length_k` (`int`).
         return_seq_idx (`bool`, *optional*, defaults to `False`):
-            Return `seq_idx` (int32 `[1, T]`), the sample of each token.
+            Return `seq_idx` (int32 `[1, T]`), the sample index of each token.
         position_ids_start (`int`, *optional*, defaults to 0):
             The position id of each sample's first token.
-        return_cu_seqlens (`bool`, *optional*, defaults to `False`):
-            Return `cu_seqlens` (int32 `[N+1]`), the cumulative sample lengths.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the row's end to a multiple of this many tokens. The padding is one more document with label -100, and
-            `padding_tokens` (`int`) says how long it is.
-        pad_token_id (`int`, *optional*):
-            The token that `pad_to_multiple_of` adds.
-        token_columns (`Sequence[str]`, *optional*, defaults to `()`):
-            Further per-token columns to flatten. Other columns are left out, as Transformers' collator does. Tail
-            padding holds 0 in them.
-        model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
-            The model that gets the batches. It is judged at once: does it keep their documents apart? A stock model
-            with a cache is warned of, as `Trainer` turns the cache off. Without a model a callback of `Trainer` judges
-            it before the first step, and a `FutureWarning` says so. A configuration is not judged. Given the model or the
-            configuration of a vision-language model, rows with images or videos get position ids `[4, 1, T]` (text,
-            time, height, width) that restart in every sample; otherwise the model makes them.
-        on_leak (`str`, *optional*, defaults to `"error"`):
-            What becomes of a model that is known to let the documents of such batches change one another, or that has
-            an adapter that acts once per row (PEFT prompt learning): `"error"`, `"warn"` or `"ignore"`, which judges
-            nothing and adds no callback. What only a Trainer knows is handled by that callback or, beside `model=`, by
-            [`configure_packing`]: `label_smoothing_factor` where Trainer does not shift the labels is an error, and the
-            noise of NEFTune goes by the document.
         return_tensors (`str`, *optional*, defaults to `"pt"`):
             `"pt"` or `"np"`.
 
     Raises:
         `ValueError`: an empty batch or sample, columns of different lengths, `pad_to_multiple_of` without
-        `pad_token_id`, another `on_leak`, or a `model` that leaks; without `model` that is raised in `Trainer.train` or
-        `evaluate`.
+            `pad_token_id`, an unknown `on_leak`, or a `model` that leaks. Without `model`, `Trainer.train` or
+            `Trainer.evaluate` raises the error for a leak.
 
     Example:
 
     ```python
     >>> from transformers_packed import DataCollatorWithFlattening
     >>> options = {"return_cu_seqlens": True, "pad_to_multiple_of": 4, "pad_token_id": 0}
-    >>> collator = DataCollatorWithFlattening(**options, on_leak="ignore")  # for a Trainer pass model=model instead
+    >>> collator = DataCollatorWithFlattening(**options, on_leak="ignore")  # with a Trainer, pass model=model instead
     >>> batch = collator([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["cu_seqlens"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [0, 3, 5, 8])
@@ -117,7 +121,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 raise input_error("pad_to_multiple_of of at least 1", f"{pad_to_multiple_of}", "Change it.")
             if pad_token_id is None:
                 raise input_error(
-                    "pad_token_id beside pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
+                    "pad_token_id with pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
                 )
         self.on_leak = on_leak
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
@@ -131,7 +135,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def _judge(self, model: Any) -> None:
         if not isinstance(model, torch.nn.Module):
-            # Only now, as it brings Trainer along.
+            # A late import: it also imports Trainer.
             from .guard import install_guard
 
             install_guard()
@@ -143,7 +147,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             logger.warning_once(f"{_CALL}: {cache_warning(inner)}")
 
     def given(self) -> dict[str, Any]:
-        """What batches say of their documents, as arguments of [`models.verdict.judge`]."""
+        """The boundaries that the batches carry, as arguments of [`models.verdict.judge`]."""
         flags = {"position_ids": self.return_position_ids, "seq_idx": self.return_seq_idx}
         names = [name for name, flag in (flags | {"cu_seq_lens": self.return_flash_attn_kwargs}).items() if flag]
         source = "all" if len(names) == 3 else "+".join(names) if self.return_position_ids else None
@@ -155,12 +159,12 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return_tensors: str | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
-        """Flatten `features` to one row; see the class for what a feature holds and what comes out."""
+        """Flatten `features` into one packed row. The class docstring describes features and batches."""
         features = [document for feature in features for document in _documents(feature)]
         try:
             return self._flatten(features, return_tensors, separator_id)
         except TypeError:
-            # Looked for only now, as it takes as long as the rest.
+            # Searched for only after a failure, because the search takes as long as the rest.
             for index, feature in enumerate(features):
                 known = {*_COLUMNS, *self.token_columns}
                 _refuse_none(index, {name: column for name, column in feature.items() if name in known})
@@ -176,7 +180,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
         token_columns = self.token_columns
         if any(TOKEN_TYPES in feature for feature in features) and TOKEN_TYPES not in token_columns:
-            # A sample of text alone may come without the column: all its tokens are text.
+            # A text-only sample may lack the column: all its tokens are text.
             token_columns += (TOKEN_TYPES,)
             features = [{TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
         samples = [self._sample(index, feature, token_columns) for index, feature in enumerate(features)]
@@ -194,7 +198,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 sample.setdefault("labels", sample["input_ids"])
         batch = super().__call__(samples, return_tensors, separator_id)
         if padding:
-            # The parent puts the separator before every document; padding has no label at all.
+            # The parent sets separator_id on the first token of every document; padding must not have a label.
             batch["labels"][0, real_tokens:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 
@@ -202,8 +206,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         to_tensor = np.asarray if tensors == "np" else torch.as_tensor
         if document_labels is not None:
             if padding and any(isinstance(label, float) for label in document_labels):
-                expected = "integer labels beside pad_to_multiple_of, as only they can mark padding with -100"
-                raise input_error(expected, "floating-point labels", "Leave pad_to_multiple_of out for regression.")
+                expected = "integer labels with pad_to_multiple_of, which marks padding with -100"
+                raise input_error(expected, "floating-point labels", "Remove pad_to_multiple_of for regression.")
             batch["labels"] = to_tensor(_as_array(document_labels + [IGNORED_LABEL] * bool(padding)))
         for name in token_columns:
             column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
@@ -226,10 +230,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
 
     def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
-        """The feature's columns as lists without masked-out tokens; a label per sample stays a number."""
+        """The columns of a sample as lists without masked tokens. A label per sample stays a number."""
         for name in token_columns:
             if name not in feature:
-                fix = "Add it, or take it out of token_columns."
+                fix = "Add it, or remove it from token_columns."
                 raise input_error(f"the token column {name!r} in every sample", f"none in sample {index}", fix)
         names = dict.fromkeys(("input_ids", "labels", "attention_mask", *token_columns))
         columns = {name: _as_list(feature[name]) for name in names if name == "input_ids" or name in feature}
@@ -238,7 +242,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         length = len(columns["input_ids"])
         for name, column in columns.items():
             if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
-                raise input_error(f"{name} of the length of input_ids, {length}, in sample {index}", len(column))
+                raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
             _refuse_none(index, {"attention_mask": mask})
@@ -246,11 +250,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 if np.ndim(column):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
         if not columns["input_ids"]:
-            got = "only masked-out tokens" if length else "an empty input_ids"
-            raise input_error(f"at least one token in sample {index}", got, "Filter such samples out of the dataset.")
+            got = "only masked tokens" if length else "empty input_ids"
+            raise input_error(f"at least one token in sample {index}", got, "Remove such samples from the dataset.")
         if np.ndim(columns["input_ids"][0]):
-            fix = "Take the row out of the batch: input_ids[0]."
-            raise input_error(f"input_ids [tokens] in sample {index}", "nested ones", fix)
+            fix = "Remove the batch dimension: input_ids[0]."
+            raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
         return columns
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
@@ -261,13 +265,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         left_out = [name for name in alike if isinstance(others[name][0], int | float)]
         if left_out:
             logger.warning_once(
-                f"{_CALL}: the per-token columns {', '.join(left_out)} are left out of the packed row, as in "
-                f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them alongside."
+                f"{_CALL}: the per-token columns {', '.join(left_out)} are not part of the packed row, as in "
+                f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them as well."
             )
 
 
 def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
-    """The samples of an element of the batch."""
+    """The samples of one batch element."""
     if isinstance(feature, list | tuple):
         for sample in feature:
             yield from _documents(sample)
@@ -275,7 +279,7 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         columns = {name: column for name, column in feature.items() if name != "seq_lengths"}
         lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])
         if sum(lengths) != total:
-            fix = "Pass the rows as pack_dataset made them."
+            fix = "Pass the rows unchanged, as pack_dataset returns them."
             raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             yield cut_sample(columns, start, length)
@@ -288,7 +292,7 @@ def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:
         column = _as_list(column)
         if column is None or isinstance(column, list) and None in column:
             got = "None" if column is None else f"None at token {column.index(None)}"
-            raise input_error(f"{name} without missing values in sample {index}", got, "Filter such samples out.")
+            raise input_error(f"{name} without missing values in sample {index}", got, "Remove such samples.")
 
 
 def _as_list(column: Any) -> Any:

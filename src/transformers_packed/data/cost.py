@@ -1,3 +1,3 @@
-"""The old place of `planning.cost`, which plans pickled earlier name."""
+"""Alias of `planning.cost`, for plans that were pickled with this module path."""
 
 from .planning.cost import PackingCost  # noqa: F401

@@ -1,4 +1,4 @@
-"""Packed rows over a dataset with indices: a plan of the whole dataset, and samples read when a row is asked for."""
+"""Packed rows over a map-style dataset: a plan of the whole dataset, and samples that are read on demand."""
 
 import hashlib
 import json
@@ -27,59 +27,58 @@ from .samples import cut_sample, has_items
 logger = logging.get_logger(__name__)
 
 _PASS_BATCH = 64
-# Rows that are written out at a time.
+# Rows per block that pack_dataset writes.
 _BLOCK_ROWS = 1 << 12
 
 
 class PackingDataset(torch.utils.data.Dataset):
-    """Rows of samples that fill `max_length` tokens, planned over the whole dataset.
+    """Packs samples into rows of at most `max_length` tokens, planned over the whole dataset.
 
-    An item is a row: the list of its samples, with all their columns, which `DataCollatorWithFlattening` lays end to
-    end. A batch counts rows, so with a batch size of 1 a step has at most `max_length` tokens. Nothing is copied or
-    written: a row's samples are read when it is asked for. Samples that the plan cuts are cut in every per-token
-    column.
+    An item is a row: a list of samples with all their columns. `DataCollatorWithFlattening` concatenates them. The
+    batch size counts rows, so a step with batch size 1 has at most `max_length` tokens. The dataset copies and writes
+    nothing: it reads the samples of a row on demand. If the plan cuts a sample, every per-token column is cut.
 
-    The plan takes one row per process and micro step; with larger batches ranks are balanced less well.
+    The plan assumes one row per process and micro step. Larger batches balance the ranks less well.
 
-    `set_epoch` gives every epoch another order of the rows, in which the rows of a step still cost the ranks about the
-    same. That holds when rows are read in this order: pass `train_sampling_strategy="sequential"` to
-    `TrainingArguments`, `shuffle=False` to a data loader. Trainer's default sampler draws rows at random: each epoch
-    still has every row once, but chance decides which rows meet in a step. The rows then keep the order of the plan,
-    because accelerate tells a dataset the epoch of a new run and not that of a resumed one.
+    `set_epoch` gives each epoch its own order of rows, in which the rows of a step cost the ranks about the same. Read
+    the rows in this order: pass `train_sampling_strategy="sequential"` to `TrainingArguments`, or `shuffle=False` to a
+    data loader. Trainer's default sampler draws rows at random. Each epoch then still visits every row once, but the
+    rows of a step are not balanced between ranks. With such a sampler, `set_epoch` keeps the order of the plan,
+    because accelerate does not set the epoch of a resumed run.
 
     Args:
         dataset (`Sequence`):
             Samples: mappings with `input_ids` and any other columns. A `datasets.Dataset`, a list, or a map-style
             dataset (`__getitem__` and `__len__`).
         max_length (`int`):
-            Tokens of a row, at most.
+            Maximum number of tokens per row.
         length_column (`str`, *optional*):
-            The column that holds the samples' lengths in tokens. By default they come from the table of a
-            `datasets.Dataset` without decoding it, and else from a pass over all samples.
+            The column with the sample lengths in tokens. By default the lengths come from the table of a
+            `datasets.Dataset` without decoding it, or from a pass over all samples.
         overlong (`str`, *optional*, defaults to `"error"`):
-            What becomes of a sample longer than `max_length`: `"error"`, `"truncate"`, `"split"` or `"drop"`.
-            `plan.summary()` says how many there were.
+            Action for samples longer than `max_length`: `"error"`, `"truncate"`, `"split"` or `"drop"`.
+            `plan.summary()` counts them.
         truncation_side (`str`, *optional*, defaults to `"right"`):
             The side that `"truncate"` cuts off.
         world_size (`int`, *optional*, defaults to 1):
-            The number of processes. Their rows of a step cost about the same.
+            The number of processes. Their rows in a step cost about the same.
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
-            Batches of one row in an optimizer step.
+            Batches of one row per optimizer step.
         balance (`bool`, `PackingCost` or `PreTrainedConfig`, *optional*, defaults to `True`):
-            What a row costs; see [`plan_packing`].
+            The cost of a row; see [`plan_packing`].
         seed (`int`, *optional*, defaults to 0):
-            Of the plan and the orders of the epochs.
+            Seed of the plan and of the row order of each epoch.
         plan (`PackingPlan`, *optional*):
-            A plan for this dataset. Without one, one is made.
+            A plan for this dataset. By default a new plan is made.
         cache (`bool` or path, *optional*, defaults to `False`):
-            A directory that keeps plans for later runs; `True` is the directory of a `datasets.Dataset`'s own files.
-            A plan is found again by the data (the dataset's fingerprint, or all lengths) and the arguments.
+            A directory that stores plans for later runs. `True` uses the directory of a `datasets.Dataset`'s own
+            files. The key of a plan is the data (the dataset's fingerprint, or all lengths) and the arguments.
         num_proc (`int`, *optional*, defaults to 0):
-            Processes that read the samples if a pass over them is needed.
+            Number of processes that read the samples if a pass over them is needed.
 
     Raises:
-        `ValueError`: bad arguments, samples that are empty or, by default, too long; a plan that does not fit; when a
-            row is read, a sample that has other tokens than it was planned with.
+        `ValueError`: bad arguments; samples that are empty or, by default, too long; a plan for other data. Reading a
+            row raises it for a sample whose length differs from the plan.
 
     Example:
 
@@ -133,20 +132,20 @@ class PackingDataset(torch.utils.data.Dataset):
                 raise input_error(f"a plan with {name} {value}", getattr(plan, name), "Plan with the same arguments.")
         self.dataset = dataset
         self.plan = plan
-        # In shared memory, for workers that outlive an epoch.
+        # In shared memory, for persistent workers.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._order: tuple[int, np.ndarray | None] = (0, None)
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order the rows have."""
+        """The epoch that determines the order of the rows."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Put the rows in the order of an epoch, in the workers of a data loader too."""
-        # accelerate also calls this for a loader that shuffles by itself, but not in a resumed epoch: an order that came
-        # and went with the call would lose rows and repeat others. The call that counts comes from the loader's own
-        # `__iter__`, when accelerate's state names it as the active loader.
+        """Order the rows for an epoch, also in the workers of a data loader."""
+        # accelerate also calls this for a loader that shuffles by itself, but not in a resumed epoch. An order that
+        # changes with the call would then lose rows and repeat others. The relevant call comes from the loader's own
+        # `__iter__`, when accelerate's state has it as the active loader.
         loader = GradientState().active_dataloader
         shuffled = getattr(loader, "dataset", None) is self and _shuffles(loader)
         self._epoch.fill_(0 if shuffled else epoch)
@@ -177,40 +176,40 @@ class PackingDataset(torch.utils.data.Dataset):
 
 
 def _check_documents(plan: PackingPlan, documents: slice, sample_tokens: np.ndarray) -> None:
-    """Raise a `ValueError` that names the first sample that has not the tokens it was planned with."""
+    """Raise a `ValueError` that names the first sample whose length differs from the plan."""
     wrong = np.flatnonzero(plan.misfits(documents, sample_tokens))
     if len(wrong):
         at = documents.start + wrong[0]
         start = 0 if plan.starts is None else plan.starts[at]
-        expected = f"sample {plan.samples[at]} to give tokens {start} to {start + plan.lengths[at]}, as planned"
-        fix = "Plan for this dataset: its lengths, or those in length_column, are others."
+        expected = f"sample {plan.samples[at]} to have tokens {start} to {start + plan.lengths[at]}, as planned"
+        fix = "Plan this dataset again: its lengths, or those in length_column, differ from the plan."
         raise input_error(expected, f"a sample of {sample_tokens[wrong[0]]} tokens", fix)
 
 
 def pack_dataset(dataset: Any, max_length: int, **kwargs):
-    """Write packed rows out as a `datasets.Dataset`, for tools that take TRL's packed format.
+    """Write packed rows to a `datasets.Dataset`, for tools that read TRL's packed format.
 
-    A row holds every per-token column, joined, and `seq_lengths`, the lengths of its documents. Other columns have no
-    place in it and are left out with a warning, except `labels`. The rows are those of [`PackingDataset`] with the same
-    arguments, which needs no second copy of the tokens.
+    A row holds every per-token column, concatenated, and `seq_lengths`, the lengths of its documents. Columns without
+    one value per token are dropped with a warning; for `labels` this is an error. [`PackingDataset`] with the same
+    arguments returns the same rows without a second copy of the tokens.
 
-    `DataCollatorWithFlattening` takes such rows apart by their `seq_lengths`, which Trainer would remove from the
-    dataset: pass it `remove_unused_columns=False`.
+    `DataCollatorWithFlattening` splits these rows by `seq_lengths`. Set `remove_unused_columns=False`, because
+    `Trainer` otherwise removes this column.
 
     Args:
         dataset (`datasets.Dataset` or `Sequence`):
             Samples with `input_ids`.
         max_length (`int`):
-            Tokens of a row, at most.
-        kwargs:
-            Further arguments of [`PackingDataset`].
+            Maximum number of tokens per row.
+        kwargs (`Any`, *optional*):
+            Additional arguments of [`PackingDataset`].
 
     Returns:
-        `datasets.Dataset`: in memory, with the columns' own types; `seq_lengths` are int32.
+        rows (`datasets.Dataset`): a dataset in memory. Columns keep their types; `seq_lengths` is int32.
 
     Raises:
-        `ValueError`: as in [`PackingDataset`]; a sample whose `labels`, or a column that has one value per token in most
-            samples, is missing or of another length.
+        `ValueError`: as in [`PackingDataset`]. Also raised if a sample lacks `labels` or a column that has one value
+            per token in most samples, or if their length differs from `input_ids`.
 
     Example:
 
@@ -257,7 +256,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
 
 
 def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
-    """The columns of the table with one value per token. Others are left out, and one that nearly is one is an error."""
+    """The columns with one value per token. A column that has them only in most samples is an error."""
     columns, left_out = {}, []
     for name in dataset.column_names:
         column = dataset.data.column(name)
@@ -271,7 +270,7 @@ def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
         else:
             left_out.append(name)
     if left_out:
-        logger.warning_once(f"pack_dataset leaves out columns without one value per token: {', '.join(left_out)}.")
+        logger.warning_once(f"pack_dataset drops the columns without one value per token: {', '.join(left_out)}.")
     return columns
 
 
@@ -289,10 +288,10 @@ def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
 
 
 def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
-    """The samples' lengths in tokens, int64 `[samples]`: from `column`, from the table, or from a pass."""
+    """The sample lengths in tokens, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
     lengths = arrow_lengths(dataset, "input_ids")
     if column is None and lengths is None:
-        # With a generator of its own it leaves the global one, and so what is drawn in training, as it was.
+        # A separate generator keeps the global random state, and with it the training run, unchanged.
         own = {"collate_fn": _count_tokens, "generator": torch.Generator()}
         counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
         return _refuse_missing(np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset)))
@@ -301,13 +300,13 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     if not hasattr(dataset, "column_names"):
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     if column not in dataset.column_names:
-        raise input_error(f"a length_column out of {dataset.column_names}", repr(column))
+        raise input_error(f"length_column as one of {dataset.column_names}", repr(column))
     given = np.asarray(dataset.with_format("numpy")[column])
     if lengths is not None and given.shape == lengths.shape and (given != lengths).any():
         sample = np.flatnonzero(given != lengths)[0]
         got = f"{given[sample]} for sample {sample}, which has {lengths[sample]}"
-        fix = "Compute the column anew, or leave length_column out."
-        raise input_error(f"the tokens of each sample in length_column {column!r}", got, fix)
+        fix = "Recompute the column, or do not pass length_column."
+        raise input_error(f"the number of tokens of each sample in length_column {column!r}", got, fix)
     return given
 
 
@@ -316,7 +315,7 @@ def _progress(iterable: Any, total: int) -> tqdm:
 
 
 def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
-    """The samples' lengths, -1 where there is no list."""
+    """The sample lengths, -1 for a missing list."""
     return [-1 if sample["input_ids"] is None else len(sample["input_ids"]) for sample in samples]
 
 
@@ -324,14 +323,14 @@ def _refuse_missing(lengths: np.ndarray, numbers: Sequence[int] | None = None) -
     missing = np.flatnonzero(lengths < 0)
     if len(missing):
         sample = missing[0] if numbers is None else numbers[missing[0]]
-        raise input_error(f"input_ids in sample {sample}", "None", "Filter such samples out of the dataset.")
+        raise input_error(f"input_ids in sample {sample}", "None", "Remove such samples from the dataset.")
     return lengths
 
 
 def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
-    """List lengths of a column of a `datasets.Dataset` from the offsets in its table; `None` if it has none."""
+    """List lengths of a `datasets.Dataset` column, from the offsets in its table; `None` without a list column."""
     table = getattr(getattr(dataset, "data", None), "table", None)
-    # A transform makes samples of the table's rows that nobody knows before it has run.
+    # A transform may change the lengths when it runs.
     if table is None or name not in table.column_names or dataset.format["type"] == "custom":
         return None
     lengths = _list_lengths(table.column(name))
@@ -343,7 +342,7 @@ def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
 
 
 def _list_lengths(column: Any) -> np.ndarray | None:
-    """List lengths of a table's column, -1 where there is no list; `None` if it is not one of lists."""
+    """List lengths of a table column, -1 for a missing list; `None` if the column has no lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -359,10 +358,10 @@ def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], siz
     if cache is True:
         files = getattr(dataset, "cache_files", None)
         if not files:
-            wanted = "a datasets.Dataset that lies in files beside cache=True"
+            wanted = "a datasets.Dataset on disk with cache=True"
             raise input_error(wanted, type(dataset).__name__, "Pass a directory as cache.")
         cache = Path(files[0]["filename"]).parent
-    # The fingerprint changes with every transformation and spares the pass over the samples.
+    # The fingerprint changes with every transformation and avoids a pass over the samples.
     data = getattr(dataset, "_fingerprint", None)
     if data is None:
         data = hashlib.sha256(np.ascontiguousarray(lengths(), np.int64).tobytes()).hexdigest()
@@ -382,7 +381,7 @@ def _load(path: Path) -> PackingPlan | None:
 
 
 def _shuffles(loader: Any) -> bool:
-    """Whether a data loader draws its indices at random, under whatever accelerate wraps around its sampler."""
+    """Whether a data loader draws its indices at random. Looks inside accelerate's wrappers of the sampler."""
     sampler = loader
     while sampler is not None and not isinstance(sampler, RandomSampler):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)

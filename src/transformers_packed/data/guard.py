@@ -1,8 +1,8 @@
-"""The guard of a collator that was not told its model: a callback that looks at both before a Trainer's first step.
+"""A callback that checks the model before a Trainer's first step, for collators without `model=`.
 
-A collator that is built with `model=` judges the model at once and changes nothing. Without it no object of the user's
-knows both, so the first such collator adds [`PackingGuard`] to the callbacks that every Trainer starts with. That is the
-one thing in this package that changes Transformers by being built, and a `FutureWarning` says what to pass instead.
+A collator with `model=` checks the model at once and has no side effects. Without `model=` the check has to wait for
+the Trainer. The first such collator therefore adds [`PackingGuard`] to the default callbacks of every Trainer. No
+other constructor in this package changes Transformers. A `FutureWarning` names the arguments to pass instead.
 """
 
 import warnings
@@ -20,14 +20,14 @@ from .collator import DataCollatorWithFlattening
 from .neftune import DocumentNoise
 
 
-# Where data loaders and collators keep the collator that they wrap.
+# Attributes in which data loaders and collators keep a wrapped collator.
 _INSIDE = ("base_dataloader", "collate_fn", "data_collator", "collate", "func")
 
 
 class PackingGuard(DocumentNoise):
-    """Stops a Trainer whose collator is ours and whose model, or PEFT adapter, is known to mix the documents of such batches.
+    """Stops a Trainer that uses our collator with a model or PEFT adapter that is known to mix documents.
 
-    With our collator NEFTune's noise goes by the document, too.
+    It also scales NEFTune noise per document if the collator is ours.
 
     Raises:
         `ValueError`: before the first training step, or in the first step of an evaluation without training.
@@ -54,21 +54,21 @@ class PackingGuard(DocumentNoise):
 
 
 def install_guard() -> None:
-    """Let every Trainer that is built from now on begin with the guard, and say how to do without it."""
+    """Add the guard to the default callbacks of every Trainer, and warn about it."""
     if PackingGuard in trainer.DEFAULT_CALLBACKS:
         return
     trainer.DEFAULT_CALLBACKS.append(PackingGuard)
     warnings.warn(
-        "DataCollatorWithFlattening without model= adds a callback to every Trainer, which judges the model before the "
-        "first step. This will end: call configure_packing(trainer), or pass DataCollatorWithFlattening(model=model), which "
-        "knows nothing of a Trainer's label_smoothing_factor and neftune_noise_alpha.",
+        "DataCollatorWithFlattening without model= adds a callback to every Trainer that checks the model before the "
+        "first step. This behavior is deprecated: call configure_packing(trainer), or pass "
+        "DataCollatorWithFlattening(model=model), which ignores label_smoothing_factor and neftune_noise_alpha.",
         FutureWarning,
-        stacklevel=4,  # who built the collator
+        stacklevel=4,  # the caller that builds the collator
     )
 
 
 def find_collator(loader: Any) -> DataCollatorWithFlattening | None:
-    """Our collator, if that is what a data loader or what wraps it calls in the end."""
+    """Our collator if a data loader uses it, directly or inside wrappers; else `None`."""
     for _ in range(20):
         if loader is None or isinstance(loader, DataCollatorWithFlattening):
             return loader
@@ -79,7 +79,7 @@ def find_collator(loader: Any) -> DataCollatorWithFlattening | None:
 def check_model(
     model: torch.nn.Module, collator: DataCollatorWithFlattening, args: TrainingArguments, training: bool = True
 ) -> None:
-    """Raise or warn, as the collator says, if the model mixes the documents of its batches or nobody knows."""
+    """Raise or warn, depending on `collator.on_leak`, if the model mixes documents or its isolation is unknown."""
     inner = transformers_model(model)
     if inner is None or collator.on_leak == "ignore":
         return
@@ -90,10 +90,10 @@ def check_model(
 
 
 def unshifted_smoothing(args: TrainingArguments, model: torch.nn.Module) -> ValueError | None:
-    """What is wrong with Trainer's label smoothing of this model, which goes by the name of the model's class."""
+    """The error if Trainer's label smoothing does not shift this model's labels. Trainer decides by the class name."""
     name = model._get_name()
     shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not name.endswith(LANGUAGE_MODELS)
     if shifts or not args.label_smoothing_factor:
         return None
-    got = f"label_smoothing_factor, for which Trainer does not shift the labels of a {name}"
-    return input_error("targets that stand one token later", got, "Set label_smoothing_factor=0.")
+    got = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
+    return input_error("labels shifted by one token", got, "Set label_smoothing_factor=0.")

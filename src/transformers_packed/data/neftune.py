@@ -1,7 +1,7 @@
-"""NEFTune on packed rows: each document gets the noise that it would get alone.
+"""NEFTune on packed rows, with the noise of each document scaled by its own length.
 
-The paper (https://arxiv.org/abs/2310.05914) draws noise from +-alpha / sqrt(length x hidden size). Trainer's hook on the
-embedding sees one row, and would take its length for that of every document in it.
+The paper (https://arxiv.org/abs/2310.05914) draws noise from +-alpha / sqrt(length x hidden size). Trainer's hook on
+the embedding sees one row and uses the length of the row for every document in it.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from ..models.inputs import resolve_boundaries
 
 
 class DocumentNoise(TrainerCallback):
-    """Puts a hook of its own into the place of Trainer's for `neftune_noise_alpha`, for the length of a training.
+    """Replaces Trainer's hook for `neftune_noise_alpha` during training.
 
-    Batches that are not packed get the noise of Trainer's hook.
+    Trainer's hook still adds the noise to batches that are not packed.
     """
 
     def __init__(self):
@@ -29,7 +29,7 @@ class DocumentNoise(TrainerCallback):
         for module in model.modules():
             for key, hook in module._forward_hooks.items():
                 if hook is neftune_post_forward_hook:
-                    # Under the same key, by which Trainer removes it.
+                    # Trainer removes the hook by this key.
                     module._forward_hooks[key] = self._add_noise
                     found = True
         if found:
@@ -45,7 +45,7 @@ class DocumentNoise(TrainerCallback):
         self._lengths = None
         if not model.training:
             return
-        # Stock models take position_ids alone, beside which tail padding cannot stand by itself.
+        # Stock models take only position_ids, and padding_tokens is not valid with position_ids alone.
         boundaries = resolve_boundaries({name: batch[name] for name in batch if name != "padding_tokens"})
         if boundaries is not None:
             self._lengths = document_lengths(boundaries)
@@ -58,7 +58,7 @@ class DocumentNoise(TrainerCallback):
 
 
 def document_lengths(boundaries: SequenceBoundaries) -> torch.Tensor:
-    """int32 `[1, T]`: how long the document of each token is; of a part of a row, the whole document."""
+    """int32 `[1, T]`: the length of each token's document. For a shard of a row, the whole document counts."""
     row = boundaries.row if boundaries.is_shard else boundaries
     lengths = row.cu_seqlens.diff()[row.seq_idx.long()]
     return boundaries.of_row(lengths) if boundaries.is_shard else lengths

@@ -1,4 +1,4 @@
-"""What becomes of samples that are longer than a row, and the checks of arguments that planners and datasets share."""
+"""Handling of samples longer than a row, and the argument checks that planners and datasets share."""
 
 from numbers import Integral
 from typing import Any
@@ -17,7 +17,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_settings(max_length: int, overlong: str, truncation_side: str) -> None:
-    """Check the arguments that say what a row holds."""
+    """Raise a `ValueError` for a bad row length, overlong action or truncation side."""
     check_count("max_length", max_length)
     choices = ("overlong", overlong, OVERLONG), ("truncation_side", truncation_side, TRUNCATION_SIDES)
     for name, value, known in choices:
@@ -26,7 +26,7 @@ def check_settings(max_length: int, overlong: str, truncation_side: str) -> None
 
 
 def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:
-    """Start and length of each document that a sample becomes."""
+    """The start and length of each document made from a sample."""
     if length <= max_length:
         return [(0, length)]
     if overlong == "truncate":

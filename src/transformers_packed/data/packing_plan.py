@@ -1,3 +1,3 @@
-"""The old place of `planning.plan`, which plans and datasets pickled earlier name."""
+"""Alias of `planning.plan`, for plans and datasets that were pickled with this module path."""
 
 from .planning.plan import PackingPlan  # noqa: F401

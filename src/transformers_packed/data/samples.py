@@ -1,4 +1,4 @@
-"""What collator and datasets do with one sample: measure it, cut it."""
+"""Functions on one sample that the collator and the datasets share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +11,20 @@ __all__ = ["IGNORED_LABEL", "TOKEN_TYPES", "VISION_COLUMNS", "VISION_GRIDS", "cu
 # The label of a token without loss.
 IGNORED_LABEL = -100
 VISION_GRIDS = tuple(grid for _, _, grid in VISION_KINDS.values())
-# Their first dimension counts patches or images; it may equal a sample's length by accident.
+# Their first dimension counts patches or images. It may happen to equal a sample's length.
 VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in names)
 
 
 def has_items(dataset: Any) -> bool:
-    """Whether a dataset has indices and a length; a stream has neither."""
+    """Whether a dataset has indices and a length. A stream has neither."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[str, Any]:
-    """Tokens `start` to `start + length` of a sample, in every column with one value per token.
+    """Cut a sample to the tokens `start` to `start + length`, in every column with one value per token.
 
-    Those are the lists, tuples, arrays and tensors of the length of `input_ids`. Other columns stay as they are, and a
-    sample of which nothing is cut is returned itself.
+    These are the lists, tuples, arrays and tensors with the length of `input_ids`. Other columns are unchanged. If no
+    token is removed, the sample itself is returned.
 
     Example:
 

@@ -1,11 +1,11 @@
 """Pack a stream: best fit over a bounded number of open rows, resumable at every row.
 
-A sample goes into the open row that it fills best; when it fits in none and `buffer_size` rows are open, the fullest
+A sample goes into the open row that it fills best. If it fits in none and `buffer_size` rows are open, the fullest row
 is closed (Csirik and Johnson, "Bounded space on-line bin packing: best is better than first", Algorithmica 31, 2001).
-A sample costs two binary searches, whatever its length, and its tokens are never copied unless it is cut.
+A sample costs two binary searches, independent of its length. Its tokens are copied only if the sample is cut.
 
-The state of a stream is its position in the source, and the positions of the samples in its open rows. It holds no
-tokens: they are read again.
+The state of a stream holds the position in the source and the positions of the samples in open rows. It holds no
+tokens; a resumed stream reads them again.
 """
 
 import copy
@@ -28,53 +28,54 @@ logger = logging.get_logger(__name__)
 
 _STATE_VERSION = 1
 _SETTINGS = ("max_length", "buffer_size", "overlong", "truncation_side")
-# What `counts` calls the samples that each `overlong` acts on.
+# Names in `counts` for the samples that each `overlong` action affects.
 _COUNTED = {"truncate": "truncated", "split": "split", "drop": "dropped"}
-# An open row is one integer, free tokens above, serial number below: the order of integers is that of the search.
+# An open row is one integer: free tokens in the high bits, serial number in the low bits. Sorting by it gives the
+# search order.
 _SERIAL_BITS = 40
 _SERIAL = (1 << _SERIAL_BITS) - 1
-# Samples between two kept states of the source. A resumed stream reads at most as many again, besides those since its
-# oldest open sample.
+# Samples between two saved states of the source. A resumed stream re-reads at most this many, in addition to those
+# after its oldest open sample.
 _SNAPSHOT_EVERY = 256
 
 
 class IterablePackingDataset(torch.utils.data.IterableDataset):
     """Packs a stream of samples into rows of at most `max_length` tokens.
 
-    An item is a row: the list of its samples, with all their columns, which `DataCollatorWithFlattening` lays end to
-    end. A batch counts rows.
+    An item is a row: a list of samples with all their columns. `DataCollatorWithFlattening` concatenates them. The
+    batch size counts rows.
 
-    *Workers* of a data loader share the samples: each reads its part and packs it. *Processes* are another matter.
-    `Trainer` and accelerate hand out the rows of this dataset to the processes themselves, provided that they do not
-    cut batches (`accelerator_config={"dispatch_batches": False}`); leave `rank` and `world_size` out there. To give all
-    processes equally many rows, accelerate repeats each worker's first rows of the run to fill its last step; nothing else
-    is seen twice. In a loop without accelerate pass `rank` and `world_size`.
+    The *workers* of a data loader share the samples: each worker reads and packs its part. `Trainer` and accelerate
+    distribute the rows over the *processes*. Set `accelerator_config={"dispatch_batches": False}`, so that they do not
+    cut batches, and do not pass `rank` and `world_size`. To give all processes the same number of rows, accelerate
+    repeats the first rows of each worker in the last step. No other row is repeated. In a loop without accelerate,
+    pass `rank` and `world_size`.
 
     Args:
         dataset (`Iterable`):
             Samples: mappings with `input_ids` (list, array or tensor) and any other columns. A `datasets`
-            `IterableDataset` or `Dataset`, a list, or anything that can be iterated over, more than once.
+            `IterableDataset` or `Dataset`, a list, or any object that supports repeated iteration.
         max_length (`int`):
-            Tokens of a row, at most.
+            Maximum number of tokens per row.
         buffer_size (`int`, *optional*, defaults to 64):
-            Rows that are open at a time. More rows fill better and hold more samples in memory.
+            Number of open rows. More open rows give fuller rows and keep more samples in memory.
         overlong (`str`, *optional*, defaults to `"error"`):
-            What becomes of a sample longer than `max_length`: `"error"`, `"truncate"`, `"split"` into documents of
-            `max_length` tokens, or `"drop"`. `counts` says how many, and a warning says it the first time.
+            Action for samples longer than `max_length`: `"error"`, `"truncate"`, `"split"` into documents of
+            `max_length` tokens, or `"drop"`. `counts` holds their number. The first such sample causes a warning.
         truncation_side (`str`, *optional*, defaults to `"right"`):
             The side that `"truncate"` cuts off, `"right"` or `"left"`.
         rank (`int`, *optional*):
-            This process, in a loop without accelerate.
+            The rank of this process, in a loop without accelerate.
         world_size (`int`, *optional*):
             The number of processes, in a loop without accelerate.
         shard_by_worker (`bool`, *optional*):
-            Whether a worker keeps only its share of what it reads. The default is yes, except for `datasets`'
-            `IterableDataset`, which gives each worker other shards by itself. Pass `False` for a dataset of your own
-            that does so too.
+            Whether each worker keeps only its share of the samples it reads. Defaults to `True`, except for the
+            `IterableDataset` of `datasets`, which assigns shards to workers by itself. Pass `False` if your own
+            dataset does the same.
 
     Raises:
-        `ValueError`: bad arguments; a sample that is empty or, by default, too long. What the source raises comes out
-        of the iteration as it is, with a note that names the sample.
+        `ValueError`: bad arguments; a sample that is empty or, by default, too long. Errors of the source are raised
+            unchanged, with a note that names the sample.
 
     Example:
 
@@ -121,7 +122,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         self.rank, self.world_size = rank, world_size
         self.shard_by_worker = not own_shards if shard_by_worker is None else shard_by_worker
         self._shard_by_rank = rank is not None and not own_shards
-        # In shared memory, for workers that outlive an epoch.
+        # In shared memory, for persistent workers.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._epoch_offset = 0
         self._stream: _Stream | None = None
@@ -130,16 +131,16 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch that `set_epoch` asked for."""
+        """The epoch set by `set_epoch`."""
         return int(self._epoch)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples truncated, split and dropped, and tokens cut off, by this process since the pass began."""
+        """Samples truncated, split and dropped, and tokens cut off, by this process in the current pass."""
         return _new_counts() if self._stream is None else dict(self._stream.counts)
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on to the source, which may shuffle by it; the packing itself knows no chance."""
+        """Pass the epoch to the source, which may shuffle by it. The packing itself is deterministic."""
         self._epoch.fill_(epoch + self._epoch_offset)
 
     def __iter__(self) -> Iterator[list]:
@@ -155,17 +156,17 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         return self._stream.rows()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration stands in this process, for JSON. The samples of open rows are in it by position."""
+        """The position of the latest iteration in this process, as JSON types. Open rows are stored as positions."""
         if self._stream is None and self._loaded is not None:
             return copy.deepcopy(self._loaded)
         stream = self._stream or _Stream(self, *self._shards(), self.epoch)
         return stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken; what follows is the same as without the interruption.
+        """Continue at `state` in the next iteration, with the same rows as without the interruption.
 
-        Samples of open rows are read again: by index where the dataset has indices; after loading the source's own
-        state where it has one that is exact; else by reading the source from its beginning.
+        The samples of open rows are read again. A dataset with indices reads them by index. A source with an exact
+        state of its own loads that state. Any other source is read from the beginning.
         """
         version, settings = state.get("version"), self._settings()
         if version != _STATE_VERSION:
@@ -176,9 +177,9 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         self._loaded = copy.deepcopy(state)
 
     def resume(self, epoch: int, states: dict[str, dict]) -> None:
-        """Let the readers of `epoch` go on at `states`, `{reader: state}`, when `set_epoch` counts on from 0.
+        """Continue the readers of `epoch` at `states`, `{reader: state}`. `set_epoch` counts from 0 after a resume.
 
-        For `PackingStateCallback`. A reader without a state begins at its beginning; other epochs do so as well.
+        For `PackingStateCallback`. A reader without a state starts from the beginning, and so do all other epochs.
         """
         for state in states.values():
             self.load_state_dict(state)
@@ -191,7 +192,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         return {name: getattr(self, name) for name in _SETTINGS}
 
     def _shards(self) -> tuple[list[int], tuple[int, int]]:
-        """This reader and their number, and its share of what it reads: first sample and stride."""
+        """`[reader, number of readers]`, and the reader's share of the samples: first sample and stride."""
         info = torch.utils.data.get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         rank, world_size = (0, 1) if self.rank is None else (self.rank, self.world_size)
@@ -206,15 +207,18 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
             state = self._resumed[1].get(str(shard[0]))
         if state is not None and state["shard"] != shard:
             expected = f"a state of reader {shard[0]} of {shard[1]} (processes x workers)"
-            fix = "Resume with as many of both; a StatefulDataLoader or PackingStateCallback keep each worker's state."
-            raise input_error(expected, "one of reader {} of {}".format(*state["shard"]), fix)
+            fix = (
+                "Resume with the same numbers of both. StatefulDataLoader and PackingStateCallback keep the state of "
+                "every worker."
+            )
+            raise input_error(expected, "a state of reader {} of {}".format(*state["shard"]), fix)
         return state
 
 
 class _Stream:
-    """One pass of one reader: what it has read, its open rows, and the closed ones that are not handed out yet.
+    """One pass of one reader: its position, its open rows, and the closed rows that are not returned yet.
 
-    An entry of a row is `(position, start, length, sample)`; positions count the reader's own samples.
+    An entry of a row is `(position, start, length, sample)`. Positions count the samples of this reader.
     """
 
     def __init__(self, dataset: IterablePackingDataset, shard: list[int], share: tuple[int, int], epoch: int):
@@ -231,13 +235,13 @@ class _Stream:
         self.ready: deque[list[tuple]] = deque()
         self.serial = 0
         self.counts = _new_counts()
-        # States of the source by position, oldest first. Without any, a resumed stream reads from the beginning.
+        # States of the source by position, oldest first. Without a state, a resumed stream reads from the beginning.
         self.snapshots: deque[tuple[int, Any]] = deque()
         self.keeps_snapshots = not has_items(self.source) and _has_exact_state(self.source)
         self.samples: Iterator = iter(())
 
     def start(self, state: dict | None) -> None:
-        """Open the source, and with a state get its samples back."""
+        """Open the source. With a state, also read the samples of its rows again."""
         state = state or self.state_dict()
         self.position, self.exhausted, self.counts = state["position"], state["exhausted"], dict(state["counts"])
         needed = {position for row in state["open"] + state["ready"] for position, _, _ in row}
@@ -254,7 +258,7 @@ class _Stream:
             self.serial += 1
 
     def rows(self) -> Iterator[list]:
-        """The rows. At each `yield` the state is complete: it holds every sample that was read and not handed out."""
+        """Yield the rows. The state is complete at each `yield`: it holds every sample read and not yet returned."""
         max_length = self.config.max_length
         yield from self._hand_out()
         try:
@@ -278,7 +282,7 @@ class _Stream:
         if has_items(self.source) and end < len(self.source):
             raise RuntimeError(f"the dataset stopped at sample {end} of {len(self.source)}")
         self.exhausted = True
-        # The fullest first, as while reading.
+        # Close the fullest row first, as during reading.
         self.ready.extend(self.open.pop(row & _SERIAL) for row in self.free)
         self.free.clear()
         yield from self._hand_out()
@@ -288,7 +292,7 @@ class _Stream:
             yield [entry[3] for entry in self.ready.popleft()]
 
     def _place(self, entry: tuple, length: int) -> None:
-        """Put an entry into the open row with the least room that suffices, or into a new one."""
+        """Put an entry into the fullest open row that has room for it, or into a new row."""
         free = self.free
         at = bisect_left(free, length << _SERIAL_BITS)
         if at < len(free):
@@ -309,12 +313,12 @@ class _Stream:
     def _place_pieces(self, sample: Any, length: int) -> None:
         config, counts = self.config, self.counts
         if length == 0 or config.overlong == "error":
-            fix = 'Pass overlong="truncate", "split" or "drop".' if length else "Filter out empty samples."
+            fix = 'Pass overlong="truncate", "split" or "drop".' if length else "Remove empty samples."
             raise input_error(f"samples of 1 to {config.max_length} tokens", length, fix)
         if not any(counts.values()):
             logger.warning_once(
-                f"There are samples of more than {config.max_length} tokens, such as one of {length} "
-                f"(overlong={config.overlong!r}). `IterablePackingDataset.counts` says how many."
+                f"Some samples have more than {config.max_length} tokens, for example {length} "
+                f"(overlong={config.overlong!r}). See `IterablePackingDataset.counts` for their number."
             )
         pieces = self._pieces(length)
         counts[_COUNTED[config.overlong]] += 1
@@ -333,7 +337,7 @@ class _Stream:
         return cut_sample(sample, start, length)
 
     def _read_again(self, needed: set[int], snapshot: list | None) -> dict[int, Any]:
-        """Put the source at `self.position`, and return the earlier samples that are `needed`."""
+        """Advance the source to `self.position`, and return the earlier samples that are `needed`."""
         source, first, stride, position = self.source, self.first, self.stride, self.position
         if has_items(source):
             self.samples = map(source.__getitem__, range(first + position * stride, len(source), stride))
@@ -345,7 +349,7 @@ class _Stream:
             return {}
         if snapshot is not None:
             begin, source_state = snapshot
-            # A copy: what is loaded here must not meet the next pass, which begins at the beginning.
+            # A copy, because the next pass starts from the beginning and must not see this state.
             source = _clone(source)
             source.load_state_dict(source_state)
             self.snapshots.append((begin, source_state))
@@ -362,7 +366,7 @@ class _Stream:
         return samples
 
     def _share(self, samples: Iterator, index: int) -> Iterator:
-        """This reader's part of what it reads, beginning with sample `index`."""
+        """This reader's share of the samples, starting with sample `index`."""
         self.index = index
         for sample in samples:
             if self.index % self.stride == self.first:
@@ -370,7 +374,7 @@ class _Stream:
             self.index += 1
 
     def _changed(self, got: str) -> ValueError:
-        return input_error("the dataset as it was", got, "Resume with the same data.")
+        return input_error("the dataset of the interrupted run", got, "Resume with the same data.")
 
     def _take_snapshot(self) -> None:
         oldest, snapshots = self._oldest(), self.snapshots
@@ -411,19 +415,19 @@ def _is_hf_iterable(dataset: Any) -> bool:
 
 
 def _clone(source: Any) -> Any:
-    """A shallow copy that can take a state and an epoch of its own."""
+    """A shallow copy with its own state and epoch."""
     clone = copy.copy(source)
     if hasattr(source, "__dict__"):
-        # A copy of datasets' `IterableDataset` shares its attributes with it,
+        # A copy of datasets' `IterableDataset` shares its attributes with the original.
         clone.__dict__ = dict(vars(source))
     if _is_hf_iterable(source):
-        # and its epoch lies in shared memory, where workers that set it at the same time would add up their changes.
+        # Its epoch is in shared memory, where workers that set it at the same time would add up their changes.
         clone._epoch = copy.deepcopy(source._epoch)
     return clone
 
 
 def _has_exact_state(source: Any) -> bool:
-    """Whether the source's state brings back every sample: a shuffle buffer of `datasets` is not in its state."""
+    """Whether the source's state restores every sample. The state of `datasets` lacks the shuffle buffer."""
     if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
         return False
     stages = [getattr(source, "_ex_iterable", None)] if _is_hf_iterable(source) else []

@@ -1,1 +1,1 @@
-"""What sits on top of data, models and ops: losses of documents, resuming, a guard, and `transformers-packed train`."""
+"""Training on packed rows: the Trainer integration, losses per document, sequence parallelism and callbacks."""

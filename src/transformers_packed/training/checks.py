@@ -1,7 +1,7 @@
-"""Why a Trainer cannot be packed: everything that can be known before its first step, without changing it.
+"""Reasons why a Trainer cannot be packed. The checks run before its first step and do not change it.
 
-Each reason is an error, which the caller raises or, in auto mode, says. Whether a model keeps documents apart is decided by
-what the audit measured (`models/verdict.py`) or, for models that have classes of ours, by the ops' own verifiers.
+Each reason is an error that the caller raises or, in auto mode, prints. The audit results (`models/verdict.py`) decide
+whether a model keeps documents apart. For models with classes of ours, the verifiers of the ops decide.
 """
 
 import os
@@ -38,19 +38,19 @@ from ..ops.availability import availability
 
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
-# Collators that lay samples into a padded batch and do nothing else to them. The second list makes the labels, too.
+# Collators that only pad samples. Those in the second list also create the labels.
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
 
 
 def reason_against(trainer: Trainer, mode: str) -> ValueError | None:
-    """The first reason not to pack, in `"auto"` mode also one that only makes it unsafe or useless."""
+    """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
     return next(_reasons(trainer, mode), None)
 
 
 def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
-    """Only the first one counts: what follows relies on the checks before."""
+    """Only the first reason is valid: each check relies on the checks before it."""
     model, switch = transformers_model(trainer.model), "TRANSFORMERS_PACKED_DISABLE_AUTO"
     if mode == "auto" and os.environ.get(switch) == "1":
         yield input_error(f"no {switch}", f"{switch} is set")
@@ -60,23 +60,21 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     yield from _of_model(trainer, model)
     yield from _of_collator(trainer)
     yield from _of_samples(trainer, model)
-    # `patch_model` itself refuses what it was not made for.
+    # `patch_model` raises its own errors for unsupported models.
     patched = ((measured(model)[1] or {}).get("ours") or {}).get("all")
     if patched is not None and patched["verdict"] == "leaks":
         yield input_error(SEPARATE, f"{type(model).__name__}, which leaks in {patched['module']}", _PADDED)
     yield from filter(None, (check_cache(model), way_of_isolation(trainer)[1]))
     wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
     if wants_logits and not getattr(trainer, "restores_documents", False):
-        got = "compute_metrics, which needs the logits of each sample where a packed row returns those of all"
-        fix = "Use transformers_packed.PackedTrainer, which takes rows apart again, or set prediction_loss_only=True."
-        yield input_error("an evaluation that needs the loss alone", got, fix)
+        got = "compute_metrics, which needs the logits of each sample, while a packed row has those of all its samples"
+        fix = "Use transformers_packed.PackedTrainer, which splits rows, or set prediction_loss_only=True."
+        yield input_error("an evaluation that needs only the loss", got, fix)
     if mode != "auto":
         return
     own = type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
     if own or trainer.compute_loss_func is not None:
-        got = (
-            f"a {'compute_loss' if own else 'compute_loss_func'} of its own, which may count samples or read the mask"
-        )
+        got = f"a custom {'compute_loss' if own else 'compute_loss_func'}, which may count samples or read the mask"
         yield input_error("the loss of the model", got, 'Pass packing="padding_free" if it works on tokens.')
     if trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
         got = "per_device_train_batch_size=1, which has no padding to avoid"
@@ -84,12 +82,12 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
 
 
 def is_sft_trainer(trainer: Trainer) -> bool:
-    """Whether TRL's SFTTrainer or a class derived from it."""
+    """Whether the Trainer is TRL's SFTTrainer or a subclass."""
     return any(c.__name__ == "SFTTrainer" and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
 
 
 def is_packed(dataset: Any) -> bool:
-    """Whether the dataset gives rows of several documents already: ours, or those that TRL writes."""
+    """Whether the dataset already has packed rows: from our datasets, or written by TRL."""
     if isinstance(dataset, PackingDataset | IterablePackingDataset):
         return True
     sample = first_sample(dataset)
@@ -97,22 +95,22 @@ def is_packed(dataset: Any) -> bool:
 
 
 def first_sample(dataset: Any) -> Mapping[str, Any] | None:
-    """A sample of a dataset that can be read more than once, else `None`."""
+    """The first sample of a dataset, or `None` if the dataset can only be read once."""
     if isinstance(dataset, PackingDataset):
         dataset = dataset.dataset
     if type(dataset).__module__.startswith("datasets."):
         return next(iter(dataset), None)
-    # Other streams may be at their end after a look.
+    # Reading from other streams may consume them.
     return dataset[0] if has_items(dataset) and len(dataset) else None
 
 
 def has_items(dataset: Any) -> bool:
-    """Whether samples can be asked for by number. torch's base class of streams says so too."""
+    """Whether samples have indices. torch's `IterableDataset` also defines `__getitem__`."""
     return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
-    """How the documents of this Trainer's model will be kept apart once it is patched, and what is in the way."""
+    """The isolation mechanism of this Trainer's model after patching, and an error if there is none."""
     model = transformers_model(trainer.model)
     config, families = text_config(model), families_of(model)
     if families & set(UNPACKED):
@@ -128,7 +126,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
         fix = 'Load the model with attn_implementation="sdpa".'
         return "", input_error("an attention implementation that keeps documents apart", got, fix)
     if families & set(FAMILIES):
-        # The reference of the convolution to heads is the convolution itself.
+        # The reference of the fused convolution to heads is the convolution itself.
         to_heads = planned["causal_conv1d_qkv"][0]
         convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
         rule = planned["gated_delta_rule"][0]
@@ -144,20 +142,20 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
 
 
 def check_devices(trainer: Trainer) -> None:
-    """Raise a `ValueError` if rows would be scattered or cut by others."""
+    """Raise a `ValueError` if DataParallel or other parallelism would cut the rows."""
     for reason in _of_devices(trainer):
         raise reason
 
 
 def _of_devices(trainer: Trainer) -> Iterator[ValueError]:
     if trainer.args.n_gpu > 1:
-        got = f"one process that sees {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
+        got = f"one process with {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
         fix = f"Launch with torchrun --nproc_per_node={trainer.args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU."
         yield input_error("one process per GPU", got, fix)
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            yield input_error("rows that stay whole", f"{name}={size}, which cuts rows", f"Set {name}=1.")
+            yield input_error("whole rows", f"{name}={size}, which cuts rows", f"Set {name}=1.")
 
 
 def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
@@ -166,24 +164,24 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
         type(trainer.model if model is None else model).__name__,
     )
     if model is None:
-        yield input_error(expected, f"{name}, which is not of Transformers", _PADDED)
+        yield input_error(expected, f"{name}, which is not a Transformers model", _PADDED)
     if (per_row := adapter_per_row(trainer.model)) is not None:
-        yield input_error("adapters that look at documents", per_row, _PADDED)
+        yield input_error("adapters that act per document", per_row, _PADDED)
     if (unshifted := unshifted_smoothing(trainer.args, model)) is not None:
         yield unshifted
     if name.endswith("ForSequenceClassification"):
-        got = f"sequence classification ({name}), which needs one label per sample where a row has one per token"
+        got = f"sequence classification ({name}), which needs one label per sample instead of one per token"
         yield input_error(expected, got, _PADDED)
     if not name.endswith(LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
         yield input_error(expected, f"{name}, which is not a causal language model", _PADDED)
     family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
     if family is not None and not family.shifts_labels:
-        got = f"{name}, whose loss does not shift labels, so that the first token of a document would be lost"
+        got = f"{name}, whose loss does not shift labels, so the first token of each document would be lost"
         yield input_error(expected, got, _PADDED)
 
 
 def check_cache(model: torch.nn.Module) -> ValueError | None:
-    """Whether a model that stays as it is makes a cache, at least in evaluation. Those of ours make none on packed rows."""
+    """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
     ours = families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}
     return cache_error(model, setting) if not ours and (setting := cache_setting(model)) else None
 
@@ -191,25 +189,27 @@ def check_cache(model: torch.nn.Module) -> ValueError | None:
 def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
     collator, kind = trainer.data_collator, type(trainer.data_collator)
     if getattr(trainer, "_is_vision_dataset", False):
-        got = f"a processor that makes the model's inputs from images in the collator ({kind.__name__})"
-        yield input_error("samples that are processed already", got, "Pass DataCollatorWithFlattening to Trainer.")
+        got = f"a collator that processes images ({kind.__name__})"
+        yield input_error(
+            "processed samples", got, "Process them in the dataset, and pass DataCollatorWithFlattening."
+        )
     if collator is transformers.default_data_collator or isinstance(collator, DataCollatorWithFlattening):
         return
     known = kind.__module__.startswith(("transformers.", "trl.trainer.sft")) and kind.__name__ in _PADDING + _LABELLING
     if not known or getattr(collator, "mlm", False):
         got = f"a custom data collator ({getattr(collator, '__name__', kind.__name__)}), which may do more"
-        fix = "Leave data_collator out, or pass transformers_packed.DataCollatorWithFlattening."
+        fix = "Do not pass data_collator, or pass transformers_packed.DataCollatorWithFlattening."
         yield input_error("a collator that only pads", got, fix)
 
 
 def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError]:
     dataset, args, sft = trainer.train_dataset, trainer.args, is_sft_trainer(trainer)
     if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
-        got = 'packing_strategy="wrapped", which has lost where documents begin'
+        got = 'packing_strategy="wrapped", which discards the document boundaries'
         yield input_error("rows of whole documents", got, 'Set packing_strategy="bfd".')
     if isinstance(dataset, IterableDataset) and trainer.accelerator.dataloader_config.dispatch_batches:
-        got = "accelerator_config with dispatch_batches=True, which would cut rows in pieces"
-        yield input_error("processes that read their own rows", got, "Leave dispatch_batches out.")
+        got = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
+        yield input_error("processes that read their own rows", got, "Do not set dispatch_batches.")
     sample = first_sample(dataset)
     if sample is None:
         return
@@ -220,21 +220,21 @@ def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
         yield input_error("labels per token", "samples with one label each (sequence classification)", _PADDED)
     if "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING):
         fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-        yield input_error("labels", "samples without labels, and a collator that makes none", fix)
+        yield input_error("labels", "samples without labels, and a collator that creates none", fix)
     if "seq_lengths" in sample and args.remove_unused_columns and not sft:
-        got = "rows with seq_lengths, a column that remove_unused_columns=True takes away"
-        yield input_error("rows that say where documents are", got, "Set remove_unused_columns=False.")
+        got = "rows with the column seq_lengths, which remove_unused_columns=True removes"
+        yield input_error("rows with document boundaries", got, "Set remove_unused_columns=False.")
     if sft or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
-    # A column that the model would get from a padded batch, and not from a packed row.
+    # Columns that a padded batch would pass to the model, but a packed row does not.
     taken = set(sample) & set(signature(model.forward).parameters) if args.remove_unused_columns else set(sample)
     left_out = sorted(taken - _TEXT - (_VISION if _takes_images(model) else set()))
     if left_out:
         whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
-        got = f"{whose} columns {', '.join(left_out)}, for which a packed row of {type(model).__name__} has no place"
+        got = f"{whose} columns {', '.join(left_out)}, which packed rows of {type(model).__name__} do not support"
         yield input_error("samples of tokens", got, "Remove the columns, or train on padded batches.")
 
 
 def _takes_images(model: torch.nn.Module) -> bool:
-    """Whether a vision-language model whose packed rows may hold images."""
+    """Whether the packed rows of a vision-language model may hold images."""
     return hasattr(model.config, "vision_config") and model.config.model_type in ("qwen3_5", "qwen3_5_moe")

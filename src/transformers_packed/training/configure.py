@@ -1,7 +1,7 @@
-"""`configure_packing`: padding-free or packed training for a Trainer that exists already, in one line.
+"""`configure_packing`: padding-free or packed training for an existing Trainer, in one line.
 
-Everything that may stand in the way is looked for first (`checks.py`). Then the model is patched, which changes all of it
-or nothing, and only then the Trainer itself.
+`checks.py` first looks for reasons not to pack. Then the model is patched, completely or not at all. The Trainer
+itself is changed last.
 """
 
 import warnings
@@ -33,31 +33,32 @@ logger = logging.get_logger(__name__)
 
 _MODES = ("auto", "padding_free", "pack", "off")
 _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-# Options of Liger, and how the names of the classes end whose work they take over.
+# Options of Liger, and the class name suffixes of the modules that they replace.
 _LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
-# Samples that are read for an estimate of the padding where lengths do not stand in a table.
+# Samples to read for an estimate of the padding if the dataset has no table of lengths.
 _ESTIMATED_FROM = 128
 
 
 def configure_packing(
     trainer: Trainer, packing: str | bool = "auto", max_length: int | None = None, **plan_options: Any
 ) -> Trainer:
-    """Train without padding: patch the model where its family needs it, and swap the collator and the dataset.
+    """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
 
-    To be called between building a Trainer and `trainer.train()`. One line says what is on, or why nothing is. From then
-    on `trainer.args.packing` and `trainer.args.padding_free` tell what is active, and the log has figures on it
-    ([`PackingMetricsCallback`]). Models that the Trainer's `model_init` makes later are patched too.
+    Call this function after building a Trainer and before `trainer.train()`. It prints one line with the active mode,
+    or with the reason why packing is off. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
+    active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
+    creates later are patched as well.
 
-    * `"padding_free"`: the samples of a batch are laid end to end in one row. Batches, steps and learning rate stay what
-      they were; only the padding is not computed.
-    * `True` or `"pack"`: rows of up to `max_length` tokens are planned over the whole dataset ([`PackingDataset`], or
-      [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows then. Rows are read in the
-      order of the plan (`train_sampling_strategy="sequential"`), and their number makes all batches full.
-    * `"auto"`: padding-free if that is safe and of use, by what the audit measured of the model. Otherwise the Trainer is
-      left as it was. Rows that are packed already (TRL's `packing=True`, [`PackingDataset`]) stay packed.
-    * `False` or `"off"`: nothing.
+    * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
+      unchanged; only the padding is not computed.
+    * `True` or `"pack"`: plans rows of up to `max_length` tokens over the whole dataset ([`PackingDataset`], or
+      [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows. Rows are read in the order
+      of the plan (`train_sampling_strategy="sequential"`), and the plan fills all batches.
+    * `"auto"`: trains padding-free if it is safe according to the audit of the model, and useful. Otherwise the
+      Trainer is unchanged. Rows that are already packed (TRL's `packing=True`, [`PackingDataset`]) stay packed.
+    * `False` or `"off"`: does nothing.
 
-    With `TRANSFORMERS_PACKED_DISABLE_AUTO=1` in the environment `"auto"` does nothing.
+    The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
 
     Args:
         trainer (`transformers.Trainer`):
@@ -65,16 +66,17 @@ def configure_packing(
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             `"auto"`, `"padding_free"`, `True` (`"pack"`) or `False` (`"off"`).
         max_length (`int`, *optional*):
-            Tokens of a row for `packing=True`; by default `trainer.args.max_length`.
-        plan_options:
-            Further arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as `overlong`.
+            Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
+        plan_options (`Any`, *optional*):
+            Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
+            `overlong`.
 
     Returns:
         `transformers.Trainer`: the same object.
 
     Raises:
-        `ValueError`: `True` or `"padding_free"` cannot be honoured, with the reason and the argument to change; bad
-        arguments. The Trainer is as it was then.
+        `ValueError`: bad arguments, or `True` or `"padding_free"` is not possible. The message names the reason and
+            the argument to change. The Trainer is then unchanged.
 
     Example:
 
@@ -97,15 +99,15 @@ reference (causal convolution), per_document(sdpa) (attention)
     if not isinstance(trainer, Trainer):
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     if packing == "packing":
-        warnings.warn('packing="packing" is now packing=True', DeprecationWarning, stacklevel=2)
+        warnings.warn('packing="packing" is deprecated; pass packing=True', DeprecationWarning, stacklevel=2)
     mode = packing
     if isinstance(packing, bool) or packing == "packing":
         mode = "pack" if packing else "off"
     if mode not in _MODES:
-        raise input_error(f"packing to be True, False or one of {_MODES}", repr(packing))
+        raise input_error(f"packing as True, False or one of {_MODES}", repr(packing))
     if mode != "pack" and (max_length is not None or plan_options):
         given = ["max_length"] * (max_length is not None) + sorted(plan_options)
-        raise input_error(f"packing=True beside {', '.join(given)}", f"packing={packing!r}")
+        raise input_error(f"packing=True with {', '.join(given)}", f"packing={packing!r}")
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}")
     reason = reason_against(trainer, mode)
@@ -124,12 +126,12 @@ reference (causal convolution), per_document(sdpa) (attention)
 
 
 class CausalLabelsCollator(DataCollatorWithFlattening):
-    """Our collator with the labels of `DataCollatorForLanguageModeling(mlm=False)`: the tokens, save those of padding.
+    """Our collator with the labels of `DataCollatorForLanguageModeling(mlm=False)`: all tokens except padding tokens.
 
     Args:
         ignored_token (`int`, *optional*):
-            The padding token. It is no target anywhere, even where it stands for something else.
-        kwargs:
+            The padding token. It is never a target, even where it has another meaning.
+        kwargs (`Any`, *optional*):
             Arguments of [`DataCollatorWithFlattening`].
     """
 
@@ -147,30 +149,31 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
 
 
 def _isolate(trainer: Trainer, automatic: bool) -> tuple[DataCollatorWithFlattening | None, ValueError | None]:
-    """Patch the model. The collator that tells it enough, or why its documents would not be kept apart."""
+    """Patch the model. Returns a collator that isolates its documents, or the reason why none does."""
     model = trainer.model
     try:
         patch_model(model)
     except (ValueError, ImportError) as error:
-        got = f"one that cannot be patched ({str(error).rstrip('.')})"
+        got = f"a model that cannot be patched ({str(error).rstrip('.')})"
         return None, input_error("a model that can be packed", got, "Use padded batches.")
-    # Ours keep documents apart; others do by themselves if the audits found so, with more or with less of what they are told.
+    # Our classes keep documents apart. Others do if the audit found so, with all boundaries or with position_ids
+    # alone.
     for options in (_EVERYTHING, {}):
         collator = _collator(trainer, **options)
         leak, doubt = judge(model, **collator.given())
         if leak is None and doubt is None:
             return collator, None
     if leak is not None:
-        return None, input_error(SEPARATE, f"one that leaks ({leak})", "Use padded batches.")
+        return None, input_error(SEPARATE, f"a model that leaks ({leak})", "Use padded batches.")
     if automatic:
         fix = "Measure it with transformers_packed.audit_model(model)."
-        return None, input_error(SEPARATE, f"one of which nobody knows: {doubt}", fix)
-    logger.warning(f"configure_packing: nothing is known of whether the model keeps documents apart: {doubt}.")
+        return None, input_error(SEPARATE, f"a model that has not been audited: {doubt}", fix)
+    logger.warning(f"configure_packing: it is unknown whether the model keeps documents apart: {doubt}.")
     return _collator(trainer, **_EVERYTHING), None
 
 
 def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
-    """Ours in the place of the Trainer's. `on_leak="ignore"`, as the model is judged here."""
+    """Our replacement of the Trainer's collator. `on_leak="ignore"`, because the model is checked here."""
     current, kind = trainer.data_collator, type(trainer.data_collator)
     if isinstance(current, DataCollatorWithFlattening):
         return current
@@ -184,17 +187,17 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
     dataset, args = trainer.train_dataset, trainer.args
     if rows:
         if max_length is not None or options:
-            got = f"one of packed rows ({type(dataset).__name__})"
-            raise input_error("a dataset still to be packed beside max_length and other options", got)
+            got = f"packed rows ({type(dataset).__name__})"
+            raise input_error("an unpacked dataset with max_length and other options", got)
         return dataset
     max_length = getattr(args, "max_length", None) if max_length is None else max_length
     if max_length is None:
-        raise input_error("max_length, the tokens of a row", "none", "Pass max_length=8192, for example.")
+        raise input_error("max_length, the tokens per row", "none", "Pass max_length=8192, for example.")
     if not has_items(dataset):
         return IterablePackingDataset(dataset, max_length, **options)
     defaults = {
         "world_size": _readers(trainer),
-        # Every batch of every process is full then.
+        # Fills every batch of every process.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
         "balance": known_cost(trainer.model) or True,
         "seed": args.seed if args.data_seed is None else args.data_seed,
@@ -203,14 +206,14 @@ def _packed_dataset(trainer: Trainer, rows: bool, max_length: int | None, option
 
 
 def _readers(trainer: Trainer) -> int:
-    """How many processes read rows of their own."""
+    """The number of processes that read their own rows."""
     parallel = getattr(trainer, "sequence_parallel", None)
     return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
-    # The last one is of the rows that TRL made.
+    # The last one holds the row length of rows that TRL packed.
     holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
     row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
     trainer.data_collator = collator
@@ -230,12 +233,12 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     args.packing, args.padding_free = packed, True
     callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, DocumentNoise)
     others = [callback for callback in callbacks if type(callback) not in ours]
-    # First the figures, so that the callbacks that report find them in the log.
+    # Metrics come first, so that reporting callbacks find them in the log.
     callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, DocumentNoise()]
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
-    """What was done to the Trainer's first model, by it and by us, done to another one of its `model_init`."""
+    """Prepare another model of `model_init` as the Trainer and this module prepared the first one."""
     patch_model(model)
     inner = transformers_model(model)
     inner.config.use_cache = use_cache
@@ -244,7 +247,7 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
 
 
 def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any]) -> None:
-    """Have `change` called on each model that the Trainer's `model_init` makes: another one when training starts."""
+    """Call `change` on each model of the Trainer's `model_init`, which creates a new one when training starts."""
     make = trainer.model_init
     if make is None:
         return
@@ -259,7 +262,7 @@ def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any])
 
 
 def _keep_from_liger(trainer: Trainer) -> str:
-    """Turn off the options of Liger for what our classes do themselves, and say so. Trainer applies them when it trains."""
+    """Turn off Liger's options for modules that our classes replace. Trainer applies them when it trains."""
     args, model = trainer.args, transformers_model(trainer.model)
     if not args.use_liger_kernel or not has_our_classes(model):
         return ""
@@ -299,11 +302,11 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
 
 
 def _leave(trainer: Trainer, why: str) -> Trainer:
-    """Say why; of the Trainer only the two arguments that tell what is active may be new."""
+    """Print the reason. Changes nothing but the two arguments of the Trainer that hold the active mode."""
     for name in ("packing", "padding_free"):
         if getattr(trainer.args, name, None) is None:
             setattr(trainer.args, name, False)
-    return _say(trainer, f"Packing off, training stays as it was: {why}")
+    return _say(trainer, f"Packing off, training is unchanged: {why}")
 
 
 def _say(trainer: Trainer, line: str) -> Trainer:

@@ -1,11 +1,12 @@
-"""From a packed row to one number per document: log-probabilities, losses, and a training loss with samples' means.
+"""Log-probabilities and losses per document of a packed row, and a training loss averaged over documents.
 
-A language model's loss is one mean over all targets, so long documents weigh more than short ones. For evaluation, DPO
-or GRPO one wants each document's own number, and some train with the mean over documents of each document's own mean.
+The loss of a language model is the mean over all targets, so long documents weigh more than short ones. Evaluation,
+DPO and GRPO need a value per document. Some recipes train with the mean over documents of each document's mean loss.
 
-Targets are shifted inside documents only: the first token of a document is predicted by nothing. Sums are float32 even
-of bfloat16 logits, without a float32 copy of the row's logits: a few hundred tokens are widened at a time, and again in
-backward, so that nothing of the vocabulary's size is kept. Given hidden states and the head, not even the logits are.
+Targets are shifted within documents: no token predicts the first token of a document. Sums are float32 even for
+bfloat16 logits, without a float32 copy of all logits. A few hundred tokens are converted at a time, and again in
+backward, so no additional tensor of the vocabulary's size is kept. With hidden states and the head, even the logits
+are not kept.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,15 +23,15 @@ from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 
 
 class DocumentLogps(NamedTuple):
-    """What [`per_document_logps`] returns.
+    """The result of [`per_document_logps`].
 
-    Args:
+    Attributes:
         sums (`torch.FloatTensor` of shape `[N]`):
-            The log-probability of each document's targets together; 0 without a target.
+            The sum of the log-probabilities of each document's targets. 0 for a document without targets.
         token_counts (`torch.LongTensor` of shape `[N]`):
-            How many targets each document has.
+            The number of targets in each document.
         per_token (`torch.FloatTensor` of shape `[1, T]`):
-            The log-probability of each token that is a target, where it stands in `labels`; 0 at the others.
+            The log-probability of each target, at its position in `labels`. 0 for other tokens.
     """
 
     sums: torch.Tensor
@@ -39,13 +40,13 @@ class DocumentLogps(NamedTuple):
 
 
 class DocumentLosses(NamedTuple):
-    """What [`per_document_loss`] returns.
+    """The result of [`per_document_loss`].
 
-    Args:
+    Attributes:
         losses (`torch.FloatTensor` of shape `[N]`):
-            The loss of each document; 0 without a target.
+            The loss of each document. 0 for a document without targets.
         token_counts (`torch.LongTensor` of shape `[N]`):
-            How many targets each document has.
+            The number of targets in each document.
     """
 
     losses: torch.Tensor
@@ -60,27 +61,28 @@ def per_document_logps(
     head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int = 512,
 ) -> DocumentLogps:
-    """The log-probability of each document of a packed row under a model. Differentiable.
+    """Compute the log-probability of each document in a packed row. Differentiable.
 
     Args:
         logits (`torch.Tensor` of shape `[1, T, vocab]`):
-            The model's logits for the row, in any floating dtype; with `head`, its last hidden states `[1, T, hidden]`.
+            The logits of the row, in any floating dtype. With `head`, the last hidden states `[1, T, hidden]`.
         labels (`torch.LongTensor` of shape `[1, T]`):
-            The tokens themselves, not shifted, as models take them; -100 is no target, nor is a document's first token.
+            The tokens, not shifted. Tokens with label -100 and the first token of each document are not targets.
         boundaries ([`SequenceBoundaries`] or `torch.IntTensor` of shape `[N+1]`):
-            The documents of the row, or their cumulative lengths `cu_seqlens`. Tail padding is a document too.
+            The boundaries of the row, or its cumulative sequence lengths `cu_seqlens`. Tail padding counts as a
+            document.
         head (`Callable`, *optional*):
-            From hidden states `[tokens, hidden]` to logits `[tokens, vocab]`, such as `model.lm_head`. It is called for
-            the tokens that predict a target, in chunks, and once more in backward. To find these tokens costs one wait
-            for the GPU.
+            Maps hidden states `[tokens, hidden]` to logits `[tokens, vocab]`, such as `model.lm_head`. It is called in
+            chunks for the tokens that predict a target, and again in backward. Finding these tokens costs one host
+            sync.
         chunk_size (`int`, *optional*, defaults to 512):
-            How many tokens' logits exist in float32 at a time.
+            The number of tokens whose logits are converted to float32 at a time.
 
     Returns:
         [`DocumentLogps`]: `sums` `[N]`, `token_counts` `[N]` and `per_token` `[1, T]`.
 
     Raises:
-        `ValueError`: shapes that do not fit one another, or malformed boundaries.
+        `ValueError`: mismatched shapes or malformed boundaries.
 
     Example:
 
@@ -96,7 +98,7 @@ def per_document_logps(
     """
     if logits.ndim != 3 or logits.shape[0] != 1 or labels.shape != logits.shape[:2] or labels.is_floating_point():
         got = f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}"
-        raise input_error("logits [1, T, vocab], or hidden states beside head, and integer labels [1, T]", got)
+        raise input_error("logits [1, T, vocab], or hidden states with head, and integer labels [1, T]", got)
     if chunk_size < 1:
         raise input_error("chunk_size of at least 1", chunk_size)
     length, device = labels.shape[1], logits.device
@@ -111,11 +113,11 @@ def per_document_logps(
         predicting = (targets != IGNORED_LABEL).nonzero()[:, 0]
         rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
     chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
-    # Not kept for backward but made again there: each chunk's logits in float32.
+    # Backward recomputes the float32 logits of each chunk instead of keeping them.
     values = torch.cat([checkpoint(_chunk_logps, head, *chunk, use_reentrant=False) for chunk in chunks])
     if predicting is not None:
         values = values.new_zeros(length).index_copy(0, predicting, values)
-    # From the token that predicts to the token that is predicted.
+    # Move each value from the predicting token to the predicted token.
     per_token = F.pad(values[:-1], (1, 0))
     wide = torch.float32 if device.type == "mps" else torch.float64
     sums = per_token.new_zeros(boundaries.num_documents, dtype=wide)
@@ -132,28 +134,28 @@ def per_document_loss(
     head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int = 512,
 ) -> DocumentLosses:
-    """The loss of each document of a packed row: what the model gives for the document alone. Differentiable.
+    """Compute the loss of each document in a packed row, equal to the loss of the document alone. Differentiable.
 
     Args:
         logits (`torch.Tensor` of shape `[1, T, vocab]`):
-            As in [`per_document_logps`], like the other arguments that are not named here.
+            The logits of the row, in any floating dtype. With `head`, the last hidden states `[1, T, hidden]`.
         labels (`torch.LongTensor` of shape `[1, T]`):
-            The tokens, not shifted; -100 is no target.
+            The tokens, not shifted. Tokens with label -100 and the first token of each document are not targets.
         boundaries ([`SequenceBoundaries`] or `torch.IntTensor` of shape `[N+1]`):
-            The documents of the row.
+            The boundaries of the row, or its cumulative sequence lengths.
         normalization (`str`, *optional*, defaults to `"mean"`):
-            `"mean"`, over each document's targets, or `"sum"`.
+            `"mean"` over each document's targets, or `"sum"`.
         head (`Callable`, *optional*):
-            From hidden states to logits.
+            Maps hidden states to logits. See [`per_document_logps`].
         chunk_size (`int`, *optional*, defaults to 512):
-            How many tokens' logits exist in float32 at a time.
+            The number of tokens whose logits are converted to float32 at a time.
 
     Returns:
-        [`DocumentLosses`]: `losses` `[N]` and `token_counts` `[N]`, both 0 for a document without targets. The loss of
-        the row, as the model gives it, is `(losses * token_counts).sum() / token_counts.sum()` of the means.
+        [`DocumentLosses`]: `losses` `[N]` and `token_counts` `[N]`, both 0 for a document without targets. With
+        `"mean"`, the model's loss of the row is `(losses * token_counts).sum() / token_counts.sum()`.
 
     Raises:
-        `ValueError`: shapes that do not fit one another, malformed boundaries, or another `normalization`.
+        `ValueError`: mismatched shapes, malformed boundaries, or an unknown `normalization`.
 
     Example:
 
@@ -169,38 +171,39 @@ def per_document_loss(
     if normalization not in ("mean", "sum"):
         raise input_error('normalization "mean" or "sum"', repr(normalization))
     sums, counts, _ = per_document_logps(logits, labels, boundaries, head=head, chunk_size=chunk_size)
-    # Not `-sums`: a document without targets has a loss of 0, not of -0.
+    # Not `-sums`: the loss of a document without targets is 0, not -0.
     return DocumentLosses((0 - sums) / counts.clamp(min=1) if normalization == "mean" else 0 - sums, counts)
 
 
 def _chunk_logps(head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each row's target, 0 without one; at least float32."""
+    """The log-probability of each row's target, in at least float32. 0 without a target."""
     logits = rows if head is None else head(rows)
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     return 0 - F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def _count(labels: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
-    """How many of `labels` `[T]` are targets, in each document."""
+    """The number of targets in each document, for `labels` `[T]`."""
     counts = torch.zeros(boundaries.num_documents, dtype=torch.int64, device=labels.device)
     return counts.index_add(0, boundaries.seq_idx[0].long(), (labels != IGNORED_LABEL).long())
 
 
 def set_loss_normalization(trainer: Any, normalization: str) -> None:
-    """Choose what a Trainer's loss is a mean of, over all rows and processes of an optimizer step.
+    """Normalize a Trainer's loss per token or per document, over all rows and processes of an optimizer step.
 
     Args:
         trainer (`Trainer`):
-            A built `Trainer`, or a subclass that uses `compute_loss_func`, such as TRL's `SFTTrainer`. Its batches are
-            packed rows, or padded batches with a sample per row.
+            A `Trainer`, or a subclass that uses `compute_loss_func`, such as TRL's `SFTTrainer`. Its batches are
+            packed rows, or padded batches with one sample per row.
         normalization (`str`):
-            `"token"`: over all targets, as models do it by themselves. `"sample"`: over all documents that have a
-            target, of each document's own mean, so that short documents weigh as much as long ones. `"sample"` makes
-            the row's logits, in the model's dtype.
+            `"token"` averages over all targets, as models do by default. `"sample"` averages the mean losses of all
+            documents with a target, so short documents weigh as much as long ones. `"sample"` materializes the logits
+            of the row in the model's dtype.
 
     Raises:
-        `ValueError`: another `normalization`, a trainer with a `compute_loss_func` or label smoothing, or, with
-        `"token"`, a model that does not take `num_items_in_batch`; in training a trainer that computes its own loss.
+        `ValueError`: an unknown `normalization`, a trainer with a `compute_loss_func` or label smoothing, or, with
+            `"token"`, a model that does not accept `num_items_in_batch`. During training also a trainer that computes
+            its own loss.
 
     Example:
 
@@ -221,9 +224,9 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
             delattr(trainer, name)
     if normalization == "token":
         if not trainer.model_accepts_loss_kwargs:
-            got = f"{type(trainer.model).__name__}, which takes no num_items_in_batch"
-            fix = 'Use "sample", or a compute_loss_func of your own.'
-            raise input_error("a model whose loss can be a mean over the tokens of a step", got, fix)
+            got = f"{type(trainer.model).__name__}, which does not accept num_items_in_batch"
+            fix = 'Use "sample" or your own compute_loss_func.'
+            raise input_error("a model that can average its loss over the tokens of a step", got, fix)
         return
     loss_type = getattr(trainer.args, "loss_type", "nll")
     for name, given in (
@@ -232,17 +235,17 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
         (f"loss_type={loss_type!r}", loss_type != "nll"),
     ):
         if given:
-            raise input_error("a trainer without another loss", name, f"Leave {name} out.")
+            raise input_error("a trainer without another loss", name, f"Remove {name}.")
     trainer.compute_loss_func = _SampleMean(trainer)
     for name in _SampleMean.replaced:
         setattr(trainer, name, getattr(trainer.compute_loss_func, name))
 
 
 class _SampleMean:
-    """A `compute_loss_func`: the mean over documents of their means.
+    """A `compute_loss_func` that averages the mean losses of documents.
 
-    Two methods of the trainer are replaced, on this trainer alone: the items of a batch are its documents, and the loss
-    learns where they are.
+    It replaces two methods of this trainer instance, so that a batch counts its documents as items and the loss
+    receives their boundaries.
     """
 
     replaced = ("_get_num_items_in_batch", "compute_loss")
@@ -250,13 +253,13 @@ class _SampleMean:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._count_items, self._compute_loss = (getattr(trainer, name) for name in self.replaced)
-        # Most models that add an auxiliary loss of their experts keep its weight from when they were built.
+        # Most models with an auxiliary router loss store its weight when they are built.
         default = getattr(trainer.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
         self._router_aux_loss_coef = getattr(trainer.model, "router_aux_loss_coef", default)
         self._boundaries: SequenceBoundaries | None = None
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        """`num_items_in_batch` is the number of documents with targets in the whole step; by default, of this batch."""
+        """`num_items_in_batch`: documents with targets in the whole step. Defaults to those of this batch."""
         boundaries, self._boundaries = self._boundaries, None
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         losses, counts = per_document_loss(logits.flatten(0, 1)[None], labels.flatten()[None], boundaries)
@@ -264,7 +267,7 @@ class _SampleMean:
             num_items_in_batch = (counts > 0).sum()
         loss = losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device).clamp(min=1)
         aux_loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
-        # As the model adds it to a loss of its own.
+        # The model adds it to its own loss in the same way.
         return loss if aux_loss is None else loss + self._router_aux_loss_coef * aux_loss.to(loss.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
@@ -272,7 +275,7 @@ class _SampleMean:
         for batch in batch_samples:
             boundaries = _documents(batch)
             labels = mask_targets_across_documents(boundaries, batch["labels"].flatten()[None], {})[0]
-            # One label per document, for Trainer to count and to add up over processes.
+            # One label per document. Trainer counts them and sums over processes.
             item = torch.where(_count(labels, boundaries.to(labels.device)) > 0, 0, IGNORED_LABEL)
             items.append({"labels": item, "shift_labels": item})
         return self._count_items(items, device)
@@ -282,17 +285,17 @@ class _SampleMean:
         result = self._compute_loss(model, inputs, *args, **kwargs)
         if self._boundaries is not None:
             got = f"{type(self._trainer).__name__}, which computes its own loss"
-            fix = 'Leave its loss as it is, by set_loss_normalization(trainer, "token").'
+            fix = 'Keep its own loss with set_loss_normalization(trainer, "token").'
             raise input_error("a trainer that uses compute_loss_func", got, fix)
         return result
 
 
 def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
-    """The documents of a packed row, or the rows of a batch as documents of one row."""
+    """The boundaries of a packed row. The rows of a padded batch count as documents of one row."""
     labels = batch.get("labels")
     if labels is None or "shift_labels" in batch or labels.ndim != 2:
         got = "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}"
-        fix = "Use DataCollatorWithFlattening or a collator that pads."
+        fix = "Use DataCollatorWithFlattening or a padding collator."
         raise input_error("batches with labels [rows, tokens] and without shift_labels", got, fix)
     names = (*PACKING_KEYWORDS, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
     boundaries = resolve_boundaries({name: batch.get(name) for name in names})

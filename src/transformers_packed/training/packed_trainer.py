@@ -1,3 +1,3 @@
-"""The old place of `trainer`, which `training_args.bin` of earlier checkpoints names."""
+"""Alias of `trainer`, for checkpoints whose `training_args.bin` has this module path."""
 
 from .trainer import PackedTrainer, PackedTrainingArguments  # noqa: F401

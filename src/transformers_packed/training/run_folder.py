@@ -1,7 +1,7 @@
-"""The folder that the `train` command writes: the run's settings, its checkpoints, and in the end the model.
+"""The output folder of the `train` command: the settings of the run, its checkpoints, and finally the model.
 
-Everything is written beside its place, in `partial`, and renamed when it is complete. So a disk that is full, or a run
-that is killed, leaves neither a checkpoint nor a model that only looks like one, and none that was there is lost.
+All files are first written to `partial` and renamed when they are complete. A full disk or a killed run therefore
+leaves no incomplete checkpoint or model, and loses no earlier one.
 """
 
 import json
@@ -20,19 +20,19 @@ from ..errors import input_error
 
 
 SETTINGS_FILE = "transformers_packed_train.json"
-# Their presence says that the run has finished; they come last.
+# These files mark a finished run. They are written last.
 _LAST_FILES = ("config.json", "adapter_config.json")
 _TRAINER_STATE = "trainer_state.json"
 _PARTIAL = "partial"
-# What torch's RuntimeError says when it cannot write a file: it raises one for many other things.
+# Words in torch's RuntimeError for a file that cannot be written. torch raises RuntimeError for many other reasons.
 _TORCH_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos")
 
 
 class RunFolderTrainer(Trainer):
-    """The stock Trainer, whose checkpoints and model are whole or not there.
+    """The stock Trainer with atomic writes of checkpoints and the model.
 
     Raises:
-        `OSError`: something cannot be written; the message says what and why, and from where `--resume` continues.
+        `OSError`: a file cannot be written. The message names the file, the reason, and the checkpoint for `--resume`.
     """
 
     def _get_output_dir(self, trial):
@@ -46,7 +46,7 @@ class RunFolderTrainer(Trainer):
             rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
 
     def save_to_folder(self) -> None:
-        """Save the model and its tokenizer in the folder itself, beside the checkpoints."""
+        """Save the model and its tokenizer in the output folder, next to the checkpoints."""
 
         def names(partial: Path) -> list[str]:
             return sorted((path.name for path in partial.iterdir()), key=lambda name: (name in _LAST_FILES, name))
@@ -54,7 +54,7 @@ class RunFolderTrainer(Trainer):
         self._write("the model", lambda partial: self.save_model(str(partial)), names)
 
     def _write(self, what: str, write: Callable[[Path], None], names: Callable[[Path], list[str]]) -> None:
-        """Call `write`, and move what it wrote, the `names` in this order, from the partial folder to its place."""
+        """Call `write`, then move the files `names`, in this order, from the partial folder to the output folder."""
         folder = Path(self.args.output_dir)
         partial = folder / _PARTIAL
         try:
@@ -71,7 +71,7 @@ class RunFolderTrainer(Trainer):
             if isinstance(error, RuntimeError) and not any(name in str(error) for name in _TORCH_WRITES):
                 raise
             reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free / 2**20
-            why = f"where {free:,.0f} MiB are free ({reason}); {left(folder)}"
+            why = f"with {free:,.0f} MiB of free space ({reason}); {left(folder)}"
             raise OSError(f"{what} cannot be written to {folder}, {why}") from error
         finally:
             if self.args.should_save:
@@ -80,38 +80,39 @@ class RunFolderTrainer(Trainer):
 
 
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
-    """The checkpoint to resume from, if any, and what is wrong with later ones.
+    """The checkpoint to resume from, if any, and the defects of later ones.
 
     Raises:
-        `ValueError`: `output` must not be written to, or the run cannot be continued.
+        `ValueError`: `output` holds other files, or the run cannot be continued.
+        `PermissionError`: `output` is not writable.
     """
     if output.exists() and not output.is_dir():
         raise input_error("a directory", f"the file {output}", option="--output")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output: {existing} is no directory that can be written to")
+        raise PermissionError(f"--output: {existing} is not a writable directory")
     if not output.is_dir() or not any(output.iterdir()):
         return None, []
     if not (output / SETTINGS_FILE).is_file():
-        expected = "a new or empty directory, or one of an earlier run of this command"
-        raise input_error(expected, f"{output}, which holds something else", option="--output")
+        expected = "a new or empty directory, or the output of an earlier run of this command"
+        raise input_error(expected, f"{output}, which holds other files", option="--output")
     if not resume:
         got, fix = f"{output}, which holds an earlier run", "Add --resume to continue that run."
         raise input_error("a new or empty directory", got, fix, option="--output")
     checkpoint, damaged = last_checkpoint(output)
     if checkpoint is None and damaged:
-        fix = "Restore it, or remove it to start from the beginning."
+        fix = "Restore it, or delete it to start from the beginning."
         raise input_error("a complete checkpoint", "; ".join(damaged), fix, option="--resume")
     if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
-        expected = "a run that has not finished, or one with checkpoints"
-        got = f"a finished one without any in {output}"
+        expected = "an unfinished run, or a run with checkpoints"
+        got = f"a finished run without checkpoints in {output}"
         fix = "Choose another --output; to train further, pass it as --model."
         raise input_error(expected, got, fix, option="--resume")
     return checkpoint, damaged
 
 
 def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
-    """The last complete checkpoint in `output`, if any, and what is wrong with later ones."""
+    """The last complete checkpoint in `output`, if any, and the defects of later ones."""
     damaged, numbers = [], (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
     for number in sorted(filter(str.isdecimal, numbers), key=int, reverse=True):
         path = output / f"checkpoint-{number}"
@@ -122,13 +123,13 @@ def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
 
 
 def left(output: Path) -> str:
-    """What an interrupted run can continue from."""
+    """The checkpoint that an interrupted run can continue from, in words."""
     last, _ = last_checkpoint(output)
     return f"{last} is complete; --resume continues from it" if last else "no checkpoint was written"
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """The first file that is not as it was written, by its ends: archives have their directory there."""
+    """The first incomplete or damaged file. Checks only the ends of files, where archives have their directory."""
     if not (checkpoint / _TRAINER_STATE).is_file():  # written last
         return f"no {_TRAINER_STATE}"
     if not any(path.name.startswith(("model", "pytorch_model", "adapter_model")) for path in checkpoint.iterdir()):
@@ -148,7 +149,7 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def write_settings(output: Path, kept: dict[str, Any]) -> None:
-    """Write down what a resumed run must share with this one."""
+    """Write the settings that a resumed run must share with this one."""
     path = output / SETTINGS_FILE
     partial = path.with_suffix(".partial")
     try:
@@ -159,7 +160,7 @@ def write_settings(output: Path, kept: dict[str, Any]) -> None:
 
 
 def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names what differs from the settings of the run in `output`, if there is one."""
+    """Raise a `ValueError` that names all differences from the settings of the run in `output`, if there is one."""
     path = output / SETTINGS_FILE
     if not path.is_file():
         return
@@ -172,5 +173,5 @@ def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
     if differing:
         got = [f"{name} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"]
         got += ["other samples"] * ("samples" in differing)
-        fix = "Repeat that run's command, or choose another --output."
+        fix = "Use the command of that run, or choose another --output."
         raise input_error(expected, "; ".join(got), fix, option="--resume")

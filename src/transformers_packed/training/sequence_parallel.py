@@ -1,8 +1,9 @@
-"""How a Trainer computes rows over several processes.
+"""Sequence parallelism in a Trainer: several processes compute each row.
 
-Two hooks: the processes of a group read the same batches, cut to their parts by the collator, and the batch learns who
-has the other parts. Trainer's own arithmetic is then exact: it counts the targets of all processes, each process's loss
-is its part of one sum over them, and the gradients are summed by the mean over processes times their number.
+Two hooks implement it. The processes of a group read the same batches, which the collator cuts to their parts, and
+each batch gets the group with the other parts. Trainer's own normalization is then exact: it counts the targets of all
+processes, each process computes its part of one sum, and the gradients are averaged over processes and multiplied by
+their number.
 """
 
 from dataclasses import replace
@@ -24,22 +25,22 @@ from .checks import check_devices
 
 
 def collate_part(collator: DataCollatorWithFlattening, rank: int, size: int, minimum: int, features: list) -> dict:
-    """One rank's part, of at least `minimum` tokens, of the row that `collator` makes."""
+    """One rank's part of the packed row from `collator`, with at least `minimum` tokens."""
     pad, columns = collator.pad_token_id or 0, collator.token_columns
     return shard_batch(collator(features), rank, size, minimum=minimum, pad_token_id=pad, token_columns=columns)
 
 
 class SequenceParallelMixin:
-    """For a Trainer whose collator makes packed rows; changes nothing before `make_sequence_parallel` is called."""
+    """For a Trainer with packed rows. Has no effect before `make_sequence_parallel` is called."""
 
     sequence_parallel: SequenceParallel | None = None
     _compared_rows = False
 
     def make_sequence_parallel(self: Trainer, size: int, **methods: Any) -> None:
-        """Form the groups of processes; `methods` are those of [`SequenceParallel`].
+        """Form the process groups. `methods` are arguments of [`SequenceParallel`].
 
         Raises:
-            `ValueError`: something that would not be exact, with the reason.
+            `ValueError`: a setting with which the result would not be exact. The message names the reason.
         """
         check_sequence_parallel(self)
         self.sequence_parallel = SequenceParallel(size, device_type=self.args.device.type, **methods)
@@ -51,11 +52,11 @@ class SequenceParallelMixin:
         config = transformers_model(self.model).config
         window = config.get_text_config().linear_conv_kernel_dim
         if self.data_collator.config is None and hasattr(config, "vision_config"):
-            # The positions of images can only be counted on the whole row.
+            # Image positions can only be computed on the whole row.
             self.data_collator.config = config
         part = (parallel.rank, parallel.size, max(window - 1, 1))
         self.data_collator = partial(collate_part, self.data_collator, *part)
-        # Its figures are of whole rows.
+        # Its metrics assume whole rows.
         self.remove_callback(PackingMetricsCallback)
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
@@ -63,28 +64,28 @@ class SequenceParallelMixin:
         parallel = self.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
-                got = "a stream, of which each process would read its own part"
+                got = "a stream, from which each process would read different samples"
                 raise input_error("a dataset with a length", got)
             sampler = dataloader.batch_sampler
             dealt = isinstance(sampler, BatchSamplerShard)
             inner = sampler.batch_sampler if dealt else sampler
             if not dealt or isinstance(inner, BatchRebalanceSampler):
-                got = f"a sampler that does so itself ({type(inner).__name__})"
-                fix = 'Leave train_sampling_strategy at "random", or set "sequential".'
-                raise input_error("batches that accelerate deals out to the processes", got, fix)
+                got = f"a sampler that distributes them itself ({type(inner).__name__})"
+                fix = 'Keep train_sampling_strategy="random", or set "sequential".'
+                raise input_error("batches that accelerate distributes to the processes", got, fix)
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
-            # Nothing has to be filled up for a single reader.
+            # A single reader needs no additional batches.
             sampler.even_batches = parallel.data_parallel_size > 1
             self._compared_rows = False
         return dataloader
 
     def predict(self, *args, **kwargs):
         if self.sequence_parallel is not None:
-            raise input_error("an evaluation by its loss", "predict, which wants whole documents", "Call evaluate.")
+            raise input_error("an evaluation by loss", "predict, which needs whole documents", "Call evaluate.")
         return super().predict(*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        # There are no whole documents to hand back.
+        # No process has whole documents to return.
         alone = prediction_loss_only or self.sequence_parallel is not None
         return super().prediction_step(model, inputs, alone, ignore_keys)
 
@@ -93,7 +94,7 @@ class SequenceParallelMixin:
         if self.sequence_parallel is not None:
             shard = replace(inputs["boundaries"], parallel=self.sequence_parallel)
             if not self._compared_rows:
-                # Once for each dataloader: it waits for the others.
+                # Only once per dataloader, because it synchronizes the processes.
                 _check_same_row(shard)
                 self._compared_rows = True
             inputs["boundaries"] = shard
@@ -101,20 +102,20 @@ class SequenceParallelMixin:
 
 
 def _check_same_row(shard: RowShard) -> None:
-    """Raise a `ValueError` if the ranks hold parts of different rows, of which they would make a plausible loss."""
+    """Raise a `ValueError` if the ranks hold parts of different rows. Their loss would look plausible."""
     found = [None] * shard.size
     dist.all_gather_object(found, shard.checksum, group=shard.parallel.group)
     if len(set(found)) > 1:
-        fix = "Shuffle with the same seed on all processes, and give all of them the whole dataset."
-        raise input_error(f"the same rows on {shard.size} neighbouring processes", "parts of different ones", fix)
+        fix = "Shuffle with the same seed on all processes, and pass the whole dataset to all of them."
+        raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
 def check_sequence_parallel(trainer: Trainer) -> None:
-    """Raise a `ValueError` for what a Trainer is asked to do and would not do exactly on parts of rows."""
+    """Raise a `ValueError` for settings with which a Trainer would not be exact on parts of rows."""
     args, config = trainer.args, trainer.args.accelerator_config
     check_devices(trainer)
     own_loss, whole = "the model's own loss, which sums over parts of a row", "processes that read whole rows"
-    average = "average_tokens_across_devices=True, as each process has a part of a row's targets"
+    average = "average_tokens_across_devices=True, because each process has a part of a row's targets"
     for is_so, expected, got in (
         (getattr(args, "packing_mode", "auto") == "off", "packed rows, which can be cut", "padding_free=False"),
         (not args.average_tokens_across_devices, average, "average_tokens_across_devices=False"),
@@ -122,8 +123,8 @@ def check_sequence_parallel(trainer: Trainer) -> None:
         (config.split_batches, whole, "split_batches=True"),
         (args.label_smoothing_factor, own_loss, "label_smoothing_factor"),
         (trainer.compute_loss_func is not None, own_loss, "compute_loss_func"),
-        (args.torch_compile, "one loss of the routers for all parts of a row", "torch_compile=True"),
-        (trainer.compute_metrics is not None, "an evaluation by its loss", "compute_metrics, which wants documents"),
+        (args.torch_compile, "one router loss for all parts of a row", "torch_compile=True"),
+        (trainer.compute_metrics is not None, "an evaluation by loss", "compute_metrics, which needs documents"),
     ):
         if is_so:
-            raise input_error(expected, got, "Leave it out.")
+            raise input_error(expected, got, "Remove it.")

@@ -1,4 +1,4 @@
-"""`PackedTrainer`: a Trainer that trains without padding by itself, and evaluates document by document."""
+"""`PackedTrainer`: a Trainer that trains without padding and evaluates each document."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,35 +19,36 @@ from .sequence_parallel import SequenceParallelMixin
 
 @dataclass
 class PackedTrainingArguments(TrainingArguments):
-    """`TrainingArguments` that say how [`PackedTrainer`] packs.
+    """`TrainingArguments` with the options of [`PackedTrainer`].
+
+    After the Trainer is built, `packing` and `padding_free` hold the active mode.
 
     Args:
         packing (`bool`, *optional*):
-            Pack the dataset to rows of up to `max_length` tokens; `per_device_train_batch_size` counts rows then.
+            Pack the dataset into rows of up to `max_length` tokens. `per_device_train_batch_size` then counts rows.
         padding_free (`bool`, *optional*):
-            Lay the samples of a batch end to end. By default that is done where it is safe; `False` leaves batches padded.
+            Concatenate the samples of a batch. By default this is done if it is safe. `False` keeps padded batches.
         max_length (`int`, *optional*):
-            Tokens of a packed row.
+            Maximum number of tokens per packed row.
         sequence_parallel_size (`int`, *optional*, defaults to 1):
-            How many processes compute one row, each a part of its tokens ([`SequenceParallel`]).
+            The number of processes that share a row. Each computes a part of its tokens ([`SequenceParallel`]).
         sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
-            How these share the layers of linear attention, `"state"` or `"heads"`.
+            How the processes share linear-attention layers, `"state"` or `"heads"`.
         sequence_parallel_attention (`str`, *optional*):
-            How they share those of full attention, `"heads"` or `"gather"`; by default what exchanges less ([`SequenceParallel`]).
+            How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
+            communication ([`SequenceParallel`]).
         cuda_graphs (`bool`, *optional*, defaults to `False`):
-            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]): for rows so short that the GPU
-            waits for the host.
-
-    After the Trainer is built, `packing` and `padding_free` say what is active.
+            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). Useful if rows are so short that
+            the GPU waits for the host.
 
     Raises:
         `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
-        `packing=True`, or with what graphs cannot serve.
+            `packing=True`, or with options that CUDA graphs do not support.
     """
 
-    packing: bool | None = field(default=None, metadata={"help": "Pack the dataset to rows of max_length tokens."})
-    padding_free: bool | None = field(default=None, metadata={"help": "Lay the samples of a batch end to end."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens of a packed row."})
+    packing: bool | None = field(default=None, metadata={"help": "Pack the dataset into rows of max_length tokens."})
+    padding_free: bool | None = field(default=None, metadata={"help": "Concatenate the samples of a batch."})
+    max_length: int | None = field(default=None, metadata={"help": "Maximum number of tokens per packed row."})
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
@@ -57,7 +58,7 @@ class PackedTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.packing and (self.padding_free is False or self.max_length is None):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
-            raise input_error("max_length and no padding_free=False beside packing=True", got)
+            raise input_error("max_length, and not padding_free=False, with packing=True", got)
         if self.cuda_graphs:
             names = ("packing", "sequence_parallel_size", "activation_checkpointing", "torch_compile")
             given = {name: getattr(self, name) for name in names}
@@ -65,12 +66,12 @@ class PackedTrainingArguments(TrainingArguments):
                 f"{name}={x}" for (name, x), good in zip(given.items(), (1, 1, 0, 0), strict=True) if (x or 0) != good
             ]
             if others:
-                expected = "packing=True beside cuda_graphs=True, without shared rows, checkpointing or torch_compile"
+                expected = "packing=True with cuda_graphs=True, without shared rows, checkpointing or torch_compile"
                 raise input_error(expected, ", ".join(others))
 
     @property
     def packing_mode(self) -> str:
-        """The `packing` argument of [`configure_packing`] that these arguments ask for."""
+        """The `packing` argument of [`configure_packing`] that corresponds to these arguments."""
         if self.packing:
             return "pack"
         return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
@@ -79,16 +80,16 @@ class PackedTrainingArguments(TrainingArguments):
 class PackedTrainer(SequenceParallelMixin, Trainer):
     """`Trainer` with [`configure_packing`] built in.
 
-    Takes the arguments of `Trainer`. With [`PackedTrainingArguments`] these say what to do, with plain
-    `TrainingArguments` it is `packing="auto"`. The loss of an evaluation is the mean over all targets of the dataset, where
-    `Trainer`'s is the mean of its batches' means. `compute_metrics` and `predict` get a document per row, padded with -100.
+    Takes the arguments of `Trainer`. [`PackedTrainingArguments`] select the mode; plain `TrainingArguments` use
+    `packing="auto"`. Evaluation averages the loss over all target tokens of the dataset, while `Trainer` averages the
+    means of batches. `compute_metrics` and `predict` receive one row per document, padded with -100.
 
     Args:
         sequence_parallel_size (`int`, *optional*):
-            As in [`PackedTrainingArguments`], for other arguments.
+            As in [`PackedTrainingArguments`], for use with other arguments.
 
     Raises:
-        `ValueError`: what the arguments ask for cannot be honoured.
+        `ValueError`: the requested mode is not possible.
 
     Example:
 
@@ -121,7 +122,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             delta = getattr(self.args, "sequence_parallel_gated_delta_rule", "state")
             attention = getattr(self.args, "sequence_parallel_attention", None)
             self.make_sequence_parallel(size, gated_delta_rule=delta, attention=attention)
-            # What is in the way of rows is an error then.
+            # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
         configure_packing(self, packing, self.args.max_length if packing == "pack" else None)
         if size != 1:
@@ -135,14 +136,14 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)
         sampler = getattr(dataloader, "batch_sampler", None)
-        # For `compute_metrics` Trainer itself leaves out the samples that fill up the last batches, for the loss it does not.
+        # Trainer removes the samples that fill the last batches for `compute_metrics`, but not for the loss.
         fills_up = isinstance(sampler, BatchSamplerShard) and not sampler.split_batches
         if fills_up and self.compute_metrics is None and not hasattr(dataloader, "own_batches"):
             dataloader.own_batches = _in_rounds(sampler)
         return dataloader
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss, and with packed rows logits `[documents, longest, vocabulary]` and labels `[documents, longest]`."""
+        """The loss. For packed rows also logits `[documents, longest, vocab]` and labels `[documents, longest]`."""
         cumulative = inputs["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in inputs else None
         labels = inputs.get("labels")
         targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
@@ -154,19 +155,19 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             self._predicts = False
         if loss is not None and targets is not None:
             targets = targets.to(loss)
-            # A batch without a target has a loss that is not a number.
+            # The loss of a batch without targets is NaN.
             self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
         if cumulative is not None:
             logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
             if "inputs" in self.args.include_for_metrics:
-                # Trainer hands over what is in the batch after this.
+                # Trainer reads the inputs from the batch after this method.
                 tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
                 inputs.update({name: _by_document(x, cumulative) for name, x in tensors.items()})
         return loss, logits, labels
 
     def _get_num_items_in_batch(self, *args, **kwargs):
-        # In an evaluation it would be a part of a sum over all processes; there a loss is weighted by its own targets.
-        # The model does not tell: it is in eval mode, too, when the first step after an evaluation counts its targets.
+        # The loss would become part of a sum over processes, but evaluation weights each loss by its own targets.
+        # `model.training` cannot tell: it is still False when the first step after an evaluation counts its targets.
         if self._predicts and self.args.world_size > 1 and self.compute_loss_func is None:
             return None
         return super()._get_num_items_in_batch(*args, **kwargs)
@@ -176,7 +177,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if self._evaluated and name in output.metrics:
-            # Batches that only stand in come last.
+            # Batches that only fill the last round come last.
             own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
             total, targets = reduce(own.sum(0), "sum").tolist()
             output.metrics[name] = total / targets if targets else float("nan")
@@ -185,9 +186,10 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
 
 def _in_rounds(sampler: BatchSamplerShard) -> int:
-    """Let each reader have as many batches by whole ones that stand in, last; how many of this one's are its own.
+    """Give each reader the same number of batches by repeating whole batches at the end. Returns this reader's own
+    count.
 
-    accelerate would fill up the last batches with samples that are evaluated already.
+    accelerate would fill the last batches with samples that have already been evaluated.
     """
     batches, readers = list(sampler.batch_sampler), sampler.num_processes
     own = len(batches[sampler.process_index :: readers])
@@ -197,7 +199,7 @@ def _in_rounds(sampler: BatchSamplerShard) -> int:
 
 
 def _by_document(row: Any, cumulative: list[int]) -> Any:
-    """From `[1, T, ...]` to `[documents, longest, ...]`, filled up with -100; tuples of such tensors one by one."""
+    """Split `[1, T, ...]` into `[documents, longest, ...]`, padded with -100. Maps over tuples of such tensors."""
     if isinstance(row, tuple | list):
         return type(row)(_by_document(x, cumulative) for x in row)
     if row.ndim < 2 or row.shape[:2] != (1, cumulative[-1]):

@@ -199,7 +199,11 @@ class PlanTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("too little memory", {"memory": 4}, r"expected [\d.]+ GiB per GPU, .* 4.21 B parameters .* got 4\."),
+            (
+                "too little memory",
+                {"memory": 4},
+                r"expected at least [\d.]+ GiB per GPU for .* 4.21 B parameters .* got 4\.",
+            ),
             ("no row", {"row_length": 0}, "row_length above 0"),
             ("no GPU", {"gpus": 0}, "gpus above 0"),
             ("no memory", {"memory": -1.0}, "memory above 0"),

@@ -77,7 +77,7 @@ class PropertiesTest(unittest.TestCase):
             if "a sample of at most" in str(error):
                 self.assertEqual((arguments["overlong"], fitting), ("drop", []))
                 return None
-            self.assertIn("so that", str(error))
+            self.assertIn("one per row with", str(error))
             if arguments["overlong"] == "drop":
                 documents = len(fitting)
             elif arguments["overlong"] == "truncate":
@@ -331,7 +331,7 @@ class ErrorsTest(unittest.TestCase):
             ("another overlong", {"overlong": "cut"}, "overlong 'error' or"),
             ("another side", {"truncation_side": "middle"}, "truncation_side"),
             ("fewer samples than ranks", {"lengths": [3, 3], "world_size": 4}, "at least 4 documents"),
-            ("full rows that do not add up", {"lengths": [10] * 5, "world_size": 4}, "Leave out 1 samples"),
+            ("full rows that do not add up", {"lengths": [10] * 5, "world_size": 4}, "Remove 1 samples"),
             ("a model without a gated delta rule", {"balance": LlamaConfig()}, "LlamaConfig without .*linear_num"),
         ]
     )
@@ -379,7 +379,7 @@ class FileTest(unittest.TestCase):
         self.plan = plan_packing(lognormal(500), 4096, overlong="split", world_size=2)
         self.plan.save(self.path)
 
-    def refuses(self, message="expected a file that PackingPlan.save wrote"):
+    def refuses(self, message="expected a file written by PackingPlan.save"):
         with self.assertRaisesRegex(ValueError, message):
             PackingPlan.load(self.path)
 

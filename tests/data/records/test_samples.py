@@ -172,11 +172,9 @@ class SamplesTest(unittest.TestCase):
         self.assertEqual(samples.data[1]["labels"].tolist(), [-100] * 2 + [*tokenizer("cde")["input_ids"], 1])
         self.assertEqual((samples.tokens, samples.targets), (12, 7))
         # The first token is predicted by nothing.
-        with self.assertRaisesRegex(
-            ValueError, "a target, got none in 1 records, 1 of which are longer than 1 tokens"
-        ):
+        with self.assertRaisesRegex(ValueError, r"a target, got none in 1 records \(1 are longer than 1 tokens\)"):
             make_samples(records({"text": "abc"}), tokenizer, 1)
-        with self.assertRaisesRegex(ValueError, "got none in 1 records, 0 of which"):
+        with self.assertRaisesRegex(ValueError, r"got none in 1 records \(0 are longer"):
             make_samples(records({"messages": [user("a")]}), tokenizer, 99)
 
     def test_format(self):
@@ -185,7 +183,7 @@ class SamplesTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "record 1: expected .* Choose one with --format messages or text"):
             make_samples(records(both), tokenizer, 99)
         self.check(tokenizer, both, ("a<|im_end|>", True), format="text")
-        with self.assertRaisesRegex(ValueError, "record 2: expected prompt and completion, as --format says"):
+        with self.assertRaisesRegex(ValueError, "record 2: expected prompt and completion, as set by --format"):
             rows = records({"prompt": "a", "completion": "b", "text": "c"}, {"text": "c"})
             make_samples(rows, tokenizer, 99, format="prompt-completion")
 

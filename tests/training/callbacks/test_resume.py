@@ -237,7 +237,9 @@ class CallbackTest(RunTestCase):
         build_trainer(self.spec("stream", "list", "replay", 0, steps=3)).train()
         spec = self.spec("stream", "list", "state", 0, steps=6)
         self.refuses(
-            "saved with this callback", build_trainer(spec), resume_from_checkpoint=newest_checkpoint(spec["output"])
+            "checkpoint saved with this callback",
+            build_trainer(spec),
+            resume_from_checkpoint=newest_checkpoint(spec["output"]),
         )
         shutil.rmtree(spec["output"])
         build_trainer({**spec, "steps": 3}).train()

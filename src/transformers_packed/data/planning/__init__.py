@@ -1,1 +1,1 @@
-"""Which samples share a row: the plan, how it is made, and what rows cost."""
+"""Planning of packed rows: the plan, the planner and the cost model."""

@@ -1,12 +1,12 @@
 """Best-fit decreasing over a histogram of lengths.
 
-Best-fit decreasing takes the documents from the longest to the shortest and puts each into the row with the least room
-that still holds it. Documents of one length are interchangeable, and so are rows of the same content. So one step per
-group of equal rows places all documents of a length, with the result of placing them one by one. The work grows with the
-number of distinct lengths, not with the number of documents.
+Best-fit decreasing takes the documents from the longest to the shortest and puts each into the fullest row that has
+room for it. Documents of one length are interchangeable, and so are rows with equal content. One step per group of
+equal rows therefore places all documents of a length, with the same result as placing them one by one. The work grows
+with the number of distinct lengths, not with the number of documents.
 
-Rows can also be limited in cost. Room and remaining cost then together say which document is the longest that still
-fits, and that number takes the place of the room.
+Rows can also have a maximum cost. The search then uses the length of the longest document that fits both the remaining
+room and the remaining cost, instead of the remaining room.
 """
 
 import heapq
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patterns:
-    """Rows as patterns of lengths, each with how many rows have it.
+    """Rows as patterns of lengths, with the number of rows per pattern.
 
     Args:
         documents (`list[list[int]]`):
-            The lengths in a row of each pattern, from long to short.
+            The document lengths of each pattern, from long to short.
         rows (`list[int]`):
-            How many rows have it.
+            The number of rows of each pattern.
     """
 
     documents: list[list[int]]
@@ -35,24 +35,24 @@ class Patterns:
 def best_fit(
     lengths: list[int], counts: list[int], max_length: int, cost: list[float] | None = None, max_cost: float = 0.0
 ) -> Patterns:
-    """Pack documents into as many rows as best-fit decreasing needs.
+    """Pack documents with best-fit decreasing.
 
     Args:
         lengths (`list[int]`):
             The distinct lengths, ascending, at most `max_length`.
         counts (`list[int]`):
-            How many documents have each.
+            The number of documents of each length.
         max_length (`int`):
-            The most tokens of a row.
+            Maximum number of tokens per row.
         cost (`list[float]`, *optional*):
             The cost of a document of 0, 1, ... tokens, strictly increasing.
         max_cost (`float`, *optional*, defaults to 0.0):
-            With `cost`, the most that a row may cost unless it is one document that costs more alone.
+            With `cost`, the maximum cost of a row. A document that costs more has a row of its own.
     """
     shortest = lengths[0]
-    # A node `(parent, length, times)` adds so many documents to the rows of its parent; node 0 is the empty row.
+    # A node `(parent, length, times)` adds `times` documents to the rows of its parent. Node 0 is the empty row.
     nodes = [(0, 0, 0)]
-    groups: dict[int, list[tuple[int, int, int, float]]] = {}  # the longest that fits: (node, rows, room, cost left)
+    groups: dict[int, list[tuple[int, int, int, float]]] = {}  # longest fitting length: (node, rows, room, cost left)
     fits: list[int] = []  # the keys of `groups`, ascending
     closed: list[tuple[int, int]] = []
 
@@ -81,7 +81,7 @@ def best_fit(
                 node, rows, room, left = group.pop()
                 if not group:
                     del groups[fits[place]], fits[place]
-            # A row that was the best fit stays it until no further document of this length fits.
+            # The best-fitting row remains the best fit until no further document of this length fits.
             number = room // length if cost is None else max(1, min(room // length, int(left / each)))
             full = min(rows, remaining // number)
             if full:
@@ -114,22 +114,31 @@ def even_out(
     fewest: int,
     most: int,
 ) -> Patterns:
-    """Pack with the lowest limit on a row's cost that needs at most `most` rows.
+    """Pack with the lowest cost limit per row that needs at most `most` rows.
 
-    The limit is not set below the mean cost of `fewest` rows: that would make more rows, hardly more alike ones.
+    The limit is never below the mean cost of `fewest` rows. A lower limit would add rows and barely even out their
+    costs.
 
     Args:
-        lengths, counts, max_length, cost:
-            As in [`best_fit`].
+        lengths (`list[int]`):
+            The distinct lengths, ascending, at most `max_length`.
+        counts (`list[int]`):
+            The number of documents of each length.
+        max_length (`int`):
+            Maximum number of tokens per row.
+        cost (`list[float]`):
+            The cost of a document of 0, 1, ... tokens, strictly increasing.
         densest (`Patterns`):
-            The packing without a limit; it is returned when no limit does better.
-        fewest, most (`int`):
-            The least and the most rows.
+            The packing without a limit. It is returned if no limit improves on it.
+        fewest (`int`):
+            The minimum number of rows.
+        most (`int`):
+            The maximum number of rows.
     """
     low = sum(number * cost[length] for length, number in zip(lengths, counts, strict=True)) / fewest
     high = max(sum(cost[length] for length in row) for row in densest.documents)
     best, limit = densest, low
-    # Down to 0.1 % of a row's cost.
+    # Stop at 0.1 % of a row's cost.
     while high > low * 1.001:
         found = best_fit(lengths, counts, max_length, cost, limit)
         if len(found) <= most:
@@ -141,9 +150,9 @@ def even_out(
 
 
 def open_rows(patterns: Patterns, cost: list[float], rows: int) -> Patterns:
-    """Halve the costliest rows of several documents until there are `rows` rows.
+    """Split the most expensive rows in half until there are `rows` rows.
 
-    The documents must be at least as many as `rows`.
+    There must be at least `rows` documents.
     """
     missing = rows - len(patterns)
     whole: list[tuple[list[int], int]] = []

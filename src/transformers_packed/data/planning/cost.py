@@ -1,4 +1,4 @@
-"""What a document costs a hybrid model: a linear part, and a quadratic one in the full-attention layers."""
+"""The cost of a document in a hybrid model: a linear part, and a quadratic part in the full-attention layers."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -22,20 +22,20 @@ _NEEDED = (
 class PackingCost:
     """The cost of a document of `n` tokens: `linear * n + chunked * ceil(n / 64) * 64 + quadratic * n ** 2`.
 
-    The documents of a packed row do not see each other, so a row costs the sum of its documents. Only ratios matter;
-    [`PackingCost.from_config`] counts the floating-point operations of a forward pass, to which the rest of a training
-    step is about proportional.
+    The cost of a packed row is the sum over its documents, because documents do not attend to each other. Only ratios
+    matter. [`PackingCost.from_config`] counts the floating-point operations of a forward pass. The cost of a training
+    step is roughly proportional to it.
 
     Args:
         linear (`float`, *optional*, defaults to 1.0):
-            Per token: projections, convolution, MLP, head.
+            Cost per token: projections, convolution, MLP and head.
         quadratic (`float`, *optional*, defaults to 0.0):
-            Per squared token of a document: the full-attention layers.
+            Cost per squared document length: the full-attention layers.
         chunked (`float`, *optional*, defaults to 0.0):
-            Per token, with a document rounded up to whole chunks of 64: the gated delta rule.
+            Cost per token after rounding each document up to whole chunks of 64 tokens: the gated delta rule.
 
     Raises:
-        `ValueError`: a coefficient is negative or not finite, or `linear` is not above 0.
+        `ValueError`: a coefficient is negative or not finite, or `linear` is not positive.
 
     Example:
 
@@ -58,23 +58,24 @@ class PackingCost:
 
     @classmethod
     def from_config(cls, config: Any) -> "PackingCost":
-        """The operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
+        """Count the operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
 
-        Counted are two operations per multiply-add of every projection, the convolution, the chunked form of the gated
-        delta rule, causal attention, the MLP or the routed experts, and the head. Norms and activations are left out.
+        Each multiply-add counts as two operations. The count covers every projection, the convolution, the chunked
+        gated delta rule, causal attention, the MLP or the routed experts, and the head. It ignores norms and
+        activations.
 
         Args:
             config (`PreTrainedConfig`):
-                The model's configuration; of a composite one the text part counts.
+                The configuration of the model. For a composite configuration, the text part counts.
 
         Raises:
-            `ValueError`: the configuration is not of a hybrid with gated delta rule and full attention.
+            `ValueError`: the configuration is not that of a hybrid with gated delta rule and full attention.
         """
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         missing = [name for name in _NEEDED if getattr(config, name, None) is None]
         if missing:
             got = f"{type(config).__name__} without {', '.join(missing)}"
-            fix = "Give the coefficients instead: PackingCost(linear=..., quadratic=...)."
+            fix = "Pass the coefficients instead: PackingCost(linear=..., quadratic=...)."
             raise input_error("the configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model", got, fix)
         hidden, head_dim = config.hidden_size, config.head_dim
         query = config.num_attention_heads * head_dim
@@ -84,23 +85,23 @@ class PackingCost:
         # q, k, v, z, the two gates, and the output; the convolution runs over q, k and v.
         mixer = 2 * hidden * (2 * keys + 2 * values + 2 * config.linear_num_value_heads) + 2 * values * hidden
         mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
-        # Within a chunk: key and query products, the triangular inverse and its two products, the output; then the
+        # Within a chunk: key and query products, the triangular inverse and its two products, and the output. The
         # state is read twice and written once.
         within = CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + CHUNK_SIZE**2 / 3
         core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
-        # The query projection also makes the output gate.
+        # The query projection also computes the output gate.
         attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
 
         linear = chunked = quadratic = 0.0
         for index, kind in enumerate(config.layer_types):
             linear += _feed_forward(config, index) + (mixer if kind == "linear_attention" else attention)
             chunked += core if kind == "linear_attention" else 0
-            # Scores and their product with the values, over half of the square.
+            # Scores and their product with the values, over half of the square because of the causal mask.
             quadratic += 2 * query if kind == "full_attention" else 0
         return cls(linear=linear + 2.0 * hidden * config.vocab_size, quadratic=quadratic, chunked=chunked)
 
     def documents(self, lengths: ArrayLike) -> np.ndarray:
-        """The cost of each document, float64, for lengths in tokens of any shape."""
+        """The cost of each document as float64, for an array of lengths in tokens of any shape."""
         lengths = np.asarray(lengths, np.float64)
         whole_chunks = np.ceil(lengths / CHUNK_SIZE) * CHUNK_SIZE
         return self.linear * lengths + self.chunked * whole_chunks + self.quadratic * lengths**2
@@ -108,20 +109,20 @@ class PackingCost:
 
 @cache
 def default_cost() -> PackingCost:
-    """The cost of the configuration that Transformers has as Qwen3.5's default, which is about the 9B model."""
+    """The cost of Transformers' default `Qwen3_5TextConfig`, roughly the 9B model."""
     from transformers import Qwen3_5TextConfig
 
     return PackingCost.from_config(Qwen3_5TextConfig())
 
 
 def has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer of a text model has a mixture of experts in the place of an MLP."""
+    """Whether a layer of a text model has a mixture of experts instead of an MLP."""
     sparse = getattr(config, "num_experts", None) and layer not in (getattr(config, "mlp_only_layers", None) or ())
     return bool(sparse) and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
 
 
 def _feed_forward(config: Any, layer: int) -> float:
-    """Operations per token of the layer's MLP, or of its router, shared expert and chosen experts."""
+    """Operations per token of the layer's MLP, or of its router, shared expert and selected experts."""
     if has_experts(config, layer):
         width = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_expert_intermediate_size
         return 6.0 * config.hidden_size * width + 2.0 * config.hidden_size * (config.num_experts + 1)

@@ -1,7 +1,7 @@
-"""How many processes a row needs, and what they exchange: `plan_sequence_parallel`.
+"""The number of processes per row and their communication: `plan_sequence_parallel`.
 
-All figures follow from the configuration. docs/explained/memory.md has the formulae and compares them with
-measurements. Bytes are those of one GPU; computation is in bfloat16.
+All figures follow from the configuration. docs/explained/memory.md has the formulas and compares them with
+measurements. Bytes are per GPU. Computation is in bfloat16.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from .cost import has_experts
 
 
 _GIB, _MIB = 2**30, 2**20
-# Bytes of a number.
+# Bytes per value.
 _HALF, _FULL = 2, 4
-# The rest of the memory is left to the allocator's gaps, CUDA and NCCL.
+# The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The number of all parameters, of those outside of layers, and of those of the largest layer."""
+    """The number of parameters: in total, outside of layers, and in the largest layer."""
 
     total: int
     root: int
@@ -33,7 +33,7 @@ class Parameters:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Parameters":
-        """Count on a model on the meta device, with its vision tower if it has one."""
+        """Count the parameters of a model on the meta device, including its vision tower if it has one."""
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(config)
@@ -44,18 +44,23 @@ class Parameters:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one GPU: what FSDP2 shards, what it gathers for the layers that run, and what the row's tokens take.
+    """Bytes on one GPU: tensors that FSDP2 shards, tensors that it gathers for running layers, and activations.
 
     Args:
-        weights, gradients, moments (`float`):
-            Of the sharded parameters and of AdamW.
+        weights (`float`):
+            The sharded parameters.
+        gradients (`float`):
+            Their sharded gradients.
+        moments (`float`):
+            The sharded moments of AdamW.
         gathered (`float`):
-            The whole weights and gradients outside of layers, two layers' weights, and one's gradients.
+            The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
+            layer.
         saved (`float`):
-            What forward keeps for backward.
+            Activations saved for backward.
         working (`float`):
-            The larger of the loss at work and of the backward of a layer; gradient checkpointing makes that layer's
-            forward again first.
+            The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
+            the forward of this layer.
     """
 
     weights: float
@@ -72,15 +77,15 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What each GPU receives in the forward of one layer; backward is as much again.
+    """Data that each GPU receives in the forward of one layer. Backward receives the same amount.
 
     Args:
         layers (`int`):
-            How many layers do that.
+            The number of layers with this exchange.
         name (`str`):
-            What crosses.
+            The exchanged data.
         bytes (`float`):
-            In one layer.
+            Bytes per layer.
     """
 
     layers: int
@@ -90,20 +95,24 @@ class Exchange:
 
 @dataclass(frozen=True)
 class SequenceParallelPlan:
-    """What [`plan_sequence_parallel`] found.
+    """The result of [`plan_sequence_parallel`].
 
     Args:
         config (`PreTrainedConfig`):
-            Of the model.
+            The configuration of the model.
         parameters ([`Parameters`]):
-            How many it has.
-        row_length, gpus (`int`), memory (`float`):
-            As asked for.
+            The number of parameters.
+        row_length (`int`):
+            Tokens per row.
+        gpus (`int`):
+            The number of GPUs.
+        memory (`float`):
+            Memory per GPU in GiB.
         options (`dict`):
-            For each number `P` of processes per row that the GPUs allow, a pair of [`StepMemory`]: without and with gradient
-            checkpointing.
+            For each number `P` of processes per row that the GPUs allow, a pair of [`StepMemory`]: without and with
+            gradient checkpointing.
         needed (pair of `int`, *optional*):
-            The smallest `P` that fits without and with gradient checkpointing.
+            The smallest `P` that fits without and with gradient checkpointing. `None` if no `P` fits.
         methods (`dict`):
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
     """
@@ -119,15 +128,15 @@ class SequenceParallelPlan:
 
     @property
     def size(self) -> int:
-        """The `P` to take: the smallest one, if need be with gradient checkpointing."""
+        """The recommended `P`: the smallest that fits, with gradient checkpointing if necessary."""
         return min(size for size in self.needed if size is not None)
 
     def exchanges(self, size: int) -> list[Exchange]:
-        """What the layers of a row exchange over `size` processes."""
+        """The exchanges of all layers for one row over `size` processes."""
         return exchanges(self.config, self.row_length, size, **self.methods)
 
     def summary(self) -> str:
-        """All of it as text."""
+        """The plan as text."""
         first = self.options[self.size][0]
         lines = [
             f"{self.config.model_type}, {self.parameters.total / 1e9:.2f} B parameters; rows of {self.row_length:,} tokens on "
@@ -175,28 +184,31 @@ def plan_sequence_parallel(
     gated_delta_rule: str = "state",
     attention: str | None = None,
 ) -> SequenceParallelPlan:
-    """How many processes a packed row has to be shared by, so that training with AdamW under FSDP2 fits.
+    """Find the number of processes that must share a packed row to train with AdamW under FSDP2.
 
     Args:
         config (`PreTrainedConfig`):
-            Of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model. Of a vision-language model the parameters of the vision tower are
-            counted and its activations are not.
+            The configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model. For a vision-language model, the plan
+            counts the parameters of the vision tower but not its activations.
         row_length (`int`):
-            Tokens of a row.
+            Tokens per row.
         gpus (`int`):
-            How many there are.
+            The number of GPUs.
         memory (`float`):
-            GiB of each.
+            Memory per GPU in GiB.
         weights (`str`, *optional*, defaults to `"bfloat16"`):
-            The dtype of the parameters, their gradients and AdamW's moments; the computation is in bfloat16 anyway.
-        gated_delta_rule, attention (`str`, *optional*):
+            The dtype of the parameters, their gradients and the moments of AdamW. The computation is always in
+            bfloat16.
+        gated_delta_rule (`str`, *optional*):
+            As in [`SequenceParallel`].
+        attention (`str`, *optional*):
             As in [`SequenceParallel`].
 
     Returns:
         [`SequenceParallelPlan`]
 
     Raises:
-        `ValueError`: another kind of model, or nothing that fits, with what it would take.
+        `ValueError`: an unsupported model, or no number of processes fits. The message names the required memory.
 
     Example:
 
@@ -225,7 +237,7 @@ def plan_sequence_parallel(
                 raise
             reason = reason or error
             continue
-        # The convolution looks back that far.
+        # Each part must cover the receptive field of the convolution.
         if size == 1 or row_length >= size * (text.linear_conv_kernel_dim - 1):
             parameters = parameters or Parameters.of(config)
             given = (config, parameters, row_length, size, gpus, widths[weights])
@@ -235,11 +247,11 @@ def plan_sequence_parallel(
         least = min((pair[1] for pair in options.values()), key=lambda need: need.total)
         sharded = least.weights + least.gradients + least.moments
         raise input_error(
-            f"{_gib(least.total / FILLED)} GiB per GPU, the least that rows of {row_length:,} tokens of "
-            f"{parameters.total / 1e9:.2f} B parameters need on {gpus:,} of them ({_gib(sharded)} of weights, gradients "
+            f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {row_length:,} tokens and "
+            f"{parameters.total / 1e9:.2f} B parameters on {gpus:,} GPUs ({_gib(sharded)} for weights, gradients "
             f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
             f"{memory:g}",
-            f"Take more GPUs or shorter rows{'.' if reason is None else f'; a larger P does not fit the heads. {reason}'}",
+            f"Use more GPUs or shorter rows{'.' if reason is None else f'; a larger P does not fit the heads. {reason}'}",
         )
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     return SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods)
@@ -255,11 +267,11 @@ def step_memory(
     checkpointing: bool,
     attention: str | None = None,
 ) -> StepMemory:
-    """The memory of one GPU when `size` of `gpus` share a row; `width` is that of a parameter in bytes."""
+    """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes."""
     text = config.get_text_config()
     tokens = -(-row_length // size)
     layers = [layer_memory(text, number, row_length, size, attention) for number in range(len(text.layer_types))]
-    # Checkpointing keeps a layer's input whether the rest is there or not.
+    # Checkpointing always keeps the input of a layer.
     given = _HALF * tokens * text.hidden_size
     layer = max(kept - given + made if checkpointing else made for kept, made in layers)
     sharded = width * parameters.total / gpus
@@ -274,37 +286,37 @@ def step_memory(
 
 
 def loss_memory(text: PreTrainedConfig, tokens: int) -> float:
-    """Bytes of the loss at work, with the last norm before it."""
+    """Peak bytes of the loss computation, including the final norm."""
     hidden, vocabulary = text.hidden_size, text.vocab_size
-    # The larger of a chunk's logits and, later, the head's gradient in bfloat16, beside that gradient in float32.
+    # The float32 gradient of the head, plus the larger of a chunk's logits and, later, that gradient in bfloat16.
     head = vocabulary * (_HALF * max(min(tokens, CHUNK_SIZE), hidden) + _FULL * hidden)
-    # Input and output of the norm, the tokens with a target, and their gradients.
+    # Input and output of the norm, the hidden states with a target, and their gradients.
     return head + _HALF * 4 * hidden * tokens
 
 
 def layer_memory(
     text: PreTrainedConfig, number: int, row_length: int, size: int, attention: str | None
 ) -> tuple[float, float]:
-    """Bytes that a layer keeps for its backward on one GPU, and that this backward makes beyond them, at most at a time."""
+    """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
     tokens, hidden, whole_row = -(-row_length // size), text.hidden_size, 0
     if text.layer_types[number] == "linear_attention":
         keys, values = _keys_and_values(text)
-        # Queries, keys and values before and after the convolution, z, and the output. For each head a row of a chunk's
-        # square, what decay and rate are made of, the rate, and in float32 the decay, its sum in a chunk, and the scale
-        # of the norm.
+        # Queries, keys and values before and after the convolution, z, and the output. Per head: a row of the chunk
+        # matrix, the inputs of decay and rate, the rate, and in float32 the decay, its cumulative sum in a chunk, and
+        # the scale of the norm.
         kept = 2 * (2 * keys + values) + 2 * values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * text.linear_num_value_heads
-        # In flash-linear-attention: states, what chunks write, made again, and gradients, of a head's size each.
+        # In flash-linear-attention: recomputed states and chunk outputs, and gradients, each of the size of the heads.
         made = 13 * values
     else:
         query = text.num_attention_heads * text.head_dim
         gathers = size > 1 and _attention_method(text, size, attention) == "gather"
-        # With fewer heads than processes each of them has a copy.
+        # With fewer heads than processes, each process has a copy of a head.
         key = max(text.num_key_value_heads, 1 if gathers else size) * text.head_dim
-        # Queries, their gate, keys and values as projected; queries and keys normed and rotated; the gate by itself, and
-        # the output. Before the output is exchanged for other heads' it is there once more.
+        # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of
+        # the gate; and the output. The exchange of the output between heads adds a copy.
         kept = 5 * query + 3 * key + (query if size > 1 and not gathers else 0)
         whole_row = (row_length - tokens) * 2 * key if gathers else 0
-        # Gradients of the output, its gate and the inputs, keys and values once per query head, queries in float32.
+        # Gradients of the output, its gate and the inputs; keys and values per query head; queries in float32.
         made = 7 * query + 2 * text.num_key_value_heads * text.head_dim
     if has_experts(text, number):
         chosen = text.num_experts_per_tok * (3 * text.moe_intermediate_size + 2 * hidden)
@@ -312,14 +324,15 @@ def layer_memory(
         mlp_kept, mlp_made = 2 * text.num_experts + chosen + 2 * shared, chosen + 4 * shared
     else:
         mlp_kept, mlp_made = 2 * text.intermediate_size, 4 * text.intermediate_size
-    # The layer's input, what its two norms make of it, and the input of the second.
+    # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept
-    # The MLP's backward comes first, with the gradient of the layer's output, and gives back what the MLP had kept.
+    # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
+    # activations.
     return _HALF * (tokens * kept + whole_row), _HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
 
 
 def _keys_and_values(text: PreTrainedConfig) -> tuple[int, int]:
-    """The numbers of a token's keys, and of its values, in the gated delta rule."""
+    """The number of key values and of value values per token in the gated delta rule."""
     keys, values = text.linear_num_key_heads, text.linear_num_value_heads
     return keys * text.linear_key_head_dim, values * text.linear_value_head_dim
 
@@ -332,13 +345,13 @@ def exchanges(
     gated_delta_rule: str = "state",
     attention: str | None = None,
 ) -> list[Exchange]:
-    """What each of `size` GPUs receives in the forward of a row, by kind of layer."""
+    """The data that each of `size` GPUs receives in the forward of a row, by kind of layer."""
     text = config.get_text_config()
     tokens, others = -(-row_length // size), size - 1
     linear, full = (text.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
     keys, values = _keys_and_values(text)
     heads, key_dim = text.linear_num_value_heads, text.linear_key_head_dim
-    # A tensor that is cut over heads and not over tokens: all but a P-th of this GPU's share comes from others.
+    # A tensor that is cut over heads instead of tokens: all but 1/P of this GPU's share comes from other GPUs.
     swapped = tokens * others / size
     halo = others * (text.linear_conv_kernel_dim - 1) * (2 * keys + values) * _HALF
     if gated_delta_rule == "state":
@@ -363,7 +376,7 @@ def exchanges(
 
 
 def _attention_method(text: PreTrainedConfig, size: int, attention: str | None) -> str:
-    # Most rows are cut in short pieces; for these on GPUs.
+    # Assume rows of short documents on GPUs.
     return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, True)
 
 

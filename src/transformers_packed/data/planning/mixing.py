@@ -1,10 +1,10 @@
-"""Mix the documents of packed rows without changing how full any row is.
+"""Mix the documents of packed rows without changing the fill of any row.
 
-Best-fit decreasing puts documents of about the same length in a row. Steps would then differ in their mean document
-length far more than steps of samples in random order. Two rows that both have a document boundary after, say, 1,000
-tokens can swap what follows it, and neither total changes. Here each row is first rotated by a random number of
-documents. At every position, all rows with a boundary there then pass on what follows it, in one step. The more rows
-there are, the more meet at a position: a few hundred rows hardly mix, ten thousand come close to a random order.
+Best-fit decreasing puts documents of similar length in a row. The mean document length would then vary far more
+between steps than for samples in random order. Two rows that both have a document boundary after, for example, 1,000
+tokens can swap the documents after it without changing their totals. First, each row is rotated by a random number of
+documents. Then, at each position, all rows with a boundary there exchange the documents after it in one step. More
+rows share more positions: a few hundred rows hardly mix, and ten thousand rows come close to a random order.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ import numpy as np
 from .rows import offsets_of
 
 
-# With two, the steps' mean document lengths vary as those of samples in random order.
+# After two passes, the mean document lengths of the steps vary like those of samples in random order.
 _PASSES = 2
-# How many documents of a block of rows should meet at a position, and the rows of a block.
+# The number of documents in a block that should share a position, and the number of rows per block.
 _MEETING = 32
 _FEWEST_ROWS, _MOST_ROWS = 1 << 14, 1 << 17
 
@@ -27,27 +27,27 @@ def mix_rows(
     longest: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Mix the documents of rows that stand in random order, in place.
+    """Mix the documents of rows that are in random order, in place.
 
     Args:
         documents (`np.ndarray`):
-            The documents, row after row, `[documents]`; reordered.
+            The documents, row after row, `[documents]`. Reordered in place.
         lengths (`np.ndarray`):
             The length of each document by its number, `[documents]`.
         offsets (`np.ndarray`):
-            int64 `[rows + 1]`: where each row begins in `documents`.
+            int64 `[rows + 1]`: the start of each row in `documents`.
         max_length (`int`):
-            The most tokens of a row.
+            Maximum number of tokens per row.
         longest (`int`):
-            Rows with a longer document keep theirs.
+            Rows with a longer document are not mixed.
         rng (`np.random.Generator`):
-            The source of chance.
+            The random number generator.
 
     Returns:
-        `np.ndarray`: the new offsets. The rows' totals are the same numbers as before, in another order.
+        `np.ndarray`: the new offsets. The row totals are the same numbers in another order.
     """
     rows = len(offsets) - 1
-    # A block of neighbours is a random choice of rows, and small enough to stay fast.
+    # Neighbouring rows are a random choice of rows, because the rows are in random order. Small blocks are fast.
     block = int(np.clip(_MEETING * max_length * rows // len(documents), _FEWEST_ROWS, _MOST_ROWS))
     for _ in range(_PASSES):
         sizes = np.empty(rows, np.int64)
@@ -63,9 +63,9 @@ def mix_rows(
 def _mix_block(
     lengths: np.ndarray, offsets: np.ndarray, longest: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The documents in their new order, and how many each row has."""
+    """The documents in their new order, and the number of documents per row."""
     rows = len(offsets) - 1
-    # A block's documents are few enough for int32, which moves half as many bytes.
+    # A block has few enough documents for int32, which halves the memory traffic.
     offsets = offsets.astype(np.int32)
     sizes = np.diff(offsets)
     first = np.repeat(offsets[:-1], sizes)
@@ -80,8 +80,8 @@ def _mix_block(
 
     following = np.arange(1, len(lengths) + 1, dtype=np.int32)
     following[offsets[1:] - 1] = -1
-    # All documents that end at a position: each takes what follows the next one, the last what follows the first. Rows
-    # are in random order, so the next one is any.
+    # Among the documents that end at a position, each takes the successor of the next one, and the last one that of
+    # the first. The rows are in random order, so the next one is random.
     stays = np.maximum.reduceat(lengths, offsets[:-1]) > longest
     meeting = np.flatnonzero(~np.repeat(stays, sizes))
     keys = end[meeting]
@@ -94,7 +94,7 @@ def _mix_block(
         partner[np.append(begins[1:], len(meeting)) - 1] = meeting[begins]
         following[meeting] = following[partner]
 
-    # Follow all rows at once, one document further each time.
+    # Walk all rows in parallel, one document per iteration.
     document, row = offsets[:-1], np.arange(rows, dtype=np.int32)
     found = []
     while len(document):

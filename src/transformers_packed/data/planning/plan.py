@@ -1,4 +1,4 @@
-"""The plan: which documents stand in which packed row, for all epochs and ranks, and as a file."""
+"""The plan: the documents of each packed row, for all epochs and ranks, and its file format."""
 
 import json
 import os
@@ -22,40 +22,52 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Which documents stand in which packed row; made by [`plan_packing`].
+    """The assignment of documents to packed rows, made by [`plan_packing`].
 
-    A document is a sample or, where one was cut, a part of it. The rows of an optimizer step stand together: row
-    `(step * gradient_accumulation_steps + micro_step) * world_size + rank` is the one that `rank` computes in that
-    micro step. Reading every `world_size`-th row, as `shard`, `DistributedSampler(shuffle=False)` and accelerate do,
-    gives each rank its own rows. All arrays are read-only.
+    A document is a whole sample or a part of a cut sample. The rows of an optimizer step are adjacent: `rank` computes
+    row `(step * gradient_accumulation_steps + micro_step) * world_size + rank` in that micro step. `shard`,
+    `DistributedSampler(shuffle=False)` and accelerate read every `world_size`-th row, so each rank gets its own rows.
+    All arrays are read-only. The counts of samples and tokens refer to the whole dataset, also in a shard.
 
     Args:
         row_offsets (`np.ndarray`):
-            int64 `[rows + 1]`: the documents of row `i` are `row_offsets[i]` up to `row_offsets[i + 1]`.
+            int64 `[rows + 1]`: row `i` has the documents from `row_offsets[i]` up to `row_offsets[i + 1]`.
         samples (`np.ndarray`):
-            int32 (int64 from 2**31 samples on) `[documents]`: the sample that each document is taken from.
+            int32 (int64 from 2**31 samples on) `[documents]`: the sample of each document.
         lengths (`np.ndarray`):
-            int32 `[documents]`: its tokens.
+            int32 `[documents]`: the number of tokens of each document.
         starts (`np.ndarray`, *optional*):
-            int32 `[documents]`: the first of the sample's tokens that it holds; `None` means 0 everywhere.
+            int32 `[documents]`: the position of the document's first token in its sample. `None` means 0 everywhere.
         max_length (`int`):
-            The most tokens of a row.
+            Maximum number of tokens per row.
         cost (`PackingCost`):
-            What a document costs.
+            The cost of a document.
         balanced (`bool`):
-            Whether rows were made alike in cost.
+            Whether the rows are balanced in cost.
         seed (`int`):
             The seed of all random choices.
-        world_size, gradient_accumulation_steps (`int`):
-            What the rows are arranged for; their number is a multiple of the product.
+        world_size (`int`):
+            The number of ranks.
+        gradient_accumulation_steps (`int`):
+            Rows per rank and step. The number of rows is a multiple of `world_size * gradient_accumulation_steps`.
         overlong (`str`):
-            What was done with samples of more than `max_length` tokens.
-        input_samples, input_tokens (`int`):
-            What was to be planned. This and the following count the whole dataset, in a shard, too.
-        dropped_samples, dropped_tokens, truncated_samples, truncated_tokens, split_samples (`int`):
-            What was left out, what was cut (`truncated_tokens` are lost), and the samples cut into several documents.
+            The action for samples longer than `max_length`.
+        input_samples (`int`):
+            Samples in the dataset.
+        input_tokens (`int`):
+            Tokens in the dataset.
+        dropped_samples (`int`):
+            Samples that were dropped.
+        dropped_tokens (`int`):
+            Tokens of these samples.
+        truncated_samples (`int`):
+            Samples that were truncated.
+        truncated_tokens (`int`):
+            Tokens that truncation removed.
+        split_samples (`int`):
+            Samples that were split into several documents.
         rank (`int`, *optional*):
-            The rank whose shard this is.
+            The rank of a shard. `None` for a whole plan.
     """
 
     row_offsets: np.ndarray
@@ -86,7 +98,7 @@ class PackingPlan:
         return len(self.row_offsets) - 1
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The samples, first tokens and lengths of a row's documents, each `[documents in the row]`."""
+        """The samples, start positions and lengths of a row's documents, each `[documents in the row]`."""
         if not 0 <= index < len(self):
             raise IndexError(f"expected an index from 0 to {len(self) - 1}, got {index}")
         documents = slice(self.row_offsets[index], self.row_offsets[index + 1])
@@ -97,7 +109,7 @@ class PackingPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one pass over the rows."""
+        """Optimizer steps per epoch."""
         return len(self) // (self.world_size * self.gradient_accumulation_steps)
 
     @cached_property
@@ -107,32 +119,32 @@ class PackingPlan:
 
     @property
     def fill(self) -> float:
-        """The share of `len(plan) * max_length` that holds tokens."""
+        """The fraction of `len(plan) * max_length` that holds tokens."""
         return self.tokens / (len(self) * self.max_length)
 
     @property
     def documents_per_row(self) -> np.ndarray:
-        """int64 `[rows]`."""
+        """Documents in each row, int64 `[rows]`."""
         return np.diff(self.row_offsets)
 
     @property
     def row_tokens(self) -> np.ndarray:
-        """Tokens of each row, int64 `[rows]`."""
+        """Tokens in each row, int64 `[rows]`."""
         return np.add.reduceat(self.lengths, self.row_offsets[:-1], dtype=np.int64)
 
     @property
     def row_cost(self) -> np.ndarray:
-        """Each row's cost by `cost`, float64 `[rows]`."""
+        """The cost of each row according to `cost`, float64 `[rows]`."""
         return np.add.reduceat(self._cost_by_length[self.lengths], self.row_offsets[:-1])
 
     @cached_property
     def padding_avoided(self) -> float:
-        """The share of padding in right-padded batches of 8 of these documents in random order (the expected value)."""
+        """The expected fraction of padding in right-padded batches of 8 of these documents in random order."""
         return 1 - self.tokens / (len(self.lengths) * mean_of_longest(self.lengths))
 
     @cached_property
     def estimated_speedup(self) -> float:
-        """What padded batches of 8 documents in random order cost, over what the rows cost, by `cost`."""
+        """The cost of padded batches of 8 documents in random order divided by the cost of the rows."""
         each = self._cost_by_length
         padded = mean_of_longest(self.lengths, values=each)
         return float(padded * len(self.lengths) / (histogram(self.lengths) @ each))
@@ -142,13 +154,13 @@ class PackingPlan:
         return self.cost.documents(np.arange(self.lengths.max() + 1))
 
     def misfits(self, documents: slice, sample_tokens: np.ndarray) -> np.ndarray:
-        """Which of some documents cannot be what `overlong` makes of their samples, bool `[documents]`.
+        """Whether documents contradict the actual lengths of their samples, bool `[documents]`.
 
         Args:
             documents (`slice`):
-                Of `samples`, `lengths` and `starts`.
+                A slice of `samples`, `lengths` and `starts`.
             sample_tokens (`np.ndarray`):
-                The tokens that their samples really have, `[documents]`.
+                The actual number of tokens of each document's sample, `[documents]`.
         """
         lengths, starts = self.lengths[documents], self._starts(documents)
         if self.overlong == "split":
@@ -161,19 +173,19 @@ class PackingPlan:
 
     @cached_property
     def _planned_tokens(self) -> np.ndarray:
-        """Where each sample's last document ends, int32 `[samples]`."""
+        """The end of each sample's last document, int32 `[samples]`."""
         ends = np.zeros(self.input_samples, np.int32)
         np.maximum.at(ends, self.samples, self._starts(slice(None)) + self.lengths)
         return ends
 
     @property
     def imbalance(self) -> float:
-        """How much more than the mean rank the slowest rank of a step costs; the mean over all steps."""
+        """The extra cost of a step's slowest rank relative to the mean rank, averaged over all steps."""
         ranks = self.row_cost.reshape(self.steps, self.gradient_accumulation_steps, self.world_size).sum(1)
         return float((ranks.max(1) / ranks.mean(1)).mean() - 1)
 
     def summary(self) -> str:
-        """What the plan comes to, in a few lines."""
+        """A summary of the plan in a few lines of text."""
         low, middle, high = np.percentile(self.documents_per_row, (5, 50, 95))
         per_step = f"{self.world_size} ranks x {self.gradient_accumulation_steps}"
         lines = {
@@ -183,12 +195,12 @@ class PackingPlan:
             "documents per row": f"{low:.0f} / {middle:.0f} / {high:.0f} (5 / 50 / 95 %)",
             "too long": self._fate_of_overlong(),
             "padding avoided": f"{self.padding_avoided:.1%} of padded batches of {PADDED_BATCH} in random order",
-            "estimated speed-up": f"{self.estimated_speedup:.2f} x those batches, by the model's operations",
+            "estimated speed-up": f"{self.estimated_speedup:.2f} x over those batches, by the model's operations",
         }
         if self.rank is not None:
-            lines["shard"] = f"of rank {self.rank}; samples and too long count the whole dataset"
+            lines["shard"] = f"rank {self.rank}; samples and too long refer to the whole dataset"
         elif self.world_size > 1:
-            lines["imbalance"] = f"slowest rank {self.imbalance:.2%} over the mean of its step"
+            lines["imbalance"] = f"slowest rank {self.imbalance:.2%} above the mean of its step"
         return "\n".join(f"{name:<20}{text}" for name, text in lines.items())
 
     def _fate_of_overlong(self) -> str:
@@ -199,16 +211,16 @@ class PackingPlan:
         return f"{self.split_samples:,} samples split, no token lost" if self.split_samples else "none"
 
     def shard(self, rank: int, world_size: int) -> "PackingPlan":
-        """The rows of one rank: every `world_size`-th, from row `rank` on.
+        """The rows of one rank: every `world_size`-th row, starting with row `rank`.
 
-        The shards of all ranks hold each row once and are equally long.
+        The shards of all ranks have equal length, and each row is in exactly one shard.
 
         Raises:
-            `ValueError`: `rank` is out of range, the plan is for another number of ranks, or it is a shard already.
+            `ValueError`: `rank` is out of range, the plan has another number of ranks, or it is already a shard.
         """
         self._check_whole()
         if world_size != self.world_size:
-            fix = f"Give world_size={world_size} to plan_packing."
+            fix = f"Pass world_size={world_size} to plan_packing."
             raise input_error(f"world_size={self.world_size}, which the rows are arranged for", world_size, fix)
         if not 0 <= rank < world_size:
             raise input_error(f"a rank from 0 to {world_size - 1}", rank)
@@ -217,8 +229,8 @@ class PackingPlan:
     def epoch_order(self, epoch: int) -> np.ndarray:
         """The order of the rows in an epoch, int64 `[rows]`.
 
-        Epoch 0 has the plan's own order. In every other epoch the rows come in another random order, in which they are
-        arranged in steps anew; the documents of a row stay together.
+        Epoch 0 keeps the order of the plan. Every other epoch shuffles the rows and assigns them to new steps. The
+        documents of a row stay together.
         """
         self._check_whole()
         if epoch < 0:
@@ -229,7 +241,7 @@ class PackingPlan:
         return self._share(order) if self.balanced else order
 
     def shuffled(self, epoch: int) -> "PackingPlan":
-        """The plan with its rows in the order of an epoch; see [`PackingPlan.epoch_order`]."""
+        """The plan with its rows in the order of an epoch. See [`PackingPlan.epoch_order`]."""
         return self._take(self.epoch_order(epoch))
 
     def _share(self, order: np.ndarray) -> np.ndarray:
@@ -238,7 +250,7 @@ class PackingPlan:
     def _check_whole(self) -> None:
         if self.rank is not None:
             got, fix = f"the shard of rank {self.rank}", "Shuffle the whole plan, then take the shard."
-            raise input_error("the whole plan, as all ranks have to choose alike", got, fix)
+            raise input_error("the whole plan, which all ranks have to shuffle alike", got, fix)
 
     def _take(self, rows: np.ndarray) -> "PackingPlan":
         sizes = self.documents_per_row[rows]
@@ -256,7 +268,7 @@ class PackingPlan:
         return {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the plan to a file, an uncompressed npz without pickled objects; an existing file is replaced whole.
+        """Write the plan to an uncompressed npz file without pickled objects. Replaces an existing file atomically.
 
         Raises:
             `OSError`: the file cannot be written, or `path` is a directory.
@@ -277,13 +289,13 @@ class PackingPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "PackingPlan":
-        """Read a plan that `save` wrote.
+        """Load a plan from a file written by `save`.
 
         Raises:
             `OSError`: the file cannot be read.
-            `ValueError`: it holds no plan, one of another version, or a damaged one.
+            `ValueError`: the file holds no plan, a plan of another version, or a damaged plan.
         """
-        wanted, fix = "a file that PackingPlan.save wrote", "Plan again, and save the plan."
+        wanted, fix = "a file written by PackingPlan.save", "Plan again and save the new plan."
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}

@@ -1,9 +1,9 @@
-"""Plan which samples share a packed row, from their lengths alone.
+"""Plan packed rows from sample lengths alone.
 
-`plan_packing` looks at the whole dataset at once and returns indices; it reads and copies no token. It finds rows over
-the histogram of lengths (`best_fit.py`), deals samples of one length to them in random order, shuffles the rows, and
-mixes their documents (`mixing.py`). The time of the search depends on the number of distinct lengths; each sample adds
-a sort by length and array operations.
+`plan_packing` plans the whole dataset at once and returns indices. It neither reads nor copies tokens. It searches
+rows over the histogram of lengths (`best_fit.py`), assigns samples of one length to them in random order, shuffles the
+rows, and mixes their documents (`mixing.py`). The time of the search depends on the number of distinct lengths. All
+other work is a sort by length and array operations over the samples.
 """
 
 import warnings
@@ -21,9 +21,9 @@ from .plan import PackingPlan
 from .rows import histogram, offsets_of, ranges
 
 
-# The most rows, as a share, that may be opened to make rows alike in cost.
+# Maximum fraction of extra rows for balancing the cost of rows.
 _EXTRA_ROWS = 0.005
-# How much more than the average a row may cost to have its documents mixed with those of others.
+# Rows that cost more than this multiple of the average are not mixed with other rows.
 _MIXED_COST = 1.0075
 _BLOCK = 1 << 18
 _LONGEST = np.iinfo(np.int32).max
@@ -43,38 +43,40 @@ def plan_packing(
 ) -> PackingPlan:
     """Plan packed rows of at most `max_length` tokens over all samples.
 
-    Every sample stands in exactly one row, whole unless it is too long. With several ranks each gets the same number of
-    rows, and the rows of a step cost about the same: extra rows are opened until their number is a multiple of
-    `world_size * gradient_accumulation_steps`, and up to 0.5 % more to keep rows with long documents from costing more
-    than others. Rows are in random order and hold documents of mixed lengths: with thousands of rows the mean length of
-    a step's documents varies about as it does for samples in random order. Where a long document makes a row costlier
-    than others, its row is not mixed when ranks are balanced.
+    Each sample is in exactly one row, and whole unless it is too long. All ranks get the same number of rows, and the
+    rows of a step cost about the same. To achieve this, the planner adds rows until their number is a multiple of
+    `world_size * gradient_accumulation_steps`. Up to 0.5 % more rows keep rows with long documents from costing more
+    than others.
+
+    Rows are in random order and hold documents of mixed lengths. With thousands of rows, the mean document length
+    varies between steps about as much as for samples in random order. When ranks are balanced, a row that costs more
+    than others because of a long document is not mixed.
 
     Args:
         lengths (`ArrayLike`):
-            The samples' lengths in tokens, integers of at least 1, `[samples]`.
+            The sample lengths in tokens, integers of at least 1, `[samples]`.
         max_length (`int`):
-            The most tokens of a row.
+            Maximum number of tokens per row.
         overlong (`str`, *optional*, defaults to `"error"`):
-            What becomes of samples of more than `max_length` tokens: `"error"`; `"truncate"` cuts them; `"split"` makes
-            several documents of them, each of which starts afresh; `"drop"` leaves them out. The plan counts them.
+            Action for samples longer than `max_length`. `"error"` raises an error, `"truncate"` cuts them, `"split"`
+            makes several independent documents, and `"drop"` removes them. The plan counts them.
         truncation_side (`str`, *optional*, defaults to `"right"`):
-            The side at which `"truncate"` cuts: `"right"` keeps a sample's beginning, `"left"` its end.
+            The side that `"truncate"` cuts off: `"right"` keeps the beginning of a sample, `"left"` its end.
         world_size (`int`, *optional*, defaults to 1):
-            How many ranks share the rows.
+            The number of ranks that share the rows.
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
-            Rows of each rank in an optimizer step.
+            Rows per rank in an optimizer step.
         balance (`bool`, `PackingCost` or `PreTrainedConfig`, *optional*, defaults to `True`):
-            The cost by which ranks are balanced: `True` is that of Transformers' default `Qwen3_5TextConfig`, a
-            configuration that of its model. `False` balances nothing; every rank gets as many rows all the same.
+            The cost that is balanced between ranks: that of a configuration, or with `True` that of Transformers'
+            default `Qwen3_5TextConfig`. `False` turns balancing off; all ranks still get the same number of rows.
         seed (`int`, *optional*, defaults to 0):
-            Of all random choices: the same arguments and seed give the same plan.
+            Seed of all random choices. The same arguments and seed give the same plan.
         strategy (`str`, *optional*):
-            Deprecated. It can only be `"best_fit"`, best-fit decreasing over the whole dataset.
+            Deprecated. Must be `"best_fit"`, best-fit decreasing over the whole dataset.
 
     Raises:
-        `ValueError`: malformed lengths or arguments, a sample that is too long with `overlong="error"`, or fewer
-        documents than the rows that the ranks need.
+        `ValueError`: malformed lengths or arguments, a sample that is too long with `overlong="error"`, or too few
+            documents to give each rank a row.
 
     Example:
 
@@ -89,7 +91,7 @@ def plan_packing(
     ```
     """
     if strategy is not None:
-        warnings.warn("plan_packing has one strategy; leave strategy out", DeprecationWarning, stacklevel=2)
+        warnings.warn("plan_packing has one strategy; do not pass strategy", DeprecationWarning, stacklevel=2)
         if strategy != "best_fit":
             raise input_error("strategy 'best_fit'", repr(strategy))
     check_settings(max_length, overlong, truncation_side)
@@ -141,8 +143,8 @@ def _check_lengths(lengths: ArrayLike) -> np.ndarray:
         raise input_error(expected, f"an array of {lengths.dtype} with shape {lengths.shape}")
     if lengths.min() < 1:
         short = np.flatnonzero(lengths < 1)
-        got = f"{lengths[short[0]]} at sample {short[0]} ({len(short)} of {len(lengths)} are like that)"
-        raise input_error(expected, got, "Leave empty samples out.")
+        got = f"{lengths[short[0]]} at sample {short[0]} ({len(short)} of {len(lengths)} samples are too short)"
+        raise input_error(expected, got, "Remove empty samples.")
     if lengths.max() > _LONGEST:
         raise input_error(f"lengths up to {_LONGEST}", lengths.max())
     return lengths.astype(np.int32, copy=False)
@@ -151,7 +153,7 @@ def _check_lengths(lengths: ArrayLike) -> np.ndarray:
 def _cut_overlong(
     lengths: np.ndarray, max_length: int, overlong: str, truncation_side: str
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, dict[str, int]]:
-    """The documents to pack: lengths, samples and first tokens (`None` where all are alike), and the plan's counters."""
+    """The documents to pack: lengths, samples and starts (`None` for whole samples), and the counters of the plan."""
     long = lengths > max_length
     too_long = int(long.sum())
     if not too_long:
@@ -180,7 +182,7 @@ def _cut_overlong(
 
 
 def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple: int, balanced: bool) -> Patterns:
-    """The rows as patterns of lengths, a multiple of `multiple` in number."""
+    """The rows as patterns of lengths. Their number is a multiple of `multiple`."""
     counts = histogram(lengths)
     distinct = np.flatnonzero(counts)
     given = distinct.tolist(), counts[distinct].tolist(), max_length
@@ -188,8 +190,8 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
     least = _round_up(len(patterns), multiple)
     if least > len(lengths):
         spare = len(lengths) % multiple
-        fix = f"Leave out {spare} samples, or lower" if spare < len(lengths) else "Lower"
-        expected = f"at least {least} documents, so that {multiple} rows of each step have one each"
+        fix = f"Remove {spare} samples, or lower" if spare < len(lengths) else "Lower"
+        expected = f"at least {least} documents, one per row with {multiple} rows per step"
         raise input_error(expected, len(lengths), f"{fix} world_size or gradient_accumulation_steps.")
     if balanced or len(patterns) < least:
         each = cost.documents(np.arange(len(counts))).tolist()
@@ -201,7 +203,7 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
 
 
 def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
-    """The longest document of which a row costs at most `_MIXED_COST` times what its tokens cost on average."""
+    """The longest document whose rows cost at most `_MIXED_COST` times the average cost of their tokens."""
     counts = histogram(lengths)
     each, tokens = cost.documents(np.arange(len(counts))), np.arange(len(counts))
     average = (counts @ each) / (counts @ tokens)
@@ -209,12 +211,12 @@ def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
 
 
 def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in random order, and documents of one length dealt to them in random order: documents and row offsets."""
+    """Shuffle the rows and assign documents of one length in random order. Returns documents and row offsets."""
     by_length = _shuffle_and_sort(lengths, rng)
     rows, sizes = np.array(patterns.rows), np.array([len(row) for row in patterns.documents])
     lengths = np.concatenate(patterns.documents)
     first_row, first_document = offsets_of(rows), offsets_of(sizes)
-    # Each document of a pattern takes as many documents of its length as the pattern has rows.
+    # Each document of a pattern stands for one document of its length per row of the pattern.
     position = np.argsort(lengths, kind="stable")
     first_choice = np.empty(len(lengths), np.int64)
     first_choice[position] = offsets_of(np.repeat(rows, sizes)[position])[:-1]
@@ -234,10 +236,10 @@ def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> 
 
 
 def _shuffle_and_sort(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The documents by ascending length, those of one length in random order."""
+    """The documents by ascending length, in random order within a length."""
     order = np.arange(len(lengths), dtype=_index_type(len(lengths)))
     rng.shuffle(order)
-    # The stable sort of numpy is a radix sort for 16 bits.
+    # numpy's stable sort is a radix sort for 16-bit keys.
     keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths
     return order[np.argsort(keys[order], kind="stable")]
 

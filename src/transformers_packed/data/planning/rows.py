@@ -1,9 +1,9 @@
-"""Small array functions shared by planning and by the plan."""
+"""Array functions that the planner and the plan share."""
 
 import numpy as np
 
 
-# Rows are compared with padded batches of this size.
+# The size of the padded batches that packed rows are compared with.
 PADDED_BATCH = 8
 _BLOCK = 1 << 22
 
@@ -16,13 +16,13 @@ def offsets_of(sizes: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """`starts[i], starts[i] + 1, ...` of `sizes[i]` numbers for each `i`, one after another, int64."""
+    """The concatenated ranges `starts[i], starts[i] + 1, ...` of `sizes[i]` numbers each, int64."""
     offsets = offsets_of(sizes)
     return np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
 
 
 def histogram(lengths: np.ndarray) -> np.ndarray:
-    """How many documents have each length, int64 `[longest + 1]`, without a copy of all lengths as int64."""
+    """The number of documents of each length, int64 `[longest + 1]`. Does not copy all lengths to int64."""
     counts = np.zeros(int(lengths.max()) + 1, np.int64)
     for first in range(0, len(lengths), _BLOCK):
         counts += np.bincount(lengths[first : first + _BLOCK], minlength=len(counts))
@@ -36,9 +36,9 @@ def mean_of_longest(lengths: np.ndarray, batch_size: int = PADDED_BATCH, values:
         lengths (`np.ndarray`):
             Integers `[documents]`.
         batch_size (`int`, *optional*, defaults to 8):
-            Documents of a batch.
+            Documents per batch.
         values (`np.ndarray`, *optional*):
-            `[longest + 1]`: the expectation of `values[length of the longest]` instead.
+            `[longest + 1]`: return the expected value of `values[length of the longest]` instead.
     """
     # The longest of a batch has at most n tokens with probability (share of documents up to n) ** batch_size.
     share_up_to = np.cumsum(histogram(lengths)) / len(lengths)
@@ -47,18 +47,20 @@ def mean_of_longest(lengths: np.ndarray, batch_size: int = PADDED_BATCH, values:
 
 
 def share_rows(order: np.ndarray, cost: np.ndarray, world_size: int, accumulation: int) -> np.ndarray:
-    """Arrange the rows of each step as `[micro step, rank]`, so that the ranks cost about the same.
+    """Arrange the rows of each step as `[micro step, rank]`, with about the same cost for each rank.
 
-    In each micro step the ranks that have cost most so far get the cheapest rows. The micro steps take a step's rows
-    from the costliest to the cheapest, so that the ranks also keep pace within a step.
+    In each micro step, the ranks with the highest cost so far get the cheapest rows. Micro steps take the rows of a
+    step from the most expensive to the cheapest, which also balances the ranks within a step.
 
     Args:
         order (`np.ndarray`):
-            int64 `[rows]`: the rows, step after step. Which rows make a step stays as it is.
+            int64 `[rows]`: the rows, step after step. Each step keeps its rows.
         cost (`np.ndarray`):
-            float64 `[rows]`: what each row costs.
-        world_size, accumulation (`int`):
-            Ranks, and the rows of each in a step.
+            float64 `[rows]`: the cost of each row.
+        world_size (`int`):
+            The number of ranks.
+        accumulation (`int`):
+            Rows per rank in a step.
     """
     if world_size == 1 or accumulation == 1:
         return order

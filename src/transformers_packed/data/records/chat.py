@@ -1,13 +1,14 @@
-"""Conversations: checked, rendered by the tokenizer's chat template, and searched for what the assistant writes.
+"""Check conversations, render them with the tokenizer's chat template, and locate the assistant's turns.
 
-A template with `{% generation %}` says itself which tokens those are. For any other one `AssistantTurns` finds out:
+A template with `{% generation %}` marks the tokens of the assistant. For any other template, `AssistantTurns` locates
+them:
 
-* The conversation is rendered a second time with the whole turn replaced by one character that occurs nowhere else.
-  Where the two texts agree, before it and after it, the template wrote; in between the turn stands. As no other
-  message changes, this also holds for templates that show a turn differently once others follow it (Qwen3.5 leaves
-  out earlier reasoning).
-* A probe of one question and one answer tells what the template puts between its own generation prompt and an answer
-  (an empty reasoning block, say) and behind the answer (an end-of-turn token). The model has to write both.
+* It renders the conversation a second time, with the whole turn replaced by one character that occurs nowhere else.
+  The turn is the part in which the two texts differ. No other message changes, so this also works for templates that
+  render a turn differently if other turns follow (Qwen3.5 omits earlier reasoning).
+* A probe with one question and one answer finds the text that the template inserts between its generation prompt and
+  an answer (for example an empty reasoning block), and after the answer (an end-of-turn token). The model has to
+  generate both.
 """
 
 import os.path
@@ -24,14 +25,14 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
-    """`messages` with each content as one string, or a `ValueError` that says what is wrong with them.
+    """Check `messages` and return them with each content as one string. Raises a `ValueError` for malformed messages.
 
     Args:
         name (`str`):
-            The column's name, for the error.
+            The name of the column, for the error message.
         messages (`Any`):
-            What the record holds: a list of objects with `role` and `content`, the latter a string or a list of text
-            parts. A message with `tool_calls` or `reasoning_content` needs no content.
+            A list of objects with `role` and `content`. The content is a string or a list of text parts. A message
+            with `tool_calls` or `reasoning_content` needs no content.
     """
     if not isinstance(messages, list) or not messages:
         raise input_error(f"{name} as a list of messages", describe(messages))
@@ -42,7 +43,7 @@ def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
             raise input_error(f"an object in {which}", describe(message), "Give it role and content.")
         if message.get("role") not in ROLES:
             got = repr(message["role"]) if "role" in message else "none"
-            raise input_error(f"a role out of {', '.join(ROLES)} in {which}", got)
+            raise input_error(f"one of the roles {', '.join(ROLES)} in {which}", got)
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text_part(which, part) for part in content)
@@ -50,8 +51,8 @@ def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
             raise input_error(f"content as a string or a list of parts in {which}", describe(content))
         has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
         if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
-            raise input_error(f"content in {which}", "none", "Fill it in or leave it out.")
-        # Templates differ in what they do without content, and some ignore a list of parts.
+            raise input_error(f"content in {which}", "none", "Add content or remove the message.")
+        # Templates handle missing content differently, and some ignore a list of parts.
         checked.append({**message, "content": content or ""})
     return checked
 
@@ -60,11 +61,11 @@ def _text_part(which: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     got = f"type {part['type']!r}" if isinstance(part, dict) and "type" in part else describe(part)
-    raise input_error(f"text parts alone in {which}", got, "Images and videos cannot be trained on here.")
+    raise input_error(f"only text parts in {which}", got, "Images and videos are not supported here.")
 
 
 def describe(value: Any) -> str:
-    """What a JSON value is, for an error message."""
+    """The type of a JSON value in words, for an error message."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     if value in ({}, [], ""):
         return f"an empty {names[type(value)].split()[1]}"
@@ -72,7 +73,7 @@ def describe(value: Any) -> str:
 
 
 class AssistantTurns:
-    """Renders conversations and says where in the text the assistant's turns stand.
+    """Renders conversations and locates the assistant's turns in the text.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -101,7 +102,7 @@ class AssistantTurns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         if not tokenizer.chat_template:
-            fix = "Train the instruct model, save one with tokenizer.chat_template, or use prompt and completion strings."
+            fix = "Train the instruct model, save a tokenizer.chat_template, or use prompt and completion strings."
             raise input_error("a tokenizer with a chat template, for messages", "one without", fix)
         self.tokenizer = tokenizer
         template = tokenizer.get_chat_template()
@@ -115,13 +116,13 @@ class AssistantTurns:
     def find(
         self, messages: list[dict[str, Any]], text: str, turns: list[int], tools: list | None = None
     ) -> list[tuple[int, int]]:
-        """Where in `text`, the rendered `messages`, the model writes the messages numbered `turns`.
+        """Locate the messages with the numbers `turns` in `text`, the rendered `messages`.
 
         Returns:
-            `list[tuple[int, int]]`: first character and the one behind the last, for each turn.
+            `list[tuple[int, int]]`: the start and end character of each turn.
 
         Raises:
-            `LookupError`: the template does not show a turn, or changes other messages with it.
+            `LookupError`: the template does not render a turn, or changes other messages with it.
         """
         filler, closing = self._probe()
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
@@ -138,7 +139,7 @@ class AssistantTurns:
         return spans
 
     def _probe(self) -> tuple[str, str]:
-        """What the template puts between the generation prompt and an answer, and behind an answer."""
+        """The text that the template inserts between the generation prompt and an answer, and after an answer."""
         if self._probed is None:
             question, mark = {"role": "user", "content": "a"}, chr(_PRIVATE_USE[0])
             prompt = self.render([question], add_generation_prompt=True)
@@ -151,6 +152,6 @@ class AssistantTurns:
 
 def _not_found(what: str) -> LookupError:
     return LookupError(
-        f"the template does not show {what} where it stands in the conversation, so what the assistant writes cannot be "
-        "found; mark it in the template with {% generation %} and {% endgeneration %}"
+        f"the template does not render {what} at its place in the conversation, so the assistant's text cannot be "
+        "located; mark it in the template with {% generation %} and {% endgeneration %}"
     )

@@ -1,8 +1,8 @@
-"""From a file or a dataset to tokenized samples with labels.
+"""Read a file or a dataset into tokenized samples with labels.
 
 A record is a conversation (`messages`), a prompt with its completion (`prompt` and `completion`, strings or lists of
-messages), or `text`. The loss is on what the assistant writes, on the completion, or on the whole text. All records are
-read and checked before a command writes anything.
+messages), or `text`. The loss covers the assistant's turns, the completion, or the whole text. All records are read
+and checked before a command writes anything.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
 
 @dataclass
 class Samples:
-    """Tokenized samples and what became of the records they come from.
+    """Tokenized samples, with counts of truncated and dropped records.
 
     Args:
         format (`str`):
@@ -37,9 +37,9 @@ class Samples:
         data (`list[dict[str, numpy.ndarray]]`):
             The samples, each with `input_ids` and `labels` (int32 `[tokens]`, -100 where there is no loss).
         truncated (`int`):
-            Samples that were cut, among those in `data` and those dropped.
+            Samples that were truncated, including dropped ones.
         dropped (`int`):
-            Records that left no target.
+            Records without a target.
     """
 
     format: str
@@ -49,16 +49,16 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples."""
+        """Tokens in all samples."""
         return sum(len(sample["input_ids"]) for sample in self.data)
 
     @property
     def targets(self) -> int:
-        """Tokens with loss; a sample's first token has none, as nothing predicts it."""
+        """Tokens with loss. The first token of a sample has none, because no token predicts it."""
         return sum(count_targets(sample["labels"]) for sample in self.data)
 
     def fingerprint(self) -> str:
-        """A hash of all tokens and labels in their order."""
+        """A hash of all tokens and labels in order."""
         digest = hashlib.sha256()
         for sample in self.data:
             digest.update(len(sample["input_ids"]).to_bytes(8, "little"))
@@ -67,23 +67,23 @@ class Samples:
 
 
 def count_targets(labels: np.ndarray) -> int:
-    """How many tokens of a sample have loss."""
+    """The number of tokens with loss in a sample."""
     return int((labels[1:] != IGNORED_LABEL).sum())
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
-    """The records of a JSON-lines or parquet file, of a dataset on the Hub, or of a directory `datasets` can load.
+    """Read the records of a JSON-lines or parquet file, a dataset on the Hub, or a directory that `datasets` can load.
 
     Args:
         data (`str`):
-            The file's path, or the dataset's name or directory.
+            The path of the file, or the name or directory of the dataset.
         split (`str`, *optional*):
-            The dataset's split, by default `"train"`. It may be sliced (`"train[:1%]"`).
+            The split of the dataset, by default `"train"`. Slices such as `"train[:1%]"` are supported.
         subset (`str`, *optional*):
-            The dataset's configuration.
+            The configuration of the dataset.
 
     Yields:
-        `tuple[str, Any]`: where the record stands, for messages, and the record.
+        `tuple[str, Any]`: the place of the record, for error messages, and the record.
 
     Raises:
         `ImportError`: the datasets library, or pyarrow for a parquet file, is missing.
@@ -93,10 +93,10 @@ def read_records(data: str, split: str | None = None, subset: str | None = None)
     path = Path(data)
     if path.is_file():
         if split or subset:
-            raise input_error("a dataset beside --split or --subset", f"the file {data}", option="--data")
+            raise input_error("a dataset with --split or --subset", f"the file {data}", option="--data")
         yield from (_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)
     elif path.suffix in _FILE_ENDINGS:
-        raise FileNotFoundError(f"--data: there is no file {data}")
+        raise FileNotFoundError(f"--data: file {data} not found")
     else:
         yield from _read_dataset(data, split or "train", subset)
 
@@ -106,14 +106,14 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(lines, 1):
             place = f"{path}, line {number}"
             try:
-                # A byte order mark can only stand at the very beginning.
+                # Only the first line can begin with a byte order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield place, json.loads(text)
             except UnicodeDecodeError as error:
                 raise input_error("UTF-8", error, option=place) from None
             except (json.JSONDecodeError, RecursionError) as error:
-                raise input_error("one JSON object per line", f"no JSON ({error})", option=place) from None
+                raise input_error("one JSON object per line", f"invalid JSON ({error})", option=place) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -133,17 +133,17 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
     if find_spec("datasets") is None:
-        raise ImportError(f"--data {name} is no file, and a dataset needs the datasets library: pip install datasets")
+        raise ImportError(f"--data {name} is not a file, and datasets need the datasets library: pip install datasets")
     import datasets
 
     if int(datasets.__version__.partition(".")[0]) < 4:
-        need = "needs datasets >= 4, which runs no code of a dataset: pip install -U datasets"
+        need = "needs datasets >= 4, which does not run dataset code: pip install -U datasets"
         raise ImportError(f"--data {name} {need}")
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
     except OSError:
         raise
-    except Exception as error:  # datasets raises its own exceptions, and those of the file formats' readers
+    except Exception as error:  # datasets raises its own exceptions and those of the file readers
         got = f"{name}: {' '.join(str(error).split())}"
         raise input_error(f"a file or a dataset with the split {split!r}", got, option="--data") from error
     for number, record in enumerate(dataset, 1):
@@ -155,22 +155,22 @@ def make_samples(
 ) -> Samples:
     """Tokenize records of one format.
 
-    A completion or a text ends with the tokenizer's EOS token, which is added where it is not there. Longer samples are
-    cut at their end; what has no target then is dropped. Both are counted.
+    A completion or a text ends with the tokenizer's EOS token, which is added if it is missing. Samples longer than
+    `max_length` are truncated at the end. Samples without a target are dropped. Both are counted.
 
     Args:
         records (`Iterable[tuple[str, Any]]`):
-            What [`read_records`] yields.
+            The output of [`read_records`].
         tokenizer (`PreTrainedTokenizerBase`):
-            A fast tokenizer, with a chat template for conversations and an EOS token for anything else.
+            A fast tokenizer, with a chat template for conversations and an EOS token for the other formats.
         max_length (`int`):
-            The most tokens that a sample may have.
+            Maximum number of tokens per sample.
         format (`str`, *optional*):
-            A key of `FORMATS`, by default the one whose columns the records have.
+            A key of `FORMATS`. By default, the columns of the records determine it.
 
     Raises:
-        `ValueError`: a record is malformed or of another format than the first one, the tokenizer cannot serve the
-            format, or no sample is left.
+        `ValueError`: a record is malformed or has another format than the first one, the tokenizer lacks a chat
+            template or an EOS token that the format needs, or no sample is left.
     """
     samples, read = None, _Records(tokenizer, format)
     for place, record in tqdm(records, "tokenizing", unit="record", disable=None):
@@ -188,14 +188,14 @@ def make_samples(
     if samples is None:
         raise input_error("at least one record", "none", "Check the file or the split.", option="--data")
     if not samples.data:
-        got = f"none in {samples.dropped} records, {samples.truncated} of which are longer than {max_length} tokens"
+        got = f"none in {samples.dropped} records ({samples.truncated} are longer than {max_length} tokens)"
         fix = "Raise --max-length, or check that conversations have assistant messages."
         raise input_error("at least one sample with a target", got, fix, option="--data")
     return samples
 
 
 class _Records:
-    """Tokens and labels of one record after another, all of the format that is wanted or that the first one has."""
+    """Converts records of one format to tokens and labels. The format is given or that of the first record."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, wanted: str | None):
         self.tokenizer = tokenizer
@@ -210,7 +210,7 @@ class _Records:
         self.format = self.format or found
         if found != self.format:
             first, got = (" and ".join(FORMATS[name]) for name in (self.format, found))
-            raise input_error(f"the columns of the first record, {first}", got, "Train each format in its own run.")
+            raise input_error(f"the columns of the first record, {first}", got, "Train each format in a separate run.")
         if found == "messages":
             return self._conversation(record, check_messages("messages", record["messages"]))
         if found == "text":
@@ -219,7 +219,7 @@ class _Records:
         if isinstance(record["prompt"], list) or isinstance(record["completion"], list):
             prompt, completion = (check_messages(name, record[name]) for name in FORMATS[found])
             return self._conversation(record, [*prompt, *completion], len(prompt))
-        # Each part is tokenized alone, so that the prompt's tokens are those of inference.
+        # Each part is tokenized separately, so that the prompt has the same tokens as at inference.
         prompt = _string("prompt", record["prompt"], may_be_empty=True)
         prompt_ids = self._encode(prompt, add_special_tokens=True)
         completion = _string("completion", record["completion"])
@@ -227,22 +227,22 @@ class _Records:
         return [*prompt_ids, *completion_ids], [*[IGNORED_LABEL] * len(prompt_ids), *completion_ids]
 
     def _format_of(self, record: dict[str, Any]) -> str:
-        """The format that is wanted, or the one whose columns the record has."""
-        # datasets fills the columns that a record lacks with None.
+        """The given format, or the one that matches the columns of the record."""
+        # datasets fills missing columns of a record with None.
         columns = [name for name, value in record.items() if value is not None]
         found = [name for name, needed in FORMATS.items() if set(needed) <= set(columns)]
         if self.wanted in found or self.wanted is None and len(found) == 1:
             return self.wanted or found[0]
         got = f"the columns {', '.join(columns)}" if columns else "no columns"
         if self.wanted is not None:
-            raise input_error(f"{' and '.join(FORMATS[self.wanted])}, as --format says", got)
+            raise input_error(f"{' and '.join(FORMATS[self.wanted])}, as set by --format", got)
         fix = f"Choose one with --format {' or '.join(found)}." if found else "Rename or add columns."
         raise input_error("the columns of one format: messages, prompt and completion, or text", got, fix)
 
     def _conversation(
         self, record: dict[str, Any], messages: list[dict[str, Any]], first: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Loss on the assistant's turns, from message number `first` on when that is given."""
+        """Tokens, and labels on the assistant's turns, optionally starting at message number `first`."""
         self.turns = self.turns or AssistantTurns(self.tokenizer)
         tools = record.get("tools") or None
         if tools is not None and not isinstance(tools, list):
@@ -266,7 +266,7 @@ class _Records:
         ends = np.array([end for _, end in encoded["offset_mapping"]])
         mask = np.zeros(len(ends), bool)
         for start, end in spans:
-            # From the token that holds the first character; not one that reaches into what the template goes on with.
+            # Start with the token of the first character. Exclude a token that extends into the template's next text.
             mask |= (start < ends) & (ends <= end)
         return encoded["input_ids"], mask.tolist()
 
@@ -274,13 +274,13 @@ class _Records:
         try:
             return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         except (TypeError, UnicodeError) as error:
-            raise input_error("text that is valid Unicode", error) from error
+            raise input_error("valid Unicode text", error) from error
 
     def _with_eos(self, input_ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             fix = "Set tokenizer.eos_token and save the tokenizer beside the model."
-            raise input_error("a tokenizer with an EOS token, which ends each sample", "one without", fix)
+            raise input_error("a tokenizer with an EOS token to end each sample", "one without", fix)
         return input_ids if input_ids[-1:] == [eos] else [*input_ids, eos]
 
 
@@ -288,5 +288,5 @@ def _string(name: str, value: Any, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise input_error(f"{name} as a string", describe(value))
     if not value.strip() and not may_be_empty:
-        raise input_error(f"some text in {name}", repr(value[:20]), "Leave the record out.")
+        raise input_error(f"non-empty text in {name}", repr(value[:20]), "Remove the record.")
     return value

@@ -1,1 +1,1 @@
-"""Callbacks of Trainer."""
+"""Trainer callbacks."""

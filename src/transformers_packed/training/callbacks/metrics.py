@@ -1,7 +1,7 @@
-"""What packing does for a run, in the Trainer's own log: speed, fill, documents, padding avoided, balance of the ranks.
+"""Packing metrics in the Trainer's log: speed, fill, documents, padding avoided, and balance of the ranks.
 
-Everything is counted from the shapes of what the model is given and from integers that are on the host anyway, so no step
-waits for the GPU. The lengths of documents stay on the device until the log, which reads them.
+All values come from the shapes of the model inputs and from integers on the host, so no step waits for the GPU.
+Document lengths stay on the device until the next log.
 """
 
 import time
@@ -18,7 +18,7 @@ from ...models.registry import transformers_model
 from ...ops.dispatch import implementations_used
 
 
-# Dense products in float16 or bfloat16 per second, from the makers' data sheets; the first name that fits counts.
+# Dense float16 or bfloat16 operations per second, from the vendors' data sheets. The first matching name counts.
 PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -35,26 +35,26 @@ PEAKS = {
 
 
 class PackingMetricsCallback(TrainerCallback):
-    """Adds figures on packing to what a Trainer logs, and says a line at the end of training.
+    """Adds packing metrics to the Trainer's log, and prints a summary line at the end of training.
 
-    [`configure_packing`] adds it before the other callbacks, so that they report its figures with the loss:
+    [`configure_packing`] adds it before the other callbacks, so that they report its metrics with the loss:
 
-    * `tokens_per_second`: real tokens of all processes, padding not counted, by the time between two logs without what
-      was spent on evaluating and saving;
-    * `documents_per_row`: documents of a row, or of a batch without rows;
-    * `padding_avoided`: the share of padding in padded batches of the same documents; with packed rows, as in their plan,
-      in batches of 8 in random order;
-    * `packing_fill`, with packed rows: tokens over the room for them in full batches;
-    * `rank_imbalance`, with several processes: how much longer than the mean the slowest one computes on a step, by its
-      operations where they are known and else by its tokens;
-    * `share_of_peak`, on a known GPU in half precision: operations of forward and backward, without those that are done
-      again for gradient checkpointing, over what the GPU could have done.
+    * `tokens_per_second`: tokens of all processes, without padding, per second between two logs. The time for
+      evaluation and saving is excluded.
+    * `documents_per_row`: documents per packed row, or per batch in padding-free mode.
+    * `padding_avoided`: the fraction of padding in padded batches of the same documents. For packed rows, in batches
+      of 8 in random order, as in the plan.
+    * `packing_fill`, for packed rows: the fraction of the rows that holds tokens. All batches count as full.
+    * `rank_imbalance`, with several processes: the extra cost of a step's slowest process relative to the mean, in
+      operations if they are known, else in tokens.
+    * `share_of_peak`, on a known GPU in half precision: the operations of forward and backward as a fraction of the
+      GPU's peak. The recomputation of gradient checkpointing does not count.
 
     Args:
         trainer (`transformers.Trainer`):
             The Trainer.
         row_tokens (`int`, *optional*):
-            The most tokens of a packed row.
+            Maximum number of tokens per packed row.
     """
 
     def __init__(self, trainer: Trainer, row_tokens: int | None = None):
@@ -67,8 +67,8 @@ class PackingMetricsCallback(TrainerCallback):
         self._since = self._mark = time.perf_counter()
 
     def _clear(self) -> None:
-        # Of this process: [tokens, documents, tokens of padded batches, micro-batches] of each step since the last log,
-        # and the lengths of its documents.
+        # [tokens, documents, tokens of padded batches, micro-batches] for each step of this process since the last
+        # log, and the lengths of its documents.
         self._steps: list[np.ndarray] = []
         self._lengths: list[torch.Tensor] = []
         self._now, self._now_lengths = np.zeros(4, dtype=np.int64), []
@@ -78,13 +78,13 @@ class PackingMetricsCallback(TrainerCallback):
         self._cost = known_cost(model)
         parameters = list(model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
-        # A forward, the gradients of the activations, and those of the weights that are trained.
+        # Forward, gradients of the activations, and gradients of the trained weights.
         self._passes = 2 + trained
         self._peak = _peak(args, model)
         self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
         if self._handle is not None:
             self._handle.remove()
-        # What the Trainer calls: outside of a compiled graph.
+        # A hook on the module that the Trainer calls, so it runs outside of compiled graphs.
         self._handle = self.trainer.model_wrapped.register_forward_pre_hook(self._count, with_kwargs=True)
         self._start()
 
@@ -102,7 +102,7 @@ class PackingMetricsCallback(TrainerCallback):
         padded = 0
         if not self._packed:
             longest = batch.get("max_length_q")
-            # That of the padding says nothing of the documents.
+            # Ignore it if it is the length of the padding.
             padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
         self._now += (tokens, len(lengths), padded, 1)
         self._now_lengths.append(lengths)
@@ -129,10 +129,10 @@ class PackingMetricsCallback(TrainerCallback):
         self._mark = time.perf_counter()
 
     def _figures(self, args) -> dict[str, float]:
-        """The figures since the last log, of all processes."""
+        """The metrics of all processes since the last log."""
         lengths = torch.cat(self._lengths).cpu()
         if self._packed:
-            # To the first step, as only the sum over steps is looked at.
+            # Added to the first step, because only the sum over steps is used.
             self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy()))
         by_step = lengths.double().split([step[1] for step in self._steps])
         counts = torch.from_numpy(np.stack(self._steps)).to(args.device)
@@ -162,7 +162,7 @@ class PackingMetricsCallback(TrainerCallback):
         return figures
 
     def _rows(self, batches: int) -> int:
-        """How many rows full batches have, of the size that Trainer found where it looks for one."""
+        """The number of rows in full batches. Trainer may have found the batch size automatically."""
         return batches * (self.trainer._train_batch_size if self._packed else 1)
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -184,7 +184,7 @@ class PackingMetricsCallback(TrainerCallback):
 
 
 def known_cost(model: torch.nn.Module) -> PackingCost | None:
-    """What a forward pass of the model costs, where its operations are known."""
+    """The cost of a forward pass of the model, or `None` if its operations are unknown."""
     try:
         return PackingCost.from_config(model.config)
     except ValueError:

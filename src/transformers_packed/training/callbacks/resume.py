@@ -1,12 +1,12 @@
-"""Save where a packed stream stands with every checkpoint of Trainer, and go on from there.
+"""Save the position of a packed stream in every Trainer checkpoint, and resume from it.
 
-Trainer itself keeps no state of its data loader: it reads again from the beginning of the epoch and skips. The state of
-a stream is ahead of training by what the loader has prefetched, and with workers it is in other processes. So it
-travels with the batches: the collator adds the state that the dataset has right after a batch's last row, in the
-process that packed it; it is taken out again in the main process, and counts once the batch has been trained on.
+Trainer saves no data loader state: it reads from the beginning of the epoch and skips batches. The state of a stream
+is ahead of training by the prefetched batches, and with workers it is in other processes. It therefore travels with
+the batches. In the process that packed the batch, the collator adds the state of the dataset after the batch's last
+row. The main process removes it and saves it after training on the batch.
 
-Workers take turns, and a data loader always begins with the first one. Batches of a resumed run are put back into the
-order of the interrupted one: those of the workers whose turn it was come before those of the others.
+Workers take turns, and a data loader always starts with the first worker. A resumed run restores the order of the
+interrupted run: batches of the workers whose turn it was come before those of the other workers.
 """
 
 import json
@@ -27,17 +27,17 @@ _KEY = "packing_state"
 
 
 class PackingStateCallback(TrainerCallback, ExportableState):
-    """Lets Trainer resume an [`IterablePackingDataset`] where a checkpoint was saved, without reading it again.
+    """Lets Trainer resume an [`IterablePackingDataset`] at the position of a checkpoint, without reading it again.
 
-    Needs `ignore_data_skip=True`, so that Trainer does not skip as well. The state is part of `trainer_state.json`.
-    Without this callback and with `ignore_data_skip=False`, Trainer reads the stream again and skips what was trained
-    on. That also resumes exactly, but only in the first pass over the data: later ones it does not know of.
+    Set `ignore_data_skip=True`, so that Trainer does not skip batches itself. The state is part of
+    `trainer_state.json`. Without this callback and with `ignore_data_skip=False`, Trainer reads the stream again and
+    skips the samples that it has trained on. This is also exact, but only in the first pass over the data.
 
-    A run is resumed with as many processes and workers as it had.
+    Resume a run with the same numbers of processes and workers.
 
     Raises:
-        `ValueError`: in `train()`, if `ignore_data_skip` is not set, the dataset is another one, accelerate dispatches
-        batches, or the checkpoint holds no state of the stream or one of other workers.
+        `ValueError`: raised in `train()` if `ignore_data_skip` is not set, the dataset has another type, accelerate
+            dispatches batches, or the checkpoint holds no state of the stream or the state of other workers.
 
     Example:
 
@@ -47,7 +47,7 @@ class PackingStateCallback(TrainerCallback, ExportableState):
     >>> args = TrainingArguments(
     ...     "tuned", max_steps=1000, ignore_data_skip=True, accelerator_config={"dispatch_batches": False}
     ... )
-    >>> callbacks = [PackingStateCallback()]  # for Trainer(args=args, callbacks=callbacks, ...)
+    >>> callbacks = [PackingStateCallback()]  # pass to Trainer(args=args, callbacks=callbacks, ...)
 
     ```
     """
@@ -57,7 +57,7 @@ class PackingStateCallback(TrainerCallback, ExportableState):
         self._batches: _StatesTakenOut | None = None
 
     def state(self) -> dict:
-        """What Trainer writes into `trainer_state.json`."""
+        """The state that Trainer writes to `trainer_state.json`."""
         return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
@@ -67,7 +67,7 @@ class PackingStateCallback(TrainerCallback, ExportableState):
             saved = saved["attributes"]["saved"] if isinstance(saved, dict) else None
             if saved is None or "next_worker" not in saved:
                 fix = "Resume it without the callback and with ignore_data_skip=False."
-                raise input_error("a checkpoint that was saved with this callback", "one without its state", fix)
+                raise input_error("a checkpoint saved with this callback", "a checkpoint without its state", fix)
             if saved["workers"] != args.dataloader_num_workers:
                 raise input_error(f"dataloader_num_workers={saved['workers']}, as before", args.dataloader_num_workers)
             dataset.resume(saved["epoch"], saved["readers"])
@@ -94,23 +94,23 @@ class PackingStateCallback(TrainerCallback, ExportableState):
 
     def _check(self, args, loader: Any) -> IterablePackingDataset:
         if not args.ignore_data_skip:
-            got = "False, with which Trainer would skip rows that the callback has skipped already"
-            raise input_error("ignore_data_skip=True", got, "Set it in TrainingArguments, or leave the callback out.")
+            got = "False: Trainer would skip rows that the callback already skips"
+            raise input_error("ignore_data_skip=True", got, "Set it in TrainingArguments, or remove the callback.")
         dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
         if not isinstance(dataset, IterablePackingDataset):
-            fix = "Leave the callback out; Trainer resumes a PackingDataset by itself."
+            fix = "Remove the callback; Trainer resumes a PackingDataset by itself."
             raise input_error("an IterablePackingDataset as train_dataset", type(dataset).__name__, fix)
         if type(loader) is not DataLoaderShard:
             fix = 'Set accelerator_config={"dispatch_batches": False} in TrainingArguments.'
             raise input_error("processes that read their own batches", type(loader).__name__, fix)
         if dataset.rank is not None and args.world_size > 1:
             got = f"rank={dataset.rank}, world_size={dataset.world_size}"
-            raise input_error("a dataset without rank and world_size: accelerate shares out its rows", got)
+            raise input_error("a dataset without rank and world_size, because accelerate distributes its rows", got)
         return dataset
 
 
 class _StatesPutIn:
-    """A collator that adds the state of the dataset, which stands right after the batch when this runs."""
+    """A collator that adds the state of the dataset right after the batch."""
 
     def __init__(self, collate: Any, dataset: IterablePackingDataset):
         self.collate, self.dataset = collate, dataset
@@ -120,7 +120,7 @@ class _StatesPutIn:
 
 
 def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:
-    """Batches and their states, with the turn of `next_worker` first in each round of the workers."""
+    """Batches and their states. Each round of the workers starts with `next_worker`."""
     later, last = [], -1
     for batch in loader:
         state = json.loads(batch.pop(_KEY))
@@ -137,14 +137,14 @@ def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:
 
 
 class _StatesTakenOut(DataLoader):
-    """A data loader without the states in its batches, which wait here until the batches have been trained on."""
+    """A data loader that removes the states from its batches and keeps them until training on the batch is done."""
 
     def __init__(self, loader: DataLoader, saved: dict | None):
-        # What accelerate asks of a loader, this one answers as the other does.
+        # accelerate reads attributes of a loader; this one has those of the wrapped loader.
         vars(self).update(vars(loader))
         self.loader = loader
         self.waiting: deque[dict] = deque()
-        # After a resume a worker stands where it stood until a batch of it has been trained on.
+        # After a resume, the state of a worker is the saved one until training on one of its batches is done.
         self.resumed, self.next_worker = (saved["readers"], saved["next_worker"]) if saved else ({}, 0)
         self.readers: dict[str, dict] = {}
         self.finished = False
@@ -162,5 +162,5 @@ class _StatesTakenOut(DataLoader):
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        # Of a kind of loader that has more, as torchdata's. Not `self.loader`: a copy asks before it has one.
+        # For loaders with additional attributes, such as torchdata's. Not `self.loader`, which a copy lacks at first.
         return getattr(self.__getattribute__("loader"), name)
