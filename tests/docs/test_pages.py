@@ -22,6 +22,8 @@ from transformers_packed import cli
 REASONS = {
     "needs a GPU",
     "needs two GPUs",
+    "needs four processes",
+    "changes a checkout of Transformers",
     "needs the network",
 }
 PAGES = {name: (pages.ROOT / name).read_text(encoding="utf-8") for name in pages.pages()}
