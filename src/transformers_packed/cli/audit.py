@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = audit_model(model, lengths=args.lengths, inputs=args.inputs, seed=args.seed)
         if hidden:
-            report.notes.append(f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited")
+            report.notes.append(
+                f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited"
+            )
         print(report.table())
         if args.json:
             args.json.write_text(report.to_json() + "\n", encoding="utf-8")
