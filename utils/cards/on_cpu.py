@@ -1,0 +1,158 @@
+"""Pages of figures of a CPU."""
+
+from card import CPU, PLANS, Card, fixed, percent, table
+
+
+def cpu_machine(results: dict, name: str) -> dict:
+    machine = results[name]["machine"]
+    return {"machine": f"{machine['cpu']}, {machine['cores']} cores", "versions": results[name]["versions"]}
+
+
+def cpu_step(results: dict) -> Card:
+    data = results["cpu_step.json"]
+    measured, tokens, lengths = data["results"], data["tokens"], data["lengths"]
+    rows = [
+        (
+            label,
+            f"{tokens[count]:,}",
+            f"{measured['median_seconds'][arm]:.2f}",
+            f"{measured['real_tokens_per_second'][arm]:.0f}",
+        )
+        for label, count, arm in (("padded, stock class", "padded", "padded"), ("packed, ours", "real", "packed"))
+    ]
+    config = data["model"]["config"]
+    return Card(
+        "A step on a CPU",
+        f"On one CPU thread packed rows train {measured['ratio']:.2f} x as fast as padded batches, where padding alone accounts for "
+        f"{tokens['padded'] / tokens['real']:.2f} x.",
+        [
+            table(("", "Computed tokens", "Seconds", "Real tokens/s"), rows),
+            f"""The same samples go through the same weights, forward and backward in float32, in batches of {lengths["batch_size"]}. Lengths are
+{lengths["distribution"]} with a mean of {lengths["mean"]} and at most {lengths["max"]:,} tokens. The model is Qwen3.5 with {config["num_hidden_layers"]} layers
+and a hidden size of {config["hidden_size"]}. The arms take turns.""",
+            """The torch form of the gated delta rule accounts for the rest of the ratio: it repeats no heads and avoids denormal
+numbers.""",
+            f"""The largest relative difference of a loss is {measured["largest_relative_loss_difference"]:.0e}. The ratio in the repeats was
+{", ".join(f"{ratio:.2f}" for ratio in measured["ratio_in_each_repeat"])}.""",
+        ],
+        ["cpu_step.json"],
+        **cpu_machine(results, "cpu_step.json"),
+        commands=[data["command"]],
+        committed=[CPU],
+        number=f"{measured['ratio']:.2f} x",
+        extra=[("Threads", str(data["machine"]["torch_threads"]))],
+    )
+
+
+PACKERS = {
+    "plan_packing": "`plan_packing`",
+    "plan_packing, 64 ranks": "`plan_packing` for 64 ranks",
+    "plain best-fit decreasing": "plain best-fit decreasing",
+    "trl.pack_dataset, bfd": 'TRL `pack_dataset(strategy="bfd")`',
+    "binpacking, windows of 1,000": "`binpacking`, windows of 1,000 lengths",
+}
+
+
+def planning(results: dict) -> Card:
+    data = results["packing.json"]
+    rows = [
+        (title, fixed(data["speed"][name]["seconds"], 2), percent(data["speed"][name]["fill"], 2))
+        for name, title in PACKERS.items()
+    ]
+    fills = [(name, percent(fill["plan_packing"], 2)) for name, fill in data["fill"].items()]
+    ours, huge = data["speed"]["plan_packing"], data["huge"]
+    faster = data["speed"]["trl.pack_dataset, bfd"]["seconds"] / ours["seconds"]
+    return Card(
+        "Planning packed rows",
+        f"`plan_packing` plans 1,000,000 documents in {ours['seconds']:.2f} s, {faster:.0f} x as fast as TRL, and fills "
+        f"{percent(ours['fill'], 2)} of the rows.",
+        [
+            table(("1,000,000 lengths, rows of 4,096 tokens", "Seconds", "Fill"), rows),
+            f"""Lengths: {data["lengths"]}. All packers run on one core. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
+Twinkle call it. TRL also copies the tokens, here one byte each.""",
+            f"""{huge["samples"]:,} lengths take {huge["seconds"]:.0f} s and {huge["peak_GiB"]} GiB. They give {huge["rows"]:,} rows, {percent(huge["fill"], 2)} full.""",
+            "## Fill by distribution",
+            "Each fill equals that of plain best-fit decreasing over all samples.",
+            table(("Lengths", "Fill"), fills),
+        ],
+        ["packing.json"],
+        **cpu_machine(results, "packing.json"),
+        commands=[data["command"]],
+        committed=[PLANS],
+        number=f"{ours['seconds']:.2f} s for 1,000,000 documents, {percent(ours['fill'], 2)} full",
+    )
+
+
+def balance(results: dict) -> Card:
+    data = results["packing.json"]["balance"]
+    rows = [
+        (
+            f"Qwen3.5 {name}",
+            percent(run["imbalance"], 1),
+            percent(run["imbalance without balance"], 1),
+            percent(run["imbalance of TRL's rows in random order"], 1),
+            f"{run['variance against samples in random order']:.1f}",
+            f"{run['variance of TRL' + chr(39) + 's rows against samples in random order']:.1f}",
+        )
+        for name, run in data.items()
+    ]
+    worst = max(run["imbalance"] for run in data.values())
+    theirs = max(run["imbalance of TRL's rows in random order"] for run in data.values())
+    return Card(
+        "Balance over ranks",
+        f"The slowest rank of a step computes at most {percent(worst, 1)} longer than the mean, against {percent(theirs, 1)} with TRL's "
+        "rows in random order.",
+        [
+            table(
+                (
+                    "Model, ranks",
+                    "Slowest rank, ours",
+                    "ours without balance",
+                    "TRL's rows shuffled",
+                    "Variance, ours",
+                    "Variance, TRL",
+                ),
+                rows,
+            ),
+            """*Slowest rank* is the time by the cost model of the slowest rank over the mean of its step, minus one. *Variance* is that of
+a step's mean document length, over the variance with samples in random order: 1 equals a random mix.""",
+            "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the costs; no model ran.",
+        ],
+        ["packing.json"],
+        **cpu_machine(results, "packing.json"),
+        commands=[results["packing.json"]["command"]],
+        committed=[PLANS],
+        number=f"at most {percent(worst, 1)} over the mean, TRL {percent(theirs, 1)}",
+    )
+
+
+def dataset_cost(results: dict) -> Card:
+    data = results["packing_data.json"]
+    measured = data["results"]
+    rows = [
+        (
+            title,
+            f"{measured[name]['reading_seconds']:.4f}",
+            f"{measured[name]['rows_seconds']:.4f}",
+            f"{measured[name]['microseconds_per_row']:.1f}",
+        )
+        for name, title in (("datasets.Dataset", "`datasets.Dataset`"), ("list", "list in memory"))
+    ]
+    arrow, stream = measured["datasets.Dataset"], measured["stream over a list"]
+    return Card(
+        "Cost of packing a dataset",
+        f"`PackingDataset` adds {percent(arrow['share_of_packing'], 1)} to the time of reading a `datasets.Dataset`; a stream is packed at "
+        f"{round(stream['samples_per_second'], -4):,} samples per second.",
+        [
+            table(("Source", "Reading samples, s", "Reading rows, s", "Microseconds per row"), rows),
+            f"""Both arms read the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens. A list hands out
+references, so its last column shows the cost of a row in itself.""",
+            f"""`IterablePackingDataset` over a list of {data["samples"]["stream"]:,} samples fills {percent(stream["fill"], 1)} of its rows with a buffer of
+{stream["buffer_size"]} open rows.""",
+        ],
+        ["packing_data.json"],
+        **cpu_machine(results, "packing_data.json"),
+        commands=[data["command"]],
+        committed=[PLANS],
+        number=f"{percent(arrow['share_of_packing'], 1)}; {round(stream['samples_per_second'], -4):,} samples/s from a stream",
+    )
