@@ -12,7 +12,7 @@ TOP = 112
 
 def main() -> None:
     picture = Picture(352, "Chunks of 64 tokens: masked products inside, a state from chunk to chunk, zero at each document's start")
-    picture.text(24, 42, "Chunks of 64, anew in each document", 25, font_weight="700")
+    picture.text(24, 42, "Chunks of 64, restarted in each document", 25, font_weight="700")
     x = MARGIN
     for n, length in enumerate(LENGTHS):
         color = DOCUMENTS[n]
@@ -33,7 +33,7 @@ def main() -> None:
             picture.text(x + side / 2, TOP + side + 28, str(tokens), 20, MUTED, text_anchor="middle")
             x += side + GAP
         middle = (start + x - GAP) / 2
-        words = f"document {n + 1}: {length} tokens"
+        words = f"document {n + 1} ({length})"
         picture.text(middle, 90, words, 20, color, text_anchor="middle", font_weight="600")
     legend(picture)
     picture.write(__file__)
