@@ -7,6 +7,7 @@ or patches is unknown to the next.
 """
 
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -143,6 +144,13 @@ def main(names: list[str]) -> None:
     import trl  # noqa: F401
     from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
 
+    import transformers_packed
+
+    # Imports the modules of all families.
+    with transformers_packed.registered():
+        pass
+    # Trainer collects garbage whenever it starts: let it not look at every object of the imported packages.
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
         files = Path(folder) / "files"

@@ -89,8 +89,8 @@ def wrong_with(words: list[str]) -> str | None:
 class PagesTest(unittest.TestCase):
     @parameterized.expand(WITH_PYTHON)
     def test_python_blocks_run(self, name):
-        failed = results()[name]["failed"]
-        self.assertFalse(failed, f"{name}:\n{failed}")
+        if failed := results()[name]["failed"]:
+            self.fail(f"{name}:\n{failed}")
 
     @parameterized.expand(PAGES)
     def test_commands_name_what_exists(self, name):
