@@ -11,7 +11,9 @@ TOP = 112
 
 
 def main() -> None:
-    picture = Picture(352, "Chunks of 64 tokens: masked products inside, a state from chunk to chunk, zero at each document's start")
+    picture = Picture(
+        352, "Chunks of 64 tokens: masked products inside, a state from chunk to chunk, zero at each document's start"
+    )
     picture.text(24, 42, "Chunks of 64, restarted in each document", 25, font_weight="700")
     x = MARGIN
     for n, length in enumerate(LENGTHS):

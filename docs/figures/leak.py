@@ -10,7 +10,9 @@ ROW, HEIGHT = 150, 36
 
 
 def main() -> None:
-    picture = Picture(396, "Stock layers carry window and state across document boundaries; transformers_packed restarts both")
+    picture = Picture(
+        396, "Stock layers carry window and state across document boundaries; transformers_packed restarts both"
+    )
     starts = [sum(LENGTHS[:n]) for n in range(len(LENGTHS))]
     end = edge(sum(LENGTHS)) - 5
 

@@ -26,7 +26,9 @@ class Picture:
             f'<rect x="1" y="1" width="{width - 2}" height="{height - 2}" rx="14" fill="#ffffff" stroke="{LINE}" stroke-width="2"/>',
         ]
 
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, radius: float = 5, **attributes) -> None:
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, radius: float = 5, **attributes
+    ) -> None:
         size = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
         self.parts.append(f'<rect {size} rx="{radius}" fill="{fill}"{_written(attributes)}/>')
 
