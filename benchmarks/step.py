@@ -13,6 +13,7 @@ repeated for seconds, as in a step, when the GPU's power limit lowers its clock.
 
     python benchmarks/step.py --models 0.8B 4B --tokens 16384 --output benchmarks/results/step.json
     python benchmarks/step.py --models 0.8B --tokens 16384 --arms ours --profile
+    python benchmarks/step.py --models 4B --arms ours ours+lora packed+varlen+liger+lora --output benchmarks/results/lora.json
     python benchmarks/step.py --plot benchmarks/results/step.json step.png
 """
 
@@ -87,7 +88,13 @@ ARMS = {
     "ours+graphs": ("ours", True, "sdpa", False, True),
     "ours padded": ("ours", False, "sdpa", False, True),
 }
-PACKAGES = ("flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "liger-kernel", "triton")
+# LoRA as Trainer runs it: float32 adapters of rank 16 on all linear layers, bfloat16 weights, autocast.
+ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", "ours+graphs")}
+LORA_LAYERS = (
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+PACKAGES = ("flash-linear-attention", "peft", "flash-qla", "tilelang", "causal-conv1d", "liger-kernel", "triton")
 # Kernels by name; the first that matches counts.
 GROUPS = {
     "gated delta rule": r"gdr|gdn|gated_delta|chunk_|kkt|wy_|cumsum|l2norm|prepare_h|group_reduce|decay",
@@ -221,6 +228,17 @@ def make_model(config: dict, arm: str, device: str):
         apply_liger_kernel_to_qwen3_5(model=model)
         # It also replaces the classes, which the other arms are made of.
         builtin.Qwen3_5RMSNorm, builtin.Qwen3_5MLP = originals
+    return with_lora(model) if "+lora" in arm else model
+
+
+def with_lora(model: torch.nn.Module) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS)))
+    for name, parameter in model.named_parameters():
+        # Products with zeros take less power, and the GPU's clock depends on it.
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 
@@ -253,11 +271,11 @@ class Arm:
     """A model with its batches; `step()` is forward and backward over all of them."""
 
     def __init__(self, name: str, config: dict, lengths: list[int], args):
-        self.name, self.targets = name, sum(lengths) - len(lengths)
+        self.name, self.targets, self.device = name, sum(lengths) - len(lengths), args.device
         self.model = make_model(config, name, args.device)
         if args.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        if name.endswith("+graphs"):
+        if "+graphs" in name:
             use_cuda_graphs(self.model, -(-sum(lengths) // 64) * 64)
         self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device)
         self.use_flash_qla = ARMS[name][4]
@@ -266,7 +284,8 @@ class Arm:
         self.model.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self.batches:
-            loss = self.model(**batch, num_items_in_batch=self.targets).loss
+            with torch.autocast(self.device, torch.bfloat16, enabled="+lora" in self.name):
+                loss = self.model(**batch, num_items_in_batch=self.targets).loss
             loss.backward()
             total = total + loss.detach()
         return total
@@ -311,7 +330,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
                 entry["seconds"] += [round(x, 5) for x in seconds]
                 if args.device == "cuda":
                     peak = torch.cuda.max_memory_allocated()
-                    if name.endswith("+graphs"):
+                    if "+graphs" in name:
                         # What graphs keep for their activations does not count as allocated.
                         torch.cuda.empty_cache()
                         peak += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -450,7 +469,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help="tokens of the row")
     parser.add_argument("--lengths", nargs="+", choices=("lognormal", "equal"), default=["lognormal"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[n for n in ARMS if n != "ours padded"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=[n for n in ARMS if n != "ours padded" and "+lora" not in n]
+    )
     parser.add_argument("--batch", type=int, default=8, help="rows of a padded batch")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of an arm in each round")

@@ -6,9 +6,6 @@ called normally, so adapters, hooks, sharding and quantization have the same eff
 
 import torch
 
-from ..ops.backends import triton
-from ..ops.linear import can_share_input, shared_input_linears
-
 
 # The attributes with a module's hooks, and torch's global hooks for all modules.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -23,8 +20,8 @@ def hooks_of(module: torch.nn.Module) -> list:
     return [hook for hooks in [*(state[name] for name in _HOOKS), *_GLOBAL_HOOKS] for hook in hooks.values()]
 
 
-def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
-    """Whether calling the module does exactly what one of `classes` does with plain parameters.
+def is_untouched(module: torch.nn.Module, *classes: type, parameters: tuple[type, ...] = _PLAIN) -> bool:
+    """Whether calling the module does exactly what one of `classes` does with `parameters` of these types.
 
     This is `False` for modules with hooks, a `forward` set on the instance (accelerate, tensor parallelism, kernels),
     a compiled call, another class (adapters, parametrizations, FSDP2, quantization) or parameters of another type.
@@ -40,7 +37,7 @@ def is_untouched(module: torch.nn.Module, *classes: type) -> bool:
         if hooks:
             return False
     for parameter in state["_parameters"].values():
-        if parameter is not None and type(parameter) not in _PLAIN:
+        if parameter is not None and type(parameter) not in parameters:
             return False
     return True
 
@@ -64,22 +61,3 @@ def is_sharded_linear(module: torch.nn.Module) -> bool:
         and len(state["_forward_hooks"]) == len(state["_forward_pre_hooks"]) == 1
         and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
     )
-
-
-def has_only_a_weight(module: torch.nn.Module) -> bool:
-    """Whether the module is a bare linear layer ([`is_bare_linear`]) without a bias."""
-    return is_bare_linear(module) and module.bias is None
-
-
-def weight_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """Return the layer's weight if the preceding op can compute this linear layer too, which saves GPU memory."""
-    return layer.weight if triton.on_gpu(hidden_states) and has_only_a_weight(layer) else None
-
-
-def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
-    if not torch.compiler.is_compiling() and all(map(has_only_a_weight, layers)):
-        weights = [layer.weight for layer in layers]
-        if can_share_input(hidden_states, weights):
-            return shared_input_linears(hidden_states, *weights)
-    return tuple(layer(hidden_states) for layer in layers)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
-from .linear import check_layer
+from .linear import Projection, apply_reference, as_projection, check_layer, flatten, verify_layer
 
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -17,7 +17,7 @@ _NAMES = {"silu": "swiglu", "sigmoid": "sigmoid_gate"}
 def glu(
     gate: torch.Tensor,
     hidden_states: torch.Tensor,
-    linear_weight: torch.Tensor | None = None,
+    linear_weight: torch.Tensor | Projection | None = None,
     *,
     activation: str = "silu",
     impl: str = "auto",
@@ -29,8 +29,9 @@ def glu(
             Projection for the gate, in any floating dtype.
         hidden_states (`torch.Tensor` of shape `[..., width]`):
             Projection that the gate multiplies, in any floating dtype.
-        linear_weight (`torch.Tensor` of shape `[out, width]`, *optional*):
-            Weight of a linear layer on the product. The backward then recomputes the product.
+        linear_weight (`torch.Tensor` of shape `[out, width]`, or [`Projection`], *optional*):
+            Weight of a linear layer on the product, or the layer with its adapters. The backward then recomputes the
+            product.
         activation (`str`, *optional*, defaults to `"silu"`):
             `"silu"` (SwiGLU) or `"sigmoid"` (the output gate of attention).
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -71,17 +72,19 @@ def glu(
 def _reference(gate, hidden_states, linear_weight, activation):
     if linear_weight is None:
         return hidden_states * _ACTIVATIONS[activation](gate)
-    return F.linear(glu(gate, hidden_states, activation=activation), linear_weight)
+    return apply_reference(glu(gate, hidden_states, activation=activation), linear_weight)
 
 
 def _triton(gate, hidden_states, linear_weight, activation):
     from .backends.triton.glu import GLU
 
-    return GLU.apply(gate, hidden_states, linear_weight, activation == "silu")
+    structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
+    return GLU.apply(gate, hidden_states, activation == "silu", structure, *tensors)
 
 
 def _verify_triton(gate, hidden_states, linear_weight, activation):
-    return triton.verify_gated(hidden_states, gate, linear_weight)
+    ok, reason = verify_layer(hidden_states, linear_weight)
+    return triton.verify_gated(hidden_states, gate) if ok else (ok, reason)
 
 
 IMPLEMENTATIONS = {

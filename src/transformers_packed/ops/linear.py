@@ -1,68 +1,453 @@
-"""Linear layers with a shared input, in one autograd function.
+"""Linear layers with a shared input and low-rank adapters (LoRA), in one autograd function.
 
-    y_i = x W_i^T          dx = sum_i dy_i W_i          dW_i = dy_i^T x
+    y_i = x W_i^T + b_i + sum_j s_ij (x A_ij^T) B_ij^T
 
-Separate layers each return a gradient of `x`, and autograd adds these gradients in extra kernels. Here, each matrix
-product accumulates into the result of the previous one.
+Separate layers each return a gradient of `x`, and autograd adds these gradients in extra kernels. Separate adapters read
+`x` and write an output each. Here, each matrix product accumulates into the result of the previous one:
+
+- The matrices with few rows, which are all `A_ij` and narrow `W_i`, form one stack. `x` times the stack is one product,
+  and so are the gradients of the stack.
+- An output starts as its adapters' product, and `x W_i^T` accumulates into it. The gradient of `x` starts as the product
+  with the stack, and all `dy_i W_i` accumulate into it.
+- `x` is saved once, and only if a weight or an adapter needs a gradient. Frozen weights get no gradient.
+
+All products run in one dtype: that of autocast, or else that of the weights. Adapters in float32 are cast, not `x`.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import is_transformed
+from .autograd import first_order
 from .backends import triton
+from .dispatch import Implementation, always, run
 
 
-def check_layer(width: int, weight: torch.Tensor) -> None:
-    """Raise an error if `weight` does not belong to a linear layer with `width` inputs."""
-    if weight.ndim != 2 or weight.shape[1] != width:
-        raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
+# Weights with at most this many rows join the stack. Their products take as long as reading `x`.
+_NARROW = 128
 
 
-def can_share_input(hidden_states: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether [`shared_input_linears`] can replace the layers and is faster.
-
-    It is not used on a CPU, where the saved additions hardly matter and the layers' order of additions is kept.
-    """
-    return triton.on_gpu(hidden_states) and not is_transformed() and triton.runs_uncast(hidden_states, *weights)
-
-
-def shared_input_linears(hidden_states: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Compute `hidden_states @ weight.T` for each weight.
+class Adapter(NamedTuple):
+    """A low-rank addition to a linear layer: `scale * (dropout(x) @ down.T @ up.T + bias)`.
 
     Args:
-        hidden_states (`torch.Tensor` of shape `[..., hidden]`):
+        down (`torch.Tensor` of shape `[rank, in]`):
+            First matrix, `lora_A` of PEFT.
+        up (`torch.Tensor` of shape `[out, rank]`):
+            Second matrix, `lora_B` of PEFT.
+        scale (`float`, *optional*, defaults to 1.0):
+            Factor of the addition.
+        dropout (`float`, *optional*, defaults to 0.0):
+            Probability of zeroing an element of the adapter's input. Must be less than 1.
+        bias (`torch.Tensor` of shape `[out]`, *optional*):
+            Bias of the second matrix.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float = 1.0
+    dropout: float = 0.0
+    bias: torch.Tensor | None = None
+
+
+class Projection(NamedTuple):
+    """The parameters of a linear layer.
+
+    Args:
+        weight (`torch.Tensor` of shape `[out, in]`, or [`QuantizedWeight`]):
+            Weight of the layer.
+        bias (`torch.Tensor` of shape `[out]`, *optional*):
+            Bias of the layer.
+        adapters (`tuple[Adapter, ...]`, *optional*):
+            Active adapters.
+    """
+
+    weight: Any
+    bias: torch.Tensor | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+
+class QuantizedWeight(NamedTuple):
+    """A frozen weight that is computed when a product needs it.
+
+    Args:
+        shape (`torch.Size`):
+            Shape of the weight, `[out, in]`.
+        dtype (`torch.dtype`):
+            Dtype of the products.
+        dequantize (`Callable[[], torch.Tensor]`):
+            Returns the weight `[out, in]` in any floating dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    dequantize: Any
+
+
+def as_projection(layer: torch.Tensor | Projection) -> Projection:
+    """Return the projection with only this weight, or the projection itself."""
+    return Projection(layer) if isinstance(layer, torch.Tensor) else layer
+
+
+def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
+    """Raise an error if `layer` does not belong to a linear layer with `width` inputs."""
+    weight, _, adapters = as_projection(layer)
+    if len(weight.shape) != 2 or weight.shape[1] != width:
+        raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
+    for down, up, _, dropout, _ in adapters:
+        if down.shape[1:] != (width,) or up.shape != (weight.shape[0], len(down)):
+            got = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            raise input_error(f"an adapter [rank, {width}] and [{weight.shape[0]}, rank]", got)
+        if not 0 <= dropout < 1:
+            raise input_error("a dropout from 0 to less than 1", dropout)
+
+
+def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.dtype | None:
+    """Return the dtype in which one function can compute this layer, or `None` if the layer has to be called.
+
+    The layer has to be called if it would fail, or if autocast would cast a weight that is trained: autocast casts such
+    a weight once for all its uses. A quantized weight has the dtype of its products.
+    """
+    weight, device = as_projection(layer).weight, hidden_states.device.type
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
+        return None if cast or hidden_states.dtype == torch.float64 else dtype
+    wider = hidden_states.dtype == torch.float32 and isinstance(weight, QuantizedWeight)
+    return dtype if hidden_states.dtype == dtype or wider else None
+
+
+def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
+    """Whether a kernel that computes `hidden_states` can apply this layer to them, if there is one."""
+    if layer is None or product_dtype(hidden_states, layer) == hidden_states.dtype:
+        return True, ""
+    return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
+
+
+def shared_input_linears(
+    hidden_states: torch.Tensor, *layers: torch.Tensor | Projection, impl: str = "auto"
+) -> tuple[torch.Tensor, ...]:
+    """Apply linear layers, with their adapters, to the same input.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[..., in]`):
             Shared input.
-        *weights (`torch.Tensor` of shape `[out, hidden]`):
-            Weights in the dtype of the input. `out` may differ between weights.
+        *layers (`torch.Tensor` of shape `[out, in]`, or [`Projection`]):
+            Weights, or projections with biases and adapters. `out` may differ between layers.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"fused"` (one autograd function, on a GPU) or `"reference"`.
 
     Returns:
         `tuple` of `torch.Tensor` of shape `[..., out]`.
+
+    Raises:
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
+    >>> adapter = Adapter(torch.ones(1, 2), torch.ones(3, 1), scale=10.0)
+    >>> y, z = shared_input_linears(torch.ones(1, 2), torch.ones(1, 2), Projection(torch.ones(3, 2), None, (adapter,)))
+    >>> y.tolist(), z.tolist()
+    ([[2.0]], [[22.0, 22.0, 22.0]])
+
+    ```
     """
-    return _SharedInputLinears.apply(hidden_states, *weights)
+    for layer in layers:
+        check_layer(hidden_states.shape[-1], layer)
+    projections = tuple(map(as_projection, layers))
+    name = "linear_lora" if any(projection.adapters for projection in projections) else "linear"
+    return run(name, impl, IMPLEMENTATIONS, hidden_states, *projections)
+
+
+def _reference(hidden_states, *projections):
+    return tuple(_apply(hidden_states, projection) for projection in projections)
+
+
+def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
+    """Apply one layer with PyTorch's own functions."""
+    return _apply(hidden_states, as_projection(layer))
+
+
+def _apply(hidden_states, projection):
+    weight, bias, adapters = projection
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize().to(weight.dtype)
+    y = F.linear(hidden_states, weight, bias)
+    for down, up, scale, dropout, bias in adapters:
+        x = F.dropout(hidden_states, dropout).to(y.dtype)
+        y = y + scale * F.linear(
+            F.linear(x, down.to(y.dtype)), up.to(y.dtype), None if bias is None else bias.to(y.dtype)
+        )
+    return y
+
+
+def _fused(hidden_states, *projections):
+    structure, tensors = flatten(projections)
+    return _SharedInputLinears.apply(hidden_states, structure, product_dtype(hidden_states, projections[0]), *tensors)
+
+
+def _verify_fused(hidden_states, *projections):
+    if not triton.on_gpu(hidden_states):
+        return False, "needs CUDA tensors"
+    dtypes = {product_dtype(hidden_states, projection) for projection in projections}
+    if len(dtypes) != 1 or None in dtypes:
+        return False, "needs one dtype for all products, and trained weights in it"
+    return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else (True, "")
+
+
+def flatten(projections: Sequence[Projection]) -> tuple[tuple, list[torch.Tensor | None]]:
+    """Split projections into a structure without differentiable tensors, and the tensors."""
+    structure, tensors = [], []
+    for weight, bias, adapters in projections:
+        quantized = weight if isinstance(weight, QuantizedWeight) else None
+        structure.append((quantized, tuple((adapter.scale, adapter.dropout) for adapter in adapters)))
+        tensors += [weight if quantized is None else None, bias]
+        for adapter in adapters:
+            tensors += [adapter.down, adapter.up, adapter.bias]
+    return tuple(structure), tensors
+
+
+def unflatten(structure: tuple, values: Sequence[Any]) -> list[Projection]:
+    """Return the projections of [`flatten`], or the same structure with other values in place of the tensors."""
+    values, projections = iter(values), []
+    for quantized, factors in structure:
+        weight, bias = next(values), next(values)
+        adapters = []
+        for scale, dropout in factors:
+            down, up, extra = next(values), next(values), next(values)
+            adapters.append(Adapter(down, up, scale, dropout, extra))
+        projections.append(Projection(weight if quantized is None else quantized, bias, tuple(adapters)))
+    return projections
+
+
+class Products:
+    """The products of layers with rows `[T, in]`, and their gradients, for use in autograd functions.
+
+    Args:
+        structure (`tuple`), tensors (`Sequence[torch.Tensor | None]`):
+            The layers, from [`flatten`].
+        dtype (`torch.dtype`):
+            Dtype of all products.
+    """
+
+    def __init__(self, structure: tuple, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype):
+        self.structure, self.tensors, self.dtype = structure, tensors, dtype
+        self.projections = unflatten(structure, tensors)
+        self.adapters = {(i, j): a for i, p in enumerate(self.projections) for j, a in enumerate(p.adapters)}
+        self.dropped = [at for at, adapter in self.adapters.items() if adapter.dropout]
+        # Columns of `low`: those of the stack, then one range for each adapter with dropout, whose inputs differ.
+        self.narrow: dict[int, slice] = {}
+        self.columns: dict[tuple[int, int], slice] = {}
+        self.width = 0
+        for i, (weight, _, _) in enumerate(self.projections):
+            if not isinstance(weight, QuantizedWeight) and weight.shape[0] <= _NARROW:
+                self.narrow[i] = self._range(weight.shape[0])
+        for at in (at for at in self.adapters if at not in self.dropped):
+            self.columns[at] = self._range(len(self.adapters[at].down))
+        self.stacked = self.width
+        for at in self.dropped:
+            self.columns[at] = self._range(len(self.adapters[at].down))
+
+    def _range(self, size: int) -> slice:
+        self.width += size
+        return slice(self.width - size, self.width)
+
+    def to_save(self) -> list[torch.Tensor | None]:
+        """Return what [`Products.restore`] needs in the backward."""
+        return [*self.kept, *self.tensors]
+
+    @classmethod
+    def restore(cls, structure: tuple, saved: Sequence[torch.Tensor | None], dtype: torch.dtype) -> "Products":
+        """Return the instance of the forward from its `to_save()`."""
+        kept = 3 + sum(len(factors) for _, factors in structure)
+        products = cls(structure, saved[kept:], dtype)
+        products.kept = saved[:kept]
+        return products
+
+    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
+        stack = low = seeds = None
+        ups = [adapter.up.to(self.dtype) for adapter in self.adapters.values()]
+        if self.width:
+            low = rows.new_empty(len(rows), self.width)
+        if self.stacked:
+            stack = rows.new_empty(self.stacked, rows.shape[1])
+            for i, columns in self.narrow.items():
+                stack[columns].copy_(self.projections[i].weight)
+            for at, columns in self.columns.items():
+                if columns.stop <= self.stacked:
+                    stack[columns].copy_(self.adapters[at].down)
+            torch.mm(rows, stack.t(), out=low[:, : self.stacked])
+        if self.dropped:
+            from .backends.triton.dropout import dropped
+
+            # Drawn on the device, so checkpointing and CUDA graphs restore them with the generator's state.
+            seeds = torch.randint(2**31 - 1, (len(self.dropped),), device=rows.device)
+            for at, seed in zip(self.dropped, seeds, strict=True):
+                adapter = self.adapters[at]
+                inputs = dropped(rows, seed, adapter.dropout)
+                torch.mm(inputs, adapter.down.to(self.dtype).t(), out=low[:, self.columns[at]])
+        self.kept = [stack, low, seeds, *ups]
+        return [self._output(i, rows) for i in range(len(self.projections))]
+
+    def _output(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        weight, bias, adapters = self.projections[i]
+        low, ups = self.kept[1], dict(zip(self.adapters, self.kept[3:], strict=True))
+        biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
+        biases = [x.to(self.dtype) for x in biases if x is not None]
+        start = sum(biases[1:], biases[0]) if biases else None
+        y = None
+        if i in self.narrow:
+            y = low[:, self.narrow[i]]
+            y = y.contiguous() if start is None else y + start
+        elif adapters and start is not None:
+            y = start.repeat(len(rows), 1)
+        for j, adapter in enumerate(adapters):
+            beta = 0 if y is None else 1
+            y = rows.new_empty(len(rows), weight.shape[0]) if y is None else y
+            y.addmm_(low[:, self.columns[i, j]], ups[i, j].t(), beta=beta, alpha=adapter.scale)
+        if i in self.narrow:
+            return y
+        weight = self._weight(i)
+        return F.linear(rows, weight, start) if y is None else y.addmm_(rows, weight.t())
+
+    def _weight(self, i: int) -> torch.Tensor:
+        weight = self.projections[i].weight
+        return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).to(self.dtype)
+
+    def input_gradient(self, gradients: Sequence[torch.Tensor | None], wanted: bool) -> torch.Tensor | None:
+        """Return the gradient of the rows if it is wanted. Prepares [`Products.parameter_gradients`].
+
+        Args:
+            gradients (`Sequence[torch.Tensor | None]` of shape `[T, out]`):
+                Gradient of each output.
+            wanted (`bool`):
+                Whether the rows need a gradient.
+        """
+        (stack, low, seeds, *ups), d_rows = self.kept, None
+        self.d_low = None if low is None else torch.empty_like(low)
+        for i, columns in self.narrow.items():
+            self.d_low[:, columns] = 0 if gradients[i] is None else gradients[i]
+        for at, up in zip(self.adapters, ups, strict=True):
+            columns, gradient = self.columns[at], gradients[at[0]]
+            if gradient is None:
+                self.d_low[:, columns] = 0
+            else:
+                self.d_low[:, columns].addmm_(gradient, up, beta=0, alpha=self.adapters[at].scale)
+        if not wanted:
+            return None
+        if stack is not None:
+            d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
+        for k, at in enumerate(self.dropped):
+            from .backends.triton.dropout import dropped
+
+            down, p = self.adapters[at].down.to(self.dtype), self.adapters[at].dropout
+            part = dropped(torch.mm(self.d_low[:, self.columns[at]], down), seeds[k], p)
+            d_rows = part if d_rows is None else d_rows.add_(part)
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and i not in self.narrow:
+                weight = self._weight(i)
+                d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
+        return d_rows
+
+    def parameter_gradients(
+        self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor | None, wanted: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the tensors of [`flatten`], after [`Products.input_gradient`].
+
+        Args:
+            gradients (`Sequence[torch.Tensor | None]` of shape `[T, out]`):
+                Gradient of each output.
+            rows (`torch.Tensor` of shape `[T, in]`, *optional*):
+                Rows of the forward. Needed if [`needs_rows`] is true.
+            wanted (`Sequence[bool]`):
+                Whether each tensor needs a gradient.
+        """
+        _, low, seeds, *_ = self.kept
+        d_stack = None
+        if self.stacked and rows is not None:
+            d_stack = product(self.d_low[:, : self.stacked].t(), rows, torch.float32)
+        wanted, found, scaled, scales = iter(wanted), [], [], []
+        for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
+            for_weight, for_bias = next(wanted), next(wanted)
+            if not for_weight or gradient is None:
+                found.append(None)
+            elif i in self.narrow:
+                found.append(d_stack[self.narrow[i]].to(weight.dtype))
+            else:
+                found.append(product(gradient.t(), rows, weight.dtype))
+            total = None
+            if gradient is not None and (for_bias or any(adapter.bias is not None for adapter in adapters)):
+                total = gradient.sum(0, dtype=torch.float32)
+            found.append(total.to(bias.dtype) if for_bias and total is not None else None)
+            for j, (down, up, scale, p, extra) in enumerate(adapters):
+                for_down, for_up, for_extra = next(wanted), next(wanted), next(wanted)
+                columns = self.columns[i, j]
+                d_down = d_up = d_extra = None
+                if gradient is not None and for_down and p:
+                    from .backends.triton.dropout import dropped
+
+                    inputs = dropped(rows, seeds[self.dropped.index((i, j))], p)
+                    d_down = product(self.d_low[:, columns].t(), inputs, down.dtype)
+                elif gradient is not None and for_down:
+                    d_down = d_stack[columns].to(down.dtype)
+                if gradient is not None and for_up:
+                    d_up = product(gradient.t(), low[:, columns], up.dtype)
+                    if scale != 1:
+                        scaled.append(d_up)
+                        scales.append(scale)
+                if total is not None and for_extra:
+                    d_extra = (total * scale).to(extra.dtype)
+                found += [d_down, d_up, d_extra]
+        if scaled:
+            torch._foreach_mul_(scaled, scales)
+        return found
+
+
+def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
+    """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input."""
+    return any(weight or any(a.down for a in adapters) for weight, _, adapters in unflatten(structure, wanted))
+
+
+def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `left @ right` in `dtype`, which is not rounded to the factors' dtype first on a GPU."""
+    if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
 
 
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, *weights):
-        ctx.save_for_backward(hidden_states, *weights)
+    def forward(ctx, hidden_states, structure, dtype, *tensors):
+        ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
+        products = Products(structure, tensors, dtype)
+        outputs = products.forward(rows)
+        kept = rows if needs_rows(structure, ctx.needs_input_grad[3:]) else None
+        ctx.save_for_backward(kept, *products.to_save())
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(hidden_states, weight) for weight in weights)
+        return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
+    @first_order("Call the layers one by one, as on a CPU.")
     def backward(ctx, *gradients):
-        hidden_states, *weights = ctx.saved_tensors
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        d_rows, d_weights = None, []
-        for gradient, weight, wanted in zip(gradients, weights, ctx.needs_input_grad[1:], strict=True):
-            if gradient is None:
-                d_weights.append(None)
-                continue
-            gradient = gradient.reshape(-1, weight.shape[0])
-            d_weights.append(torch.mm(gradient.t(), rows) if wanted else None)
-            if ctx.needs_input_grad[0]:
-                d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
-        return None if d_rows is None else d_rows.view(hidden_states.shape), *d_weights
+        rows, *saved = ctx.saved_tensors
+        products = Products.restore(ctx.structure, saved, ctx.dtype)
+        gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
+        found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[3:])
+        shape, dtype = ctx.like
+        return None if d_rows is None else d_rows.view(shape).to(dtype), None, None, *found
+
+
+IMPLEMENTATIONS = {
+    "fused": Implementation(_fused, _verify_fused),
+    "reference": Implementation(_reference, always),
+}

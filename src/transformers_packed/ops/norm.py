@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
-from .linear import check_layer
+from .linear import Projection, apply_reference, as_projection, check_layer, flatten, verify_layer
 
 
 def rms_norm(
@@ -64,7 +64,7 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     *,
-    linear_weight: torch.Tensor | None = None,
+    linear_weight: torch.Tensor | Projection | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Gated RMS norm over the last dimension, `x / sqrt(mean(x^2) + eps) * weight * silu(gate)`, and a linear layer.
@@ -78,8 +78,9 @@ def gated_rms_norm(
             Scale.
         eps (`float`, *optional*, defaults to 1e-6):
             Added to the mean square.
-        linear_weight (`torch.Tensor` of shape `[out, heads * width]`, *optional*):
-            Weight of a linear layer on the concatenated heads. The backward then recomputes the norm.
+        linear_weight (`torch.Tensor` of shape `[out, heads * width]`, or [`Projection`], *optional*):
+            Weight of a linear layer on the concatenated heads, or the layer with its adapters. The backward then
+            recomputes the norm.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (with a linear layer, the norm is not saved for the backward) or `"reference"`.
 
@@ -123,7 +124,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     if linear_weight is not None:
-        return F.linear(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
+        return apply_reference(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
     if residual is not None:
         hidden_states = residual + hidden_states
     x, dtype = widened(hidden_states), hidden_states.dtype
@@ -137,7 +138,8 @@ def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_w
 def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
     from .backends.triton.norm import RMSNorm
 
-    return RMSNorm.apply(hidden_states, weight, residual, gate, linear_weight, eps, offset)
+    structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
+    return RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, structure, *tensors)
 
 
 def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
@@ -145,7 +147,8 @@ def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, line
         return False, "supports float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:
         return False, f"supports widths up to 16384, not {hidden_states.shape[-1]}"
-    return triton.verify_gated(hidden_states, hidden_states if gate is None else gate, linear_weight)
+    ok, reason = verify_layer(hidden_states, linear_weight)
+    return triton.verify_gated(hidden_states, hidden_states if gate is None else gate) if ok else (ok, reason)
 
 
 IMPLEMENTATIONS = {

@@ -8,6 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from ...boundaries import SequenceBoundaries
 from ..inputs import without_packing
 from ..outputs import LanguageModelMixin
+from ..projections import project
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
     Qwen3NextDecoderLayer,
@@ -21,7 +22,6 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 from ..registry import PackedModelMixin, replaces_builtin
-from ..untouched import project
 from ..vision import features_of_tokens, packed_position_ids
 
 

@@ -20,8 +20,9 @@ from ..cuda_graphs import layers_as_graphs
 from ..inputs import PackingKwargs, check_causal, without_packing
 from ..outputs import LanguageModelMixin
 from ..padding import padded_batch
+from ..projections import project, projection_to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
-from ..untouched import is_untouched, project, weight_to_fuse
+from ..untouched import is_untouched
 from ..vision import features_of_tokens, packed_position_ids
 
 
@@ -103,9 +104,9 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         if cache_params is not None:
             cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        norm, weight = self.norm, weight_to_fuse(self.out_proj, output)
-        if weight is not None and is_untouched(norm, Qwen3_5MoeRMSNormGated):
-            return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=weight)
+        norm, layer = self.norm, projection_to_fuse(self.out_proj, output)
+        if layer is not None and is_untouched(norm, Qwen3_5MoeRMSNormGated):
+            return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=layer)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return self.out_proj(output)
 
@@ -155,9 +156,9 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        weight = weight_to_fuse(self.o_proj, output)
-        output = glu(gate, output, weight, activation="sigmoid")
-        return (self.o_proj(output) if weight is None else output), weights
+        layer = projection_to_fuse(self.o_proj, output)
+        output = glu(gate, output, layer, activation="sigmoid")
+        return (self.o_proj(output) if layer is None else output), weights
 
 
 @fast_path
@@ -181,9 +182,9 @@ class Qwen3_5MoeMLP(builtin.Qwen3_5MoeMLP):
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
-        weight = weight_to_fuse(self.down_proj, gate)
-        product = glu(gate, up, weight)
-        return self.down_proj(product) if weight is None else product
+        layer = projection_to_fuse(self.down_proj, gate)
+        product = glu(gate, up, layer)
+        return self.down_proj(product) if layer is None else product
 
 
 @fast_path

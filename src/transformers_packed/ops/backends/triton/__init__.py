@@ -33,24 +33,12 @@ def verify(tensor: torch.Tensor, *others) -> tuple[bool, str]:
     return not problem(), problem()
 
 
-def verify_gated(
-    hidden_states: torch.Tensor, gate: torch.Tensor, linear_weight: torch.Tensor | None = None
-) -> tuple[bool, str]:
-    """Whether a kernel supports a tensor and its gate, and fusion with a linear layer on the result."""
+def verify_gated(hidden_states: torch.Tensor, gate: torch.Tensor) -> tuple[bool, str]:
+    """Whether a kernel supports a tensor and its gate."""
     # An adapter on one of the two projections may return another dtype.
     if gate.dtype != hidden_states.dtype:
         return False, f"needs one dtype, not {hidden_states.dtype} and {gate.dtype}"
-    if linear_weight is not None and not runs_uncast(hidden_states, linear_weight):
-        return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
     return verify(hidden_states)
-
-
-def runs_uncast(hidden_states: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether linear layers with these weights take `hidden_states` without a cast, such as that of autocast."""
-    dtype, device = hidden_states.dtype, hidden_states.device.type
-    if any(weight.dtype != dtype for weight in weights):
-        return False
-    return not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) == dtype
 
 
 def ceil_div(a: int, b: int) -> int:

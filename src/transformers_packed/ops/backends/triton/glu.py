@@ -1,11 +1,11 @@
 """Elementwise products with an activation: `silu(gate) * up` of an MLP, and `x * sigmoid(gate)` after attention."""
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from ...autograd import first_order
+from ...linear import Products, needs_rows
 from . import ceil_div, on_its_device
 
 
@@ -50,32 +50,35 @@ def _gate_backward(
 class GLU(torch.autograd.Function):
     """`x * sigmoid(gate)`, or `x * silu(gate)` with `silu=True`, for tensors `[..., width]`.
 
-    The product may go through a linear layer with `weight` `[out, width]`. The backward then recomputes the product,
-    which is not saved.
+    The product may go through one linear layer, given by `structure` and `tensors` of [`flatten`]. The backward then
+    recomputes the product, which is not saved.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, gate, x, weight, silu: bool):
+    def forward(ctx, gate, x, silu: bool, structure: tuple, *tensors):
         gate, x = gate.contiguous(), x.contiguous()
-        ctx.save_for_backward(gate, x, weight)
-        ctx.silu = silu
+        ctx.silu, ctx.structure = silu, structure
         y = torch.empty_like(x)
         if y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
-        return y if weight is None else F.linear(y, weight)
+        products = Products(structure, tensors, x.dtype)
+        outputs = products.forward(y.view(-1, y.shape[-1]))
+        ctx.save_for_backward(gate, x, *products.to_save())
+        return outputs[0].view(*x.shape[:-1], -1) if outputs else y
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out):
-        gate, x, weight = ctx.saved_tensors
-        again = weight is not None and ctx.needs_input_grad[2]
-        if weight is not None:
-            d_out = d_out.reshape(-1, weight.shape[0])
-        dy = d_out.contiguous() if weight is None else torch.mm(d_out, weight)
+        gate, x, *saved = ctx.saved_tensors
+        products, wanted = Products.restore(ctx.structure, saved, x.dtype), ctx.needs_input_grad[4:]
+        again = needs_rows(ctx.structure, wanted)
+        d_outs = [d_out.reshape(-1, d_out.shape[-1])] if ctx.structure else []
+        dy = products.input_gradient(d_outs, True) if ctx.structure else d_out.contiguous()
         dgate, dx = torch.empty_like(gate), torch.empty_like(x)
         y = torch.empty_like(x) if again else None
         if x.numel():
             grid = (ceil_div(x.numel(), _BLOCK),)
             _gate_backward[grid](dy, gate, x, dgate, dx, y, x.numel(), ctx.silu, again, _BLOCK)
-        return dgate, dx, torch.mm(d_out.t(), y.reshape(-1, y.shape[-1])) if again else None, None
+        rows = y.view(-1, y.shape[-1]) if again else None
+        return dgate, dx, None, None, *products.parameter_gradients(d_outs, rows, wanted)

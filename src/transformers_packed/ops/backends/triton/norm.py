@@ -10,11 +10,11 @@ in registers, and a second sum adds their results. The order of additions is the
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from ...autograd import first_order
+from ...linear import Products, needs_rows
 from . import ceil_div, on_its_device
 
 
@@ -95,13 +95,14 @@ def _tile(width: int) -> dict[str, int]:
 class RMSNorm(torch.autograd.Function):
     """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
-    With a residual, it returns the norm and the sum. With a gate, the norm `[..., heads, width]` may go through a
-    linear layer with `linear_weight` `[out, heads * width]`. The norm is then not saved: the backward recomputes it.
+    With a residual, it returns the norm and the sum. With a gate, the norm `[..., heads, width]` may go through one
+    linear layer with `heads * width` inputs, given by `structure` and `tensors` of [`flatten`]. The norm is then not
+    saved: the backward recomputes it.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, residual, gate, linear_weight, eps: float, offset: float):
+    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, structure: tuple, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         x, residual, gate = (
@@ -119,21 +120,27 @@ class RMSNorm(torch.autograd.Function):
         ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
         grid = (ceil_div(rows, tile["ROWS"]),)
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **ctx.options)
-        ctx.save_for_backward(total, weight, gate, r, linear_weight)
-        if linear_weight is not None:
-            return F.linear(y.view(*ctx.shape[:-2], linear_weight.shape[1]), linear_weight)
-        return y if residual is None else (y, total)
+        ctx.structure, products = structure, Products(structure, tensors, y.dtype)
+        if not structure:
+            ctx.save_for_backward(total, weight, gate, r)
+            return y if residual is None else (y, total)
+        (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
+        ctx.save_for_backward(total, weight, gate, r, *products.to_save())
+        return output.view(*ctx.shape[:-2], -1)
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out, dsum=None):
-        x, weight, gate, r, linear_weight = ctx.saved_tensors
+        x, weight, gate, r, *saved = ctx.saved_tensors
         x = x.view(-1, x.shape[-1])
         rows, width = x.shape
-        again = linear_weight is not None and ctx.needs_input_grad[4]
-        if linear_weight is not None:
-            d_out = d_out.reshape(-1, linear_weight.shape[0])
-        dy = (d_out if linear_weight is None else torch.mm(d_out, linear_weight)).reshape(rows, width).contiguous()
+        d_outs, wanted, found = [d_out.reshape(-1, d_out.shape[-1])], ctx.needs_input_grad[7:], []
+        again = needs_rows(ctx.structure, wanted)
+        dy = d_out
+        if ctx.structure:
+            products = Products.restore(ctx.structure, saved, x.dtype)
+            dy = products.input_gradient(d_outs, True)
+        dy = dy.reshape(rows, width).contiguous()
         dsum = None if dsum is None else dsum.reshape(rows, width).contiguous()
         dx = torch.empty_like(x)
         dgate = None if gate is None else torch.empty_like(gate)
@@ -147,9 +154,11 @@ class RMSNorm(torch.autograd.Function):
         dx = dx.view(ctx.shape)
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
         dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_linear = torch.mm(d_out.t(), y.view(-1, linear_weight.shape[1])) if again else None
+        if ctx.structure:
+            y = y.view(-1, ctx.shape[-2:].numel()) if again else None
+            found = products.parameter_gradients(d_outs, y, wanted)
         dgate = None if gate is None else dgate.view(ctx.shape)
-        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, d_linear, None, None
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, *found
 
 
 @lru_cache

@@ -1,0 +1,65 @@
+"""Linear layers of a model as parameters for the fused ops, or as modules to call."""
+
+import torch
+
+from ..ops.backends import triton
+from ..ops.linear import Projection, QuantizedWeight, product_dtype, shared_input_linears
+from .lora import adapters_of, is_lora, reason_against
+from .untouched import is_bare_linear, is_untouched
+
+
+def projection_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
+    """Return the parameters that fully determine the output of this linear layer, or `None` if it has to be called.
+
+    The layer may have LoRA adapters of PEFT, and a base layer in 4 bit.
+    """
+    adapters, base = (), layer
+    if is_lora(layer):
+        if reason_against(layer):
+            return None
+        adapters, base = adapters_of(layer), layer.base_layer
+    weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
+    if weight is None:
+        return None
+    projection = Projection(weight, base.bias, adapters)
+    return projection if product_dtype(hidden_states, projection) else None
+
+
+def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
+    """Return the weight of a layer that bitsandbytes has quantized to 4 bit."""
+    if type(layer).__module__ != "bitsandbytes.nn.modules":
+        return None
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    if not is_untouched(layer, Linear4bit, parameters=(type(layer.weight), torch.nn.Parameter)):
+        return None
+    weight, state = layer.weight, layer.weight.quant_state
+    if state is None or layer.compute_dtype is None:
+        return None
+    return QuantizedWeight(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
+
+
+def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
+    """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
+    if torch.compiler.is_compiling() or not triton.on_gpu(hidden_states):
+        return None
+    projection = projection_of(layer, hidden_states)
+    if projection is None or product_dtype(hidden_states, projection) != hidden_states.dtype:
+        return None
+    return projection
+
+
+def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
+    outputs, groups = {}, {}
+    fuse = triton.on_gpu(hidden_states) and not torch.compiler.is_compiling()
+    for i, layer in enumerate(layers):
+        projection = projection_of(layer, hidden_states) if fuse else None
+        if projection is None:
+            outputs[i] = layer(hidden_states)
+        else:
+            groups.setdefault(product_dtype(hidden_states, projection), {})[i] = projection
+    for group in groups.values():
+        outputs |= zip(group, shared_input_linears(hidden_states, *group.values()), strict=True)
+    return tuple(outputs[i] for i in range(len(layers)))
