@@ -14,7 +14,7 @@ Separate layers each return a gradient of `x`, and autograd adds these gradients
 All products run in one dtype: that of autocast, or else that of the weights. Adapters in float32 are cast, not `x`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class QuantizedWeight(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    dequantize: Any
+    dequantize: Callable[[], torch.Tensor]
 
 
 def as_projection(layer: torch.Tensor | Projection) -> Projection:
@@ -188,9 +188,31 @@ def _apply(hidden_states, projection):
     return y
 
 
+class _Recipe(NamedTuple):
+    version: int
+    recompute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    source: torch.Tensor
+    weight: torch.Tensor
+
+
+def remember_recipe(result: torch.Tensor, recompute: Callable, source: torch.Tensor, weight: torch.Tensor) -> None:
+    """Note that `recompute(source, weight)` gives `result` again, so layers with this input need not save it.
+
+    `source` must be a tensor that another backward saves anyway.
+    """
+    result._recipe = _Recipe(result._version, recompute, source.detach(), weight)
+
+
 def _fused(hidden_states, *projections):
     structure, tensors = flatten(projections)
-    return _SharedInputLinears.apply(hidden_states, structure, product_dtype(hidden_states, projections[0]), *tensors)
+    recompute = source = weight = None
+    recipe = getattr(hidden_states, "_recipe", None)
+    # The gradient of a weight takes so long that saving its input is worth the memory.
+    frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
+    if frozen and recipe is not None and recipe.version == hidden_states._version:
+        _, recompute, source, weight = recipe
+    dtype = product_dtype(hidden_states, projections[0])
+    return _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
 
 
 def _verify_fused(hidden_states, *projections):
@@ -266,24 +288,19 @@ class Products:
     @classmethod
     def restore(cls, structure: tuple, saved: Sequence[torch.Tensor | None], dtype: torch.dtype) -> "Products":
         """Return the instance of the forward from its `to_save()`."""
-        kept = 3 + sum(len(factors) for _, factors in structure)
+        kept = 2 + sum(len(factors) for _, factors in structure)
         products = cls(structure, saved[kept:], dtype)
         products.kept = saved[:kept]
         return products
 
     def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
-        stack = low = seeds = None
+        low = seeds = None
         ups = [adapter.up.to(self.dtype) for adapter in self.adapters.values()]
         if self.width:
             low = rows.new_empty(len(rows), self.width)
         if self.stacked:
-            stack = rows.new_empty(self.stacked, rows.shape[1])
-            for i, columns in self.narrow.items():
-                stack[columns].copy_(self.projections[i].weight)
-            for at, columns in self.columns.items():
-                if columns.stop <= self.stacked:
-                    stack[columns].copy_(self.adapters[at].down)
+            stack = self._stack()
             torch.mm(rows, stack.t(), out=low[:, : self.stacked])
         if self.dropped:
             from .backends.triton.dropout import dropped
@@ -294,12 +311,12 @@ class Products:
                 adapter = self.adapters[at]
                 inputs = dropped(rows, seed, adapter.dropout)
                 torch.mm(inputs, adapter.down.to(self.dtype).t(), out=low[:, self.columns[at]])
-        self.kept = [stack, low, seeds, *ups]
-        return [self._output(i, rows) for i in range(len(self.projections))]
+        self.kept = [low if ups else None, seeds, *ups]
+        return [self._output(i, rows, low) for i in range(len(self.projections))]
 
-    def _output(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+    def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         weight, bias, adapters = self.projections[i]
-        low, ups = self.kept[1], dict(zip(self.adapters, self.kept[3:], strict=True))
+        ups = dict(zip(self.adapters, self.kept[2:], strict=True))
         biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
         biases = [x.to(self.dtype) for x in biases if x is not None]
         start = sum(biases[1:], biases[0]) if biases else None
@@ -318,6 +335,17 @@ class Products:
         weight = self._weight(i)
         return F.linear(rows, weight, start) if y is None else y.addmm_(rows, weight.t())
 
+    def _stack(self) -> torch.Tensor:
+        """Return the rows of the stack `[stacked, in]`, without a copy of a single block in the right dtype."""
+        blocks = [self.projections[i].weight for i in self.narrow]
+        blocks += [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
+        if len(blocks) == 1:
+            return blocks[0].to(self.dtype)
+        stack = blocks[0].new_empty(self.stacked, blocks[0].shape[1], dtype=self.dtype)
+        for part, block in zip(stack.split([len(block) for block in blocks]), blocks, strict=True):
+            part.copy_(block)
+        return stack
+
     def _weight(self, i: int) -> torch.Tensor:
         weight = self.projections[i].weight
         return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).to(self.dtype)
@@ -331,8 +359,9 @@ class Products:
             wanted (`bool`):
                 Whether the rows need a gradient.
         """
-        (stack, low, seeds, *ups), d_rows = self.kept, None
-        self.d_low = None if low is None else torch.empty_like(low)
+        (_, seeds, *ups), d_rows = self.kept, None
+        like = next(gradient for gradient in gradients if gradient is not None)
+        self.d_low = like.new_empty(len(like), self.width)
         for i, columns in self.narrow.items():
             self.d_low[:, columns] = 0 if gradients[i] is None else gradients[i]
         for at, up in zip(self.adapters, ups, strict=True):
@@ -343,8 +372,8 @@ class Products:
                 self.d_low[:, columns].addmm_(gradient, up, beta=0, alpha=self.adapters[at].scale)
         if not wanted:
             return None
-        if stack is not None:
-            d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
+        if self.stacked:
+            d_rows = torch.mm(self.d_low[:, : self.stacked], self._stack())
         for k, at in enumerate(self.dropped):
             from .backends.triton.dropout import dropped
 
@@ -370,7 +399,7 @@ class Products:
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
         """
-        _, low, seeds, *_ = self.kept
+        low, seeds, *_ = self.kept
         d_stack = None
         if self.stacked and rows is not None:
             d_stack = product(self.d_low[:, : self.stacked].t(), rows, torch.float32)
@@ -425,26 +454,33 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
 
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, structure, dtype, *tensors):
+    def forward(ctx, hidden_states, structure, dtype, recompute, source, weight, *tensors):
         ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
         products = Products(structure, tensors, dtype)
         outputs = products.forward(rows)
-        kept = rows if needs_rows(structure, ctx.needs_input_grad[3:]) else None
-        ctx.save_for_backward(kept, *products.to_save())
+        ctx.recompute = recompute
+        if not needs_rows(structure, ctx.needs_input_grad[6:]):
+            ctx.recompute = source = weight = None
+        elif recompute is None:
+            source = rows
+        ctx.save_for_backward(source, weight, *products.to_save())
         ctx.set_materialize_grads(False)
         return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]) for y in outputs)
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU.")
     def backward(ctx, *gradients):
-        rows, *saved = ctx.saved_tensors
+        rows, weight, *saved = ctx.saved_tensors
+        if ctx.recompute is not None:
+            rows = ctx.recompute(rows, weight)
+            rows = rows.view(-1, rows.shape[-1]).to(ctx.dtype)
         products = Products.restore(ctx.structure, saved, ctx.dtype)
         gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
         d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
-        found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[3:])
+        found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[6:])
         shape, dtype = ctx.like
-        return None if d_rows is None else d_rows.view(shape).to(dtype), None, None, *found
+        return None if d_rows is None else d_rows.view(shape).to(dtype), *[None] * 5, *found
 
 
 IMPLEMENTATIONS = {

@@ -1,12 +1,14 @@
 """RMS norm, optionally with a residual addition before it, or with a gate and a linear layer after it."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
-from .linear import Projection, apply_reference, as_projection, check_layer, flatten, verify_layer
+from .linear import Projection, apply_reference, as_projection, check_layer, flatten, remember_recipe, verify_layer
 
 
 def rms_norm(
@@ -136,10 +138,14 @@ def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_w
 
 
 def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
-    from .backends.triton.norm import RMSNorm
+    from .backends.triton.norm import RMSNorm, normed_again
 
     structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
-    return RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, structure, *tensors)
+    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, structure, *tensors)
+    if gate is None and not torch.compiler.is_compiling():
+        normed, total = (result, hidden_states) if residual is None else result
+        remember_recipe(normed, partial(normed_again, eps=eps, offset=offset), total, weight)
+    return result
 
 
 def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):

@@ -120,7 +120,7 @@ def _convolution_backward(
     x_ptr, stride, weight_ptr, position_ptr, halo_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, dhalo_ptr,
     length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr, HALO: tl.constexpr,
+    TOKENS: tl.constexpr, HALO: tl.constexpr, TRAINED: tl.constexpr,
 ):  # fmt: skip
     heads: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
     head = tl.program_id(0) % heads
@@ -170,10 +170,11 @@ def _convolution_backward(
         dx2 = w3 * _reaches(da, position, 3, W)
         # The first three steps belong to the next run.
         if step >= 3:
-            dw0 += da * x0
-            dw1 += da * seen1
-            dw2 += da * seen2
-            dw3 += da * seen3
+            if TRAINED:
+                dw0 += da * x0
+                dw1 += da * seen1
+                dw2 += da * seen2
+                dw3 += da * seen3
             at = token[:, None] * channels + column[None, :]
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(token < length)[:, None])
         x0 = x1
@@ -192,14 +193,15 @@ def _convolution_backward(
             tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=first)
         if W > 3:
             tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=first)
-    at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
-    tl.store(at, tl.sum(dw0, 0))
-    if W > 1:
-        tl.store(at - 1, tl.sum(dw1, 0))
-    if W > 2:
-        tl.store(at - 2, tl.sum(dw2, 0))
-    if W > 3:
-        tl.store(at - 3, tl.sum(dw3, 0))
+    if TRAINED:
+        at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
+        tl.store(at, tl.sum(dw0, 0))
+        if W > 1:
+            tl.store(at - 1, tl.sum(dw1, 0))
+        if W > 2:
+            tl.store(at - 2, tl.sum(dw2, 0))
+        if W > 3:
+            tl.store(at - 3, tl.sum(dw3, 0))
 
 
 class CausalConv1dQKV(torch.autograd.Function):
@@ -236,10 +238,12 @@ class CausalConv1dQKV(torch.autograd.Function):
         dx = x.new_empty(x.shape)
         dhalo = None if halo is None else torch.empty_like(halo)
         programs = ceil_div(len(x), runs * tokens)
-        dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32)
+        trained = ctx.needs_input_grad[1]
+        dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32) if trained else None
         grid = ((2 * key_heads + value_heads) * programs,)
         _convolution_backward[grid](
             x, x.stride(0), weight, position, halo, dq, dk, dv, dx, dweight, dhalo, len(x), ctx.eps, *ctx.sizes,
-            num_warps=runs,
+            trained, num_warps=runs,
         )  # fmt: skip
-        return dx, dweight.sum(0).to(weight.dtype), None, None, None, None, None, dhalo
+        dweight = dweight.sum(0).to(weight.dtype) if trained else None
+        return dx, dweight, None, None, None, None, None, dhalo

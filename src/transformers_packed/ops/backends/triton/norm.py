@@ -51,8 +51,8 @@ def _norm_forward(
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _norm_backward(
     dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, y_ptr, rows, width, tiles,
-    AGAIN: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    AGAIN: tl.constexpr, TRAINED: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
@@ -77,13 +77,15 @@ def _norm_backward(
                 y = normed * weight[None, :] * gate * sigmoid
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
             dy = dy * gate * sigmoid
-        dweight += dy * normed
+        if TRAINED:
+            dweight += dy * normed
         dnormed = dy * weight[None, :]
         dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
         if RESIDUAL:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0), mask=column < width)
+    if TRAINED:
+        tl.store(dweight_ptr + program * width + column, tl.sum(dweight, 0), mask=column < width)
 
 
 @lru_cache
@@ -126,7 +128,7 @@ class RMSNorm(torch.autograd.Function):
             return y if residual is None else (y, total)
         (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
         ctx.save_for_backward(total, weight, gate, r, *products.to_save())
-        return output.view(*ctx.shape[:-2], -1)
+        return output.view(*ctx.shape[:-2], output.shape[-1])
 
     @staticmethod
     @first_order()
@@ -147,18 +149,31 @@ class RMSNorm(torch.autograd.Function):
         y = torch.empty_like(x) if again else None
         tiles = ceil_div(rows, ctx.options["ROWS"])
         programs = programs_for(tiles, x.device)
-        dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        trained = ctx.needs_input_grad[1]
+        dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device) if trained else None
         _norm_backward[(programs,)](
-            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, **ctx.options
+            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, trained, **ctx.options
         )
         dx = dx.view(ctx.shape)
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
-        dweight = dweight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dweight = dweight.sum(0).to(weight.dtype) if trained else None
         if ctx.structure:
             y = y.view(-1, ctx.shape[-2:].numel()) if again else None
             found = products.parameter_gradients(d_outs, y, wanted)
         dgate = None if gate is None else dgate.view(ctx.shape)
         return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, *found
+
+
+@on_its_device
+def normed_again(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """Return the norm of [`RMSNorm`] without a gate once more, given `x` or the sum with the residual."""
+    x = x.contiguous()
+    y, rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _tile(x.shape[-1])
+    r = torch.empty(rows, dtype=torch.float32, device=x.device)
+    options = {"OFFSET": offset, "RESIDUAL": False, "GATE": False} | tile
+    grid = (ceil_div(rows, tile["ROWS"]),)
+    _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, x.shape[-1], eps, **options)
+    return y
 
 
 @lru_cache
