@@ -288,15 +288,19 @@ class Products:
     @classmethod
     def restore(cls, structure: tuple, saved: Sequence[torch.Tensor | None], dtype: torch.dtype) -> "Products":
         """Return the instance of the forward from its `to_save()`."""
-        kept = 2 + sum(len(factors) for _, factors in structure)
+        kept = 3 + sum(len(factors) for _, factors in structure)
         products = cls(structure, saved[kept:], dtype)
         products.kept = saved[:kept]
         return products
 
     def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
-        low = seeds = None
-        ups = [adapter.up.to(self.dtype) for adapter in self.adapters.values()]
+        stack = low = seeds = None
+        ups = [adapter.up for adapter in self.adapters.values()]
+        if any(up.dtype != self.dtype for up in ups):
+            copies = [torch.empty_like(up, dtype=self.dtype) for up in ups]
+            torch._foreach_copy_(copies, ups)
+            ups = copies
         if self.width:
             low = rows.new_empty(len(rows), self.width)
         if self.stacked:
@@ -311,39 +315,48 @@ class Products:
                 adapter = self.adapters[at]
                 inputs = dropped(rows, seed, adapter.dropout)
                 torch.mm(inputs, adapter.down.to(self.dtype).t(), out=low[:, self.columns[at]])
-        self.kept = [low if ups else None, seeds, *ups]
+        # A stack of one block is a weight that is saved anyway.
+        stacked = len(self.narrow) + len(ups) - len(self.dropped)
+        self.kept = [stack if stacked > 1 else None, low if ups else None, seeds, *ups]
         return [self._output(i, rows, low) for i in range(len(self.projections))]
 
     def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         weight, bias, adapters = self.projections[i]
-        ups = dict(zip(self.adapters, self.kept[2:], strict=True))
+        ups = dict(zip(self.adapters, self.kept[3:], strict=True))
         biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
         biases = [x.to(self.dtype) for x in biases if x is not None]
         start = sum(biases[1:], biases[0]) if biases else None
-        y = None
-        if i in self.narrow:
-            y = low[:, self.narrow[i]]
-            y = y.contiguous() if start is None else y + start
-        elif adapters and start is not None:
-            y = start.repeat(len(rows), 1)
+        y = low[:, self.narrow[i]] if i in self.narrow else None
+        if start is not None:
+            y = start.expand(len(rows), -1) if y is None else y + start
         for j, adapter in enumerate(adapters):
-            beta = 0 if y is None else 1
-            y = rows.new_empty(len(rows), weight.shape[0]) if y is None else y
-            y.addmm_(low[:, self.columns[i, j]], ups[i, j].t(), beta=beta, alpha=adapter.scale)
+            factors = low[:, self.columns[i, j]], ups[i, j].t()
+            if j == 0:
+                y = (
+                    torch.addmm(y, *factors, alpha=adapter.scale)
+                    if y is not None
+                    else product(*factors, adapter.scale)
+                )
+            else:
+                y.addmm_(*factors, alpha=adapter.scale)
         if i in self.narrow:
-            return y
+            return y.contiguous()
         weight = self._weight(i)
-        return F.linear(rows, weight, start) if y is None else y.addmm_(rows, weight.t())
+        return y.addmm_(rows, weight.t()) if adapters else F.linear(rows, weight, start)
 
     def _stack(self) -> torch.Tensor:
         """Return the rows of the stack `[stacked, in]`, without a copy of a single block in the right dtype."""
-        blocks = [self.projections[i].weight for i in self.narrow]
-        blocks += [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
+        weights = [self.projections[i].weight for i in self.narrow]
+        downs = [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
+        blocks = weights + downs
         if len(blocks) == 1:
             return blocks[0].to(self.dtype)
         stack = blocks[0].new_empty(self.stacked, blocks[0].shape[1], dtype=self.dtype)
-        for part, block in zip(stack.split([len(block) for block in blocks]), blocks, strict=True):
-            part.copy_(block)
+        parts = stack.split([len(block) for block in blocks])
+        # One kernel for each call whose blocks have the same dtype.
+        for some, to in ((weights, parts[: len(weights)]), (downs, parts[len(weights) :])):
+            if some:
+                torch._foreach_copy_(to, some)
         return stack
 
     def _weight(self, i: int) -> torch.Tensor:
@@ -359,7 +372,7 @@ class Products:
             wanted (`bool`):
                 Whether the rows need a gradient.
         """
-        (_, seeds, *ups), d_rows = self.kept, None
+        (stack, _, seeds, *ups), d_rows = self.kept, None
         like = next(gradient for gradient in gradients if gradient is not None)
         self.d_low = like.new_empty(len(like), self.width)
         for i, columns in self.narrow.items():
@@ -373,7 +386,8 @@ class Products:
         if not wanted:
             return None
         if self.stacked:
-            d_rows = torch.mm(self.d_low[:, : self.stacked], self._stack())
+            stack = self._stack() if stack is None else stack
+            d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
         for k, at in enumerate(self.dropped):
             from .backends.triton.dropout import dropped
 
@@ -399,11 +413,11 @@ class Products:
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
         """
-        low, seeds, *_ = self.kept
+        _, low, seeds, *_ = self.kept
         d_stack = None
         if self.stacked and rows is not None:
-            d_stack = product(self.d_low[:, : self.stacked].t(), rows, torch.float32)
-        wanted, found, scaled, scales = iter(wanted), [], [], []
+            d_stack = product(self.d_low[:, : self.stacked].t(), rows, dtype=torch.float32)
+        wanted, found = iter(wanted), []
         for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
             for_weight, for_bias = next(wanted), next(wanted)
             if not for_weight or gradient is None:
@@ -411,7 +425,7 @@ class Products:
             elif i in self.narrow:
                 found.append(d_stack[self.narrow[i]].to(weight.dtype))
             else:
-                found.append(product(gradient.t(), rows, weight.dtype))
+                found.append(product(gradient.t(), rows, dtype=weight.dtype))
             total = None
             if gradient is not None and (for_bias or any(adapter.bias is not None for adapter in adapters)):
                 total = gradient.sum(0, dtype=torch.float32)
@@ -424,19 +438,14 @@ class Products:
                     from .backends.triton.dropout import dropped
 
                     inputs = dropped(rows, seeds[self.dropped.index((i, j))], p)
-                    d_down = product(self.d_low[:, columns].t(), inputs, down.dtype)
+                    d_down = product(self.d_low[:, columns].t(), inputs, dtype=down.dtype)
                 elif gradient is not None and for_down:
                     d_down = d_stack[columns].to(down.dtype)
                 if gradient is not None and for_up:
-                    d_up = product(gradient.t(), low[:, columns], up.dtype)
-                    if scale != 1:
-                        scaled.append(d_up)
-                        scales.append(scale)
+                    d_up = product(gradient.t(), low[:, columns], scale, up.dtype)
                 if total is not None and for_extra:
                     d_extra = (total * scale).to(extra.dtype)
                 found += [d_down, d_up, d_extra]
-        if scaled:
-            torch._foreach_mul_(scaled, scales)
         return found
 
 
@@ -445,11 +454,15 @@ def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
     return any(weight or any(a.down for a in adapters) for weight, _, adapters in unflatten(structure, wanted))
 
 
-def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `left @ right` in `dtype`, which is not rounded to the factors' dtype first on a GPU."""
+def product(
+    left: torch.Tensor, right: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return `scale * left @ right` in `dtype`. On a GPU, float32 results are not rounded to the factors' dtype first."""
+    like = left.new_empty(left.shape[0], right.shape[1])
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left, right).to(dtype)
+        like = like.new_empty(like.shape, dtype=dtype)
+        return torch.addmm(like, left, right, beta=0, alpha=scale, out_dtype=dtype, out=like)
+    return like.addmm_(left, right, beta=0, alpha=scale).to(dtype or left.dtype)
 
 
 class _SharedInputLinears(torch.autograd.Function):

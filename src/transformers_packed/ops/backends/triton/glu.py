@@ -75,7 +75,8 @@ class GLU(torch.autograd.Function):
         again = needs_rows(ctx.structure, wanted)
         d_outs = [d_out.reshape(-1, d_out.shape[-1])] if ctx.structure else []
         dy = products.input_gradient(d_outs, True) if ctx.structure else d_out.contiguous()
-        dgate, dx = torch.empty_like(gate), torch.empty_like(x)
+        # The kernel reads an element of `dy` before it writes the same element of `dx`.
+        dgate, dx = torch.empty_like(gate), dy.view(x.shape) if ctx.structure else torch.empty_like(x)
         y = torch.empty_like(x) if again else None
         if x.numel():
             grid = (ceil_div(x.numel(), _BLOCK),)
