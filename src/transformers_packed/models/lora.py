@@ -1,8 +1,8 @@
 """Read the parameters of PEFT's LoRA layers, so that a fused op computes what these layers would compute.
 
 PEFT keeps the adapters, their configuration, loading, saving and merging. Only the forward of a plain LoRA layer is
-replaced. Everything else runs PEFT's own forward: other variants such as DoRA, other tuners, hooks, and layers that
-[`reason_against`] names.
+replaced. Everything else runs PEFT's own forward: variants such as DoRA, other tuners, and layers with hooks.
+[`adapters_of`] gives the reason.
 """
 
 import sys
@@ -24,41 +24,35 @@ def is_lora(layer: torch.nn.Module) -> bool:
     return base is not None and isinstance(layer, base)
 
 
-def reason_against(layer: torch.nn.Module) -> str:
-    """Return the reason why this LoRA layer runs PEFT's own forward, or an empty string."""
-    classes = [_class("lora.layer", "Linear"), _class("lora.bnb", "Linear4bit")]
+def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
+    """Return the active adapters of a LoRA layer, or the reason why this layer runs PEFT's own forward."""
+    classes = _class("lora.layer", "Linear"), _class("lora.bnb", "Linear4bit")
     if type(layer) not in classes:
         return f"it is a {type(layer).__name__}"
+    # This runs hundreds of times per step. Attributes of a module are slower than its dictionaries.
     if not is_untouched(layer, *classes):
         return "it is hooked, wrapped or compiled"
-    if getattr(layer, "fan_in_fan_out", False) or not layer.cast_input_dtype_enabled:
+    state = vars(layer)
+    if state.get("fan_in_fan_out") or not state["cast_input_dtype_enabled"]:
         return "its weight is transposed, or its input is not cast"
-    if layer.disable_adapters:
-        return "its merged adapters have to be unmerged" if layer.merged else ""
-    if layer.merged:
-        return ""
-    for name in _active(layer):
-        if name in layer.lora_variant:
-            return f"adapter {name} is a {type(layer.lora_variant[name]).__name__}"
-        down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)) or down.bias is not None:
-            return f"adapter {name} is hooked, wrapped or not linear"
-        if not is_untouched(dropout, torch.nn.Dropout, torch.nn.Identity) or getattr(dropout, "p", 0) == 1:
-            return f"adapter {name} has a {type(dropout).__name__} of its own kind"
-    return ""
-
-
-def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...]:
-    """Return the active adapters of a LoRA layer that [`reason_against`] accepts."""
-    if layer.disable_adapters or layer.merged:
-        return ()
+    if state["merged_adapters"] or state["_disable_adapters"]:
+        both = state["merged_adapters"] and state["_disable_adapters"]
+        return "its merged adapters have to be unmerged" if both else ()
+    downs, ups, dropouts = (state["_modules"][name]._modules for name in ("lora_A", "lora_B", "lora_dropout"))
     found = []
-    for name in _active(layer):
-        down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        p = dropout.p if dropout.training and isinstance(dropout, torch.nn.Dropout) else 0.0
-        found.append(Adapter(down.weight, up.weight, layer.scaling[name], p, up.bias))
+    for name in layer.active_adapters:
+        if name not in downs:
+            continue
+        if name in state["lora_variant"]:
+            return f"adapter {name} is a {type(state['lora_variant'][name]).__name__}"
+        down, up, dropout = downs[name], ups[name], dropouts[name]
+        if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)):
+            return f"adapter {name} is hooked, wrapped or not linear"
+        if not is_untouched(dropout, torch.nn.Dropout, torch.nn.Identity):
+            return f"adapter {name} has a dropout that is hooked, wrapped or of another kind"
+        p = dropout.p if dropout.training and type(dropout) is torch.nn.Dropout else 0.0
+        down, (up, bias) = down._parameters, (up._parameters[key] for key in ("weight", "bias"))
+        if down["bias"] is not None or p == 1:
+            return f"adapter {name} has a bias before its second layer, or drops everything"
+        found.append(Adapter(down["weight"], up, state["scaling"][name], p, bias))
     return tuple(found)
-
-
-def _active(layer: torch.nn.Module) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]

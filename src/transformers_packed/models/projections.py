@@ -4,25 +4,28 @@ import torch
 
 from ..ops.backends import triton
 from ..ops.linear import Projection, QuantizedWeight, product_dtype, shared_input_linears
-from .lora import adapters_of, is_lora, reason_against
+from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
 
 
-def projection_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
-    """Return the parameters that fully determine the output of this linear layer, or `None` if it has to be called.
+def projection_of(
+    layer: torch.nn.Module, hidden_states: torch.Tensor
+) -> tuple[Projection, torch.dtype] | tuple[None, None]:
+    """Return the parameters that fully determine the output of this linear layer, and the dtype of its products.
 
-    The layer may have LoRA adapters of PEFT, and a base layer in 4 bit.
+    The layer may have LoRA adapters of PEFT, and a base layer in 4 bit. If it has to be called, both are `None`.
     """
-    adapters, base = (), layer
+    adapters, base, none = (), layer, (None, None)
     if is_lora(layer):
-        if reason_against(layer):
-            return None
         adapters, base = adapters_of(layer), layer.base_layer
+        if isinstance(adapters, str):
+            return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     if weight is None:
-        return None
+        return none
     projection = Projection(weight, base.bias, adapters)
-    return projection if product_dtype(hidden_states, projection) else None
+    dtype = product_dtype(hidden_states, projection)
+    return (projection, dtype) if dtype else none
 
 
 def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
@@ -44,10 +47,8 @@ def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> P
     """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
     if torch.compiler.is_compiling() or not triton.on_gpu(hidden_states):
         return None
-    projection = projection_of(layer, hidden_states)
-    if projection is None or product_dtype(hidden_states, projection) != hidden_states.dtype:
-        return None
-    return projection
+    projection, dtype = projection_of(layer, hidden_states)
+    return projection if dtype == hidden_states.dtype else None
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
@@ -55,11 +56,11 @@ def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torc
     outputs, groups = {}, {}
     fuse = triton.on_gpu(hidden_states) and not torch.compiler.is_compiling()
     for i, layer in enumerate(layers):
-        projection = projection_of(layer, hidden_states) if fuse else None
+        projection, dtype = projection_of(layer, hidden_states) if fuse else (None, None)
         if projection is None:
             outputs[i] = layer(hidden_states)
         else:
-            groups.setdefault(product_dtype(hidden_states, projection), {})[i] = projection
+            groups.setdefault(dtype, {})[i] = projection
     for group in groups.values():
         outputs |= zip(group, shared_input_linears(hidden_states, *group.values()), strict=True)
     return tuple(outputs[i] for i in range(len(layers)))

@@ -451,7 +451,13 @@ class Products:
 
 def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
     """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input."""
-    return any(weight or any(a.down for a in adapters) for weight, _, adapters in unflatten(structure, wanted))
+    at = 0
+    for _, factors in structure:
+        # The weight, and the first matrix of each adapter.
+        if wanted[at] or any(wanted[at + 2 : at + 2 + 3 * len(factors) : 3]):
+            return True
+        at += 2 + 3 * len(factors)
+    return False
 
 
 def product(
