@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from ..errors import input_error
 from .families import FAMILIES, ISOLATED, REFUSED
 from .inputs import with_boundaries
+from .quantization import QuantizationMixin
 
 
 logger = logging.get_logger(__name__)
@@ -121,7 +122,7 @@ def convert(model: torch.nn.Module) -> None:
             become(module, ours)
 
 
-class PackedModelMixin:
+class PackedModelMixin(QuantizationMixin):
     """Base of all our model classes. Converts the layers of a model to our classes when the model is created."""
 
     # The stock classes do not declare this, so only our models accept flex_attention in `set_attn_implementation`.

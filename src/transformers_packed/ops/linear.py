@@ -485,7 +485,9 @@ class _SharedInputLinears(torch.autograd.Function):
             source = rows
         ctx.save_for_backward(source, weight, *products.to_save())
         ctx.set_materialize_grads(False)
-        return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]) for y in outputs)
+        # Without autocast, a quantized layer returns the dtype of its input, even if its products have another one.
+        result = dtype if torch.is_autocast_enabled(rows.device.type) else hidden_states.dtype
+        return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]).to(result) for y in outputs)
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU.")
@@ -495,7 +497,7 @@ class _SharedInputLinears(torch.autograd.Function):
             rows = ctx.recompute(rows, weight)
             rows = rows.view(-1, rows.shape[-1]).to(ctx.dtype)
         products = Products.restore(ctx.structure, saved, ctx.dtype)
-        gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        gradients = [None if g is None else g.reshape(-1, g.shape[-1]).to(ctx.dtype) for g in gradients]
         d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
         found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[6:])
         shape, dtype = ctx.like
