@@ -41,6 +41,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3_5Text
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs
+from transformers_packed.models.quantization import SENSITIVE
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.ops import implementations_used
 
@@ -90,11 +91,23 @@ ARMS = {
 }
 # LoRA as Trainer runs it: float32 adapters of rank 16 on all linear layers, bfloat16 weights, autocast.
 ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", "ours+graphs")}
+# The same with weights in NF4, and after PEFT's `prepare_model_for_kbit_training`.
+ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
+ARMS["ours+qlora+prepared"] = ARMS["ours"]
 LORA_LAYERS = (
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
     "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
-PACKAGES = ("flash-linear-attention", "peft", "flash-qla", "tilelang", "causal-conv1d", "liger-kernel", "triton")
+PACKAGES = (
+    "flash-linear-attention",
+    "peft",
+    "bitsandbytes",
+    "flash-qla",
+    "tilelang",
+    "causal-conv1d",
+    "liger-kernel",
+    "triton",
+)
 # Kernels by name; the first that matches counts.
 GROUPS = {
     "gated delta rule": r"gdr|gdn|gated_delta|chunk_|kkt|wy_|cumsum|l2norm|prepare_h|group_reduce|decay",
@@ -228,12 +241,32 @@ def make_model(config: dict, arm: str, device: str):
         apply_liger_kernel_to_qwen3_5(model=model)
         # It also replaces the classes, which the other arms are made of.
         builtin.Qwen3_5RMSNorm, builtin.Qwen3_5MLP = originals
-    return with_lora(model) if "+lora" in arm else model
+    if "+qlora" in arm:
+        quantize(model)
+    return with_lora(model, "+prepared" in arm) if "lora" in arm else model
 
 
-def with_lora(model: torch.nn.Module) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
+def quantize(model: torch.nn.Module) -> None:
+    """Replace the layers that `from_pretrained` would replace, with double quantization."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
+    for name in [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]:
+        layer = model.get_submodule(name)
+        if name.endswith(("lm_head", *SENSITIVE)):
+            continue
+        size = layer.in_features, layer.out_features
+        new = Linear4bit(*size, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+        weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
+        new.weight = weight.to(layer.weight.device)
+        model.set_submodule(name, new)
+    model.is_loaded_in_4bit = True
+
+
+def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS)))
     for name, parameter in model.named_parameters():
         # Products with zeros take less power, and the GPU's clock depends on it.
@@ -284,7 +317,7 @@ class Arm:
         self.model.zero_grad(set_to_none=True)
         total = 0.0
         for batch in self.batches:
-            with torch.autocast(self.device, torch.bfloat16, enabled="+lora" in self.name):
+            with torch.autocast(self.device, torch.bfloat16, enabled="lora" in self.name):
                 loss = self.model(**batch, num_items_in_batch=self.targets).loss
             loss.backward()
             total = total + loss.detach()
@@ -470,7 +503,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384], help="tokens of the row")
     parser.add_argument("--lengths", nargs="+", choices=("lognormal", "equal"), default=["lognormal"])
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=[n for n in ARMS if n != "ours padded" and "+lora" not in n]
+        "--arms", nargs="+", choices=ARMS, default=[n for n in ARMS if n != "ours padded" and "lora" not in n]
     )
     parser.add_argument("--batch", type=int, default=8, help="rows of a padded batch")
     parser.add_argument("--warmup", type=int, default=3)
