@@ -28,6 +28,8 @@ from .dispatch import Implementation, always, run
 
 # Weights with at most this many rows join the stack. Their products take as long as reading `x`.
 _NARROW = 128
+# Elements of an input from which on computing it again costs less than the memory is worth: 16 MiB in bfloat16.
+_WORTH_RECOMPUTING = 1 << 23
 
 
 class Adapter(NamedTuple):
@@ -207,9 +209,10 @@ def _fused(hidden_states, *projections):
     structure, tensors = flatten(projections)
     recompute = source = weight = None
     recipe = getattr(hidden_states, "_recipe", None)
-    # The gradient of a weight takes so long that saving its input is worth the memory.
+    # The gradient of a weight takes long and needs its input. A short input is not worth another kernel.
     frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
-    if frozen and recipe is not None and recipe.version == hidden_states._version:
+    long = hidden_states.numel() >= _WORTH_RECOMPUTING
+    if long and frozen and recipe is not None and recipe.version == hidden_states._version:
         _, recompute, source, weight = recipe
     dtype = product_dtype(hidden_states, projections[0])
     return _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
@@ -295,16 +298,10 @@ class Products:
 
     def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
-        stack = low = seeds = None
-        ups = [adapter.up for adapter in self.adapters.values()]
-        if any(up.dtype != self.dtype for up in ups):
-            copies = [torch.empty_like(up, dtype=self.dtype) for up in ups]
-            torch._foreach_copy_(copies, ups)
-            ups = copies
-        if self.width:
-            low = rows.new_empty(len(rows), self.width)
-        if self.stacked:
-            stack = self._stack()
+        stack, ups = self._cast()
+        low = rows.new_empty(len(rows), self.width) if self.width else None
+        seeds = None
+        if stack is not None:
             torch.mm(rows, stack.t(), out=low[:, : self.stacked])
         if self.dropped:
             from .backends.triton.dropout import dropped
@@ -315,9 +312,9 @@ class Products:
                 adapter = self.adapters[at]
                 inputs = dropped(rows, seed, adapter.dropout)
                 torch.mm(inputs, adapter.down.to(self.dtype).t(), out=low[:, self.columns[at]])
-        # A stack of one block is a weight that is saved anyway.
-        stacked = len(self.narrow) + len(ups) - len(self.dropped)
-        self.kept = [stack if stacked > 1 else None, low if ups else None, seeds, *ups]
+        # A stack that is a weight itself is saved as such.
+        own = stack is None or any(stack is tensor for tensor in self.tensors)
+        self.kept = [None if own else stack, low if ups else None, seeds, *ups]
         return [self._output(i, rows, low) for i in range(len(self.projections))]
 
     def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
@@ -344,20 +341,25 @@ class Products:
         weight = self._weight(i)
         return y.addmm_(rows, weight.t()) if adapters else F.linear(rows, weight, start)
 
-    def _stack(self) -> torch.Tensor:
-        """Return the rows of the stack `[stacked, in]`, without a copy of a single block in the right dtype."""
+    def _cast(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Return the stack `[stacked, in]` and the second matrix of each adapter, in the dtype of the products."""
+        ups = [adapter.up for adapter in self.adapters.values()]
         weights = [self.projections[i].weight for i in self.narrow]
-        downs = [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
-        blocks = weights + downs
-        if len(blocks) == 1:
-            return blocks[0].to(self.dtype)
-        stack = blocks[0].new_empty(self.stacked, blocks[0].shape[1], dtype=self.dtype)
-        parts = stack.split([len(block) for block in blocks])
-        # One kernel for each call whose blocks have the same dtype.
-        for some, to in ((weights, parts[: len(weights)]), (downs, parts[len(weights) :])):
-            if some:
-                torch._foreach_copy_(to, some)
-        return stack
+        blocks = weights + [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
+        if all(x.dtype == self.dtype for x in (*ups, *blocks)) and len(blocks) < 2:
+            return blocks[0] if blocks else None, ups
+        stack, parts = None, []
+        if blocks:
+            stack = blocks[0].new_empty(self.stacked, blocks[0].shape[1], dtype=self.dtype)
+            parts = list(stack.split([len(block) for block in blocks]))
+        copies = [torch.empty_like(up, dtype=self.dtype) for up in ups]
+        # All adapters are copied by one kernel. Weights may have another dtype, which would take a kernel for each.
+        count = len(weights)
+        if count:
+            torch._foreach_copy_(parts[:count], weights)
+        if ups:
+            torch._foreach_copy_(parts[count:] + copies, blocks[count:] + ups)
+        return stack, copies
 
     def _weight(self, i: int) -> torch.Tensor:
         weight = self.projections[i].weight
@@ -386,7 +388,7 @@ class Products:
         if not wanted:
             return None
         if self.stacked:
-            stack = self._stack() if stack is None else stack
+            stack = self._cast()[0] if stack is None else stack
             d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
         for k, at in enumerate(self.dropped):
             from .backends.triton.dropout import dropped
