@@ -371,9 +371,9 @@ class Products:
                 Whether each tensor needs a gradient.
         """
         _, low, seeds, *_ = self.kept
-        d_stack = None
+        d_stack, wide = None, torch.promote_types(self.dtype, torch.float32)
         if self.stacked and rows is not None:
-            d_stack = product(self.d_low[:, : self.stacked].t(), rows, torch.float32)
+            d_stack = product(self.d_low[:, : self.stacked].t(), rows, wide)
         wanted, found, scaled, scales = iter(wanted), [], [], []
         for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
             for_weight, for_bias = next(wanted), next(wanted)
@@ -385,7 +385,7 @@ class Products:
                 found.append(product(gradient.t(), rows, weight.dtype))
             total = None
             if gradient is not None and (for_bias or any(adapter.bias is not None for adapter in adapters)):
-                total = gradient.sum(0, dtype=torch.float32)
+                total = gradient.sum(0, dtype=wide)
             found.append(total.to(bias.dtype) if for_bias and total is not None else None)
             for j, (down, up, scale, p, extra) in enumerate(adapters):
                 for_down, for_up, for_extra = next(wanted), next(wanted), next(wanted)
