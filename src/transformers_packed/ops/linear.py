@@ -423,6 +423,11 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mm(left, right).to(dtype)
 
 
+def unflattened(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return `rows` `[T, out]` as `[*shape, out]`, not as a view: autograd forbids in-place changes to views."""
+    return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+
+
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, structure, dtype, *tensors):
@@ -433,7 +438,7 @@ class _SharedInputLinears(torch.autograd.Function):
         kept = rows if needs_rows(structure, ctx.needs_input_grad[3:]) else None
         ctx.save_for_backward(kept, *products.to_save())
         ctx.set_materialize_grads(False)
-        return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]) for y in outputs)
+        return tuple(unflattened(y, hidden_states.shape[:-1]) for y in outputs)
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU.")
