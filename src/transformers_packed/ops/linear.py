@@ -246,9 +246,11 @@ class Products:
         self.narrow: dict[int, slice] = {}
         self.columns: dict[tuple[int, int], slice] = {}
         self.width = 0
-        for i, (weight, _, _) in enumerate(self.projections):
-            if not isinstance(weight, QuantizedWeight) and weight.shape[0] <= _NARROW:
-                self.narrow[i] = self._range(weight.shape[0])
+        weights = {i: p.weight for i, p in enumerate(self.projections) if not isinstance(p.weight, QuantizedWeight)}
+        narrow = [i for i, weight in weights.items() if weight.shape[0] <= _NARROW]
+        # A stack of one weight would only copy it.
+        if len(narrow) + len(self.adapters) - len(self.dropped) > 1:
+            self.narrow = {i: self._range(weights[i].shape[0]) for i in narrow}
         for at in (at for at in self.adapters if at not in self.dropped):
             self.columns[at] = self._range(len(self.adapters[at].down))
         self.stacked = self.width
