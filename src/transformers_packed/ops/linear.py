@@ -415,7 +415,7 @@ class Products:
 
 def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
     """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input."""
-    return any(weight or any(a.down for a in adapters) for weight, _, adapters in unflatten(structure, wanted))
+    return any(weight is True or any(a.down for a in adapters) for weight, _, adapters in unflatten(structure, wanted))
 
 
 def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
