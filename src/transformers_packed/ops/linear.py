@@ -178,7 +178,12 @@ def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projectio
 def _apply(hidden_states, projection):
     weight, bias, adapters = projection
     if isinstance(weight, QuantizedWeight):
-        weight = weight.dequantize().to(weight.dtype)
+        # Through a plain weight, and back to the input's dtype, which autocast alone changes.
+        plain = Projection(
+            weight.dequantize().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
+        )
+        y = _apply(hidden_states.to(weight.dtype), plain)
+        return y if torch.is_autocast_enabled(y.device.type) else y.to(hidden_states.dtype)
     y = F.linear(hidden_states, weight, bias)
     for down, up, scale, dropout, bias in adapters:
         x = F.dropout(hidden_states, dropout).to(y.dtype)
@@ -190,7 +195,11 @@ def _apply(hidden_states, projection):
 
 def _fused(hidden_states, *projections):
     structure, tensors = flatten(projections)
-    return _SharedInputLinears.apply(hidden_states, structure, product_dtype(hidden_states, projections[0]), *tensors)
+    dtype = product_dtype(hidden_states, projections[0])
+    outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, *tensors)
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return outputs
+    return tuple(y.to(hidden_states.dtype) for y in outputs)
 
 
 def _verify_fused(hidden_states, *projections):
