@@ -5,7 +5,7 @@ import unittest
 from unittest import mock
 
 import torch
-from common.fused import relative
+from common.fused import relative, saved_in
 from parameterized import parameterized
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
@@ -217,14 +217,6 @@ def run(impl, x, layers, used=None):
     if losses:
         sum(losses).backward()
     return [*(y.detach() for y in outputs), x.grad, *(None if t is None else t.grad for t in leaves)]
-
-
-def saved_in(function):
-    """The tensors that autograd saves while `function` runs."""
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
-        function()
-    return kept
 
 
 def shares_memory(x, tensors):
