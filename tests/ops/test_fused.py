@@ -19,6 +19,7 @@ from transformers_packed.ops import (
     glu,
     linear_cross_entropy,
 )
+from transformers_packed.ops.linear import Adapter, Projection, QuantizedWeight, flatten
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -208,6 +209,129 @@ class FusedTest(InterpretedTest):
             self.assert_same_bits(LOSS.run("triton", inputs), plain)
         expected = LOSS.run("reference", cast(inputs, torch.float64))
         self.assertLess(max(errors(plain, expected)), BARS[FLOAT32])
+
+
+HEADS, WIDTH, TOKENS = 4, 64, 33
+AFTER = [
+    ("swiglu", glu),
+    ("sigmoid", partial(glu, activation="sigmoid")),
+    (
+        "norm",
+        lambda gate, x, layer, impl: gated_rms_norm(
+            *(y.unflatten(-1, (HEADS, -1)) for y in (x, gate)),
+            torch.linspace(0.5, 2, WIDTH // HEADS, dtype=x.dtype),
+            linear_weight=layer,
+            impl=impl,
+        ),
+    ),
+]
+
+
+def adapted(out, trained, dtype=FLOAT32, weight=lambda x: x):
+    """A layer with biases and two adapters, in which the tensors named in `trained` need gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(name, *shape):
+        x = torch.randn(shape, generator=generator).bfloat16().to(dtype) / 8
+        return x.requires_grad_(name in trained)
+
+    adapters = [
+        Adapter(normal("down", rank, WIDTH), normal("up", out, rank), scale, 0.0, normal("adapter_bias", out))
+        for rank, scale in ((3, 1.7), (2, 0.5))
+    ]
+    return Projection(weight(normal("weight", out, WIDTH)), normal("bias", out), tuple(adapters))
+
+
+TRAINED = [
+    ("everything", ("weight", "bias", "down", "up", "adapter_bias")),
+    ("adapters", ("down", "up")),
+    ("down", ("down",)),
+    ("up", ("up",)),
+    ("biases", ("bias", "adapter_bias")),
+    ("nothing", ()),
+]
+
+
+class LinearWithAdaptersTest(InterpretedTest):
+    """A layer with adapters after an op: what is trained, and what is kept."""
+
+    def results(self, op, impl, inputs, layer):
+        leaves = [*inputs, *(t for t in flatten([layer])[1] if t is not None)]
+        wanted = [x for x in leaves if x.requires_grad]
+        y = op(*inputs, layer, impl=impl)
+        upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+        return [y.detach(), *torch.autograd.grad(y, wanted, upstream)]
+
+    def inputs(self, dtype=FLOAT32):
+        generator = torch.Generator().manual_seed(2)
+        return [torch.randn(1, TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_() for _ in range(2)]
+
+    @parameterized.expand(
+        [
+            (f"{name}_{trained[0]}_{out}", op, trained[1], out)
+            for name, op in AFTER
+            for trained in TRAINED
+            for out in (7, 150)
+        ]
+    )
+    def test_against_the_reference_in_float64(self, _, op, trained, out):
+        inputs = self.inputs()
+        expected = self.results(
+            op,
+            "reference",
+            [x.detach().double().requires_grad_() for x in inputs],
+            adapted(out, trained, torch.float64),
+        )
+        actual = self.results(op, "triton", inputs, adapted(out, trained))
+        self.assertLess(max(errors(actual, expected)), 2e-6)
+        kept = saved_in(lambda: op(*inputs, adapted(out, trained), impl="triton"))
+        known = {x.untyped_storage().data_ptr() for x in inputs}
+        self.assertFalse(
+            [x for x in kept if x.numel() == TOKENS * WIDTH and x.untyped_storage().data_ptr() not in known]
+        )
+
+    @parameterized.expand(AFTER)
+    def test_a_frozen_input(self, _, op):
+        inputs = [x.detach() for x in self.inputs()]
+        trained = TRAINED[0][1]
+        found = [self.results(op, impl, inputs, adapted(150, trained)) for impl in ("triton", "reference")]
+        self.assertLess(max(errors(*found)), 2e-6)
+
+    @parameterized.expand(AFTER)
+    def test_no_tokens_and_changes_in_place(self, _, op):
+        for out in (7, 150):
+            for tokens in (0, 1, 5):
+                found = []
+                for impl in ("triton", "reference"):
+                    inputs = [x.detach()[:, :tokens].requires_grad_() for x in self.inputs()]
+                    y = op(*inputs, adapted(out, ("up",)), impl=impl)
+                    self.assertEqual(y.shape, (1, tokens, out))
+                    found.append(torch.autograd.grad(y.mul_(2).sin().sum(), inputs))
+                self.assertLess(max(errors(*found)), 1e-5)
+
+    @parameterized.expand(AFTER)
+    def test_a_quantized_weight(self, _, op):
+        for out in (7, 150):
+            calls, trained = [], ("down", "up")
+
+            def quantized(weight, calls=calls):
+                return QuantizedWeight(weight.shape, FLOAT32, lambda: calls.append(weight) or weight)
+
+            actual = self.results(op, "triton", self.inputs(), adapted(out, trained, weight=quantized))
+            self.assertEqual(len(calls), 2)
+            expected = self.results(op, "reference", self.inputs(), adapted(out, trained))
+            self.assertLess(max(errors(actual, expected)), 2e-6)
+
+    @parameterized.expand(AFTER)
+    def test_frozen_float32_weights_under_autocast(self, _, op):
+        """Products in bfloat16, with gradients of the adapters in float32."""
+        trained, found = ("down", "up"), []
+        for impl in ("triton", "reference"):
+            with torch.autocast("cpu", BFLOAT16):
+                found.append(self.results(op, impl, self.inputs(BFLOAT16), adapted(150, trained)))
+        self.assertEqual([x.dtype for x in found[0]], [BFLOAT16] * 3 + [FLOAT32] * 4)
+        self.assertEqual([x.dtype for x in found[0]], [x.dtype for x in found[1]])
+        self.assertLess(max(errors(*found)), 2e-2)
 
 
 class ReferenceTest(unittest.TestCase):
