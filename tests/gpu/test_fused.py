@@ -9,6 +9,7 @@ import torch
 from common.fused import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
 from common.gpu import report, synchronising_is_an_error
 from parameterized import parameterized
+from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.ops import (
     causal_conv1d_qkv,
@@ -19,6 +20,7 @@ from transformers_packed.ops import (
     qk_norm_rope,
     rms_norm,
 )
+from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
 
 
 DEVICE = "cuda"
@@ -113,6 +115,55 @@ class FusedTest(unittest.TestCase):
             if case is not LOSS:
                 outputs = case.outputs(case.fused, leaves)
             torch.autograd.backward(outputs, upstream)
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class DropoutTest(unittest.TestCase):
+    """Adapters with dropout whose matrices are identities return their inputs after dropout."""
+
+    def setUp(self):
+        eye = torch.eye(256, device=DEVICE)
+        self.layers = [Projection(0 * eye, None, (Adapter(eye, eye, dropout=p),)) for p in (0.05, 0.5)]
+        generator = torch.Generator(DEVICE).manual_seed(2)
+        self.x = torch.randn(2, 500, 256, generator=generator, device=DEVICE).requires_grad_()
+
+    def outputs(self, seed):
+        torch.manual_seed(seed)
+        return shared_input_linears(self.x, *self.layers, impl="fused")
+
+    def test_masks(self):
+        outputs = self.outputs(0)
+        for y, again, other, layer in zip(outputs, self.outputs(0), self.outputs(1), self.layers, strict=True):
+            p = layer.adapters[0].dropout
+            factor = (y / self.x).detach()
+            kept = factor != 0
+            self.assertLess((factor[kept] * (1 - p) - 1).abs().max(), 1e-5)
+            self.assertLess(abs(kept.double().mean() - (1 - p)), 5 * (p * (1 - p) / kept.numel()) ** 0.5)
+            self.assertTrue(torch.equal(y, again))
+            self.assertFalse(torch.equal(y, other))
+            (gradient,) = torch.autograd.grad(y.sum(), self.x, retain_graph=True)
+            self.assertLess((gradient - factor).abs().max(), 1e-5)
+        zeros = [y == 0 for y in outputs]
+        together = (zeros[0] & zeros[1]).double().mean()
+        self.assertLess(abs(together - 0.05 * 0.5), 5 * (0.025 / zeros[0].numel()) ** 0.5)
+
+    @parameterized.expand([("reentrant", True), ("not_reentrant", False)])
+    def test_checkpointing_changes_nothing(self, _, use_reentrant):
+        found = []
+        plain = partial(shared_input_linears, impl="fused")
+        for call in (plain, partial(checkpoint, plain, use_reentrant=use_reentrant)):
+            torch.manual_seed(0)
+            self.x.grad = None
+            outputs = call(self.x, *self.layers)
+            (outputs[0].sin().sum() + outputs[1].cos().sum()).backward()
+            found.append([*outputs, self.x.grad])
+        self.assertTrue(all(map(torch.equal, *found)))
+
+    def test_does_not_wait_for_the_gpu(self):
+        sum(y.sum() for y in self.outputs(0)).backward()
+        with synchronising_is_an_error():
+            sum(y.sum() for y in shared_input_linears(self.x, *self.layers, impl="fused")).backward()
 
 
 def _convolved(x, weight):
