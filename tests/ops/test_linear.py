@@ -7,8 +7,7 @@ from unittest import mock
 import torch
 from common.fused import relative, saved_in
 from parameterized import parameterized
-from peft import LoraConfig
-from peft.tuners.lora import Linear as LoraLinear
+from peft import LoraConfig, get_peft_model
 
 from transformers_packed.models import projections
 from transformers_packed.models.projections import project, projection_of
@@ -415,11 +414,9 @@ class PrecisionTest(unittest.TestCase):
 
     def lora(self, out, base_dtype, bias=True):
         base = torch.nn.Linear(48, out, bias=bias, dtype=base_dtype)
-        module = LoraLinear(base, "default", LoraConfig(r=4, lora_alpha=12), r=4, lora_alpha=12)
+        config = LoraConfig(r=4, lora_alpha=12, target_modules=["0"])
+        module = get_peft_model(torch.nn.Sequential(base), config).base_model.model[0]
         torch.nn.init.normal_(module.lora_B["default"].weight)
-        base.requires_grad_(False)
-        # As `get_peft_model` does.
-        module.lora_A.float(), module.lora_B.float()
         return module
 
     def errors(self, base_dtype, x_dtype, out):
