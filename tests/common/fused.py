@@ -19,6 +19,7 @@ from transformers_packed.ops import (
     qk_norm_rope,
     rms_norm,
 )
+from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
 
 
 # The lengths of the last documents of a row, from its end; these repeat towards its start.
@@ -30,7 +31,8 @@ class Case(NamedTuple):
     """An op with its inputs: first `per_token` ones `[1, tokens, ...]`, then parameters, then `constants` without gradient.
 
     `op(impl, *inputs)` calls it. `make(normal, tokens, **size)` makes the inputs from `normal(*shape)`. The tests on the
-    CPU take the sizes `small`, those on a GPU `released`, from the released models.
+    CPU take the sizes `small`, those on a GPU `released`, from the released models. `fused` is the implementation that
+    they compare with the reference.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case(NamedTuple):
     small: list[dict]
     released: list[dict]
     constants: int = 0
+    fused: str = "triton"
 
     def inputs(self, tokens: int, device="cpu", dtype=torch.float32, **size) -> list[torch.Tensor]:
         """Random numbers that every dtype of the tests can hold, in `dtype`."""
@@ -123,6 +126,31 @@ def _make_gated_linear(normal, tokens, *, width):
     return [normal(1, tokens, width), normal(1, tokens, width), normal(24, width) / 32]
 
 
+SCALE = 1.7
+
+
+def _adapted(weight, down, up):
+    return Projection(weight, None, (Adapter(down, up, SCALE),))
+
+
+def _make_adapter(normal, width, out, rank):
+    return [normal(rank, width) / 32, normal(out, rank) / 8]
+
+
+def _adapted_linears(impl, x, wide, narrow, bias, bare, *adapters):
+    """A wide layer with two adapters, a narrow one with one, and one without any."""
+    first, second, third = zip(adapters[::2], adapters[1::2], strict=True)
+    wide = Projection(wide, None, (Adapter(*first, SCALE), Adapter(*second, 0.6)))
+    return shared_input_linears(x, wide, Projection(narrow, bias, (Adapter(*third),)), bare, impl=impl)
+
+
+def _make_adapted_linears(normal, tokens, *, width, wide, narrow, rank):
+    layers = [normal(wide, width) / 32, normal(narrow, width) / 32, normal(narrow), normal(wide, width) / 32]
+    adapters = [(wide, rank), (wide, 2 * rank), (narrow, rank)]
+    made = [x for out, rank in adapters for x in _make_adapter(normal, width, out, rank)]
+    return [normal(1, tokens, width), *layers, *made]
+
+
 def _row_and_weight(normal, tokens, *, width, rows=1):
     """`rows` rows of inputs, each of which is a token's."""
     return [*(normal(1, tokens, width) for _ in range(rows)), normal(width)]
@@ -190,6 +218,40 @@ CASES = [
         per_token=2,
         small=[{"width": 37}],
         released=[{"width": 3584}],
+    ),
+    Case(
+        "swiglu_linear_lora",
+        lambda impl, gate, up, *layer: glu(gate, up, _adapted(*layer), impl=impl),
+        lambda normal, tokens, width, rank: [
+            *_make_gated_linear(normal, tokens, width=width),
+            *_make_adapter(normal, width, 24, rank),
+        ],
+        per_token=2,
+        small=[{"width": 37, "rank": 3}],
+        released=[{"width": 3584, "rank": 16}],
+    ),
+    Case(
+        "gated_rms_norm_linear_lora",
+        lambda impl, x, gate, scale, *layer: gated_rms_norm(x, gate, scale, linear_weight=_adapted(*layer), impl=impl),
+        lambda normal, tokens, heads, dim, rank: [
+            normal(1, tokens, heads, dim),
+            normal(1, tokens, heads, dim),
+            normal(dim),
+            normal(160, heads * dim) / 32,
+            *_make_adapter(normal, heads * dim, 160, rank),
+        ],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32, "rank": 3}],
+        released=[{"heads": 16, "dim": 128, "rank": 16}],
+    ),
+    Case(
+        "linear_lora",
+        _adapted_linears,
+        _make_adapted_linears,
+        per_token=1,
+        small=[{"width": 37, "wide": 130, "narrow": 5, "rank": 3}],
+        released=[{"width": 2560, "wide": 4096, "narrow": 32, "rank": 16}],
+        fused="fused",
     ),
     Case(
         "sigmoid_gate_linear",
@@ -262,6 +324,14 @@ def named(cases) -> list[tuple]:
         return str(getattr(value, "name", getattr(value, "__name__", value))).removeprefix("torch.")
 
     return [("_".join(map(plain, case)), *case) for case in cases]
+
+
+def saved_in(function: Callable) -> list[torch.Tensor]:
+    """The tensors that autograd saves while `function` runs."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        function()
+    return kept
 
 
 _MARGIN = 1 << 14

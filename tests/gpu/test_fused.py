@@ -9,6 +9,7 @@ import torch
 from common.fused import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
 from common.gpu import report, synchronising_is_an_error
 from parameterized import parameterized
+from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.ops import (
     causal_conv1d_qkv,
@@ -19,6 +20,7 @@ from transformers_packed.ops import (
     qk_norm_rope,
     rms_norm,
 )
+from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
 
 
 DEVICE = "cuda"
@@ -66,9 +68,9 @@ class FusedTest(unittest.TestCase):
     def test_against_the_reference_in_float64(self, _, case, size, tokens, dtype):
         inputs = case.inputs(tokens, DEVICE, dtype, **size)
         expected = case.run("reference", cast(inputs, torch.float64))
-        ours = errors(case.run("triton", inputs), expected)
+        ours = errors(case.run(case.fused, inputs), expected)
         torchs = errors(case.run("reference", inputs), expected)
-        report(f"{case.name} {size}, {tokens} tokens, {dtype}", triton=max(ours), torch=max(torchs))
+        report(f"{case.name} {size}, {tokens} tokens, {dtype}", **{case.fused: max(ours)}, torch=max(torchs))
         most, last_bit = BARS[dtype]
         for i, (a, b) in enumerate(zip(ours, torchs, strict=True)):
             self.assertLess(a, min(most, max(2 * b, last_bit)), f"result {i}: {a}, of torch {b}")
@@ -76,42 +78,92 @@ class FusedTest(unittest.TestCase):
     @parameterized.expand(named((*case, dtype) for case in ONE_SIZE for dtype in BARS))
     def test_buffers_and_repetition(self, _, case, size, dtype):
         inputs = case.inputs(1000, DEVICE, dtype, **size)
-        plain = case.run("triton", inputs)
+        plain = case.run(case.fused, inputs)
         with guarded_buffers():
-            guarded = case.run("triton", inputs)
-        for results in (guarded, case.run("triton", inputs)):
+            guarded = case.run(case.fused, inputs)
+        for results in (guarded, case.run(case.fused, inputs)):
             self.assertTrue(all(map(torch.equal, results, plain)))
         self.assertTrue(all(x.isfinite().all() for x in plain))
 
     @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case is not LOSS))
     def test_no_tokens(self, _, case, size):
-        *_, gradient = case.run("triton", case.inputs(0, DEVICE, **size))
+        *_, gradient = case.run(case.fused, case.inputs(0, DEVICE, **size))
         self.assertEqual(int(gradient.count_nonzero()), 0)
 
     @parameterized.expand(named(ONE_SIZE))
     def test_compiles_nothing_for_another_number_of_tokens(self, _, case, size):
         with compiled_kernels() as names:
             # No model has float16 here, so the first run has to compile, and the hook to see it.
-            case.run("triton", case.inputs(1000, DEVICE, torch.float16, **size))
-            self.assertGreater(len(names), 0)
+            case.run(case.fused, case.inputs(1000, DEVICE, torch.float16, **size))
+            if case.fused == "triton":
+                self.assertGreater(len(names), 0)
             names.clear()
             for tokens in (1, 2, 16, 65, 1024, 4097):
-                case.run("triton", case.inputs(tokens, DEVICE, torch.float16, **size))
+                case.run(case.fused, case.inputs(tokens, DEVICE, torch.float16, **size))
         self.assertEqual(names, [])
 
     @parameterized.expand(named(ONE_SIZE))
     def test_does_not_wait_for_the_gpu(self, _, case, size):
-        case.run("triton", case.inputs(65, DEVICE, torch.bfloat16, **size))
+        case.run(case.fused, case.inputs(65, DEVICE, torch.bfloat16, **size))
         inputs = case.inputs(1000, DEVICE, torch.bfloat16, **size)
         boundaries_of(1000, inputs[0].device)
         leaves = case.leaves(inputs)
-        outputs = case.outputs("triton", leaves)
+        outputs = case.outputs(case.fused, leaves)
         upstream = case.upstream(outputs)
         with synchronising_is_an_error():
             # The loss counts its targets, once.
             if case is not LOSS:
-                outputs = case.outputs("triton", leaves)
+                outputs = case.outputs(case.fused, leaves)
             torch.autograd.backward(outputs, upstream)
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class DropoutTest(unittest.TestCase):
+    """Adapters with dropout whose matrices are identities return their inputs after dropout."""
+
+    def setUp(self):
+        eye = torch.eye(256, device=DEVICE)
+        self.layers = [Projection(0 * eye, None, (Adapter(eye, eye, dropout=p),)) for p in (0.05, 0.5)]
+        generator = torch.Generator(DEVICE).manual_seed(2)
+        self.x = torch.randn(2, 500, 256, generator=generator, device=DEVICE).requires_grad_()
+
+    def outputs(self, seed):
+        torch.manual_seed(seed)
+        return shared_input_linears(self.x, *self.layers, impl="fused")
+
+    def test_masks(self):
+        outputs = self.outputs(0)
+        for y, again, other, layer in zip(outputs, self.outputs(0), self.outputs(1), self.layers, strict=True):
+            p = layer.adapters[0].dropout
+            factor = (y / self.x).detach()
+            kept = factor != 0
+            self.assertLess((factor[kept] * (1 - p) - 1).abs().max(), 1e-5)
+            self.assertLess(abs(kept.double().mean() - (1 - p)), 5 * (p * (1 - p) / kept.numel()) ** 0.5)
+            self.assertTrue(torch.equal(y, again))
+            self.assertFalse(torch.equal(y, other))
+            (gradient,) = torch.autograd.grad(y.sum(), self.x, retain_graph=True)
+            self.assertLess((gradient - factor).abs().max(), 1e-5)
+        zeros = [y == 0 for y in outputs]
+        together = (zeros[0] & zeros[1]).double().mean()
+        self.assertLess(abs(together - 0.05 * 0.5), 5 * (0.025 / zeros[0].numel()) ** 0.5)
+
+    @parameterized.expand([("reentrant", True), ("not_reentrant", False)])
+    def test_checkpointing_changes_nothing(self, _, use_reentrant):
+        found = []
+        plain = partial(shared_input_linears, impl="fused")
+        for call in (plain, partial(checkpoint, plain, use_reentrant=use_reentrant)):
+            torch.manual_seed(0)
+            self.x.grad = None
+            outputs = call(self.x, *self.layers)
+            (outputs[0].sin().sum() + outputs[1].cos().sum()).backward()
+            found.append([*outputs, self.x.grad])
+        self.assertTrue(all(map(torch.equal, *found)))
+
+    def test_does_not_wait_for_the_gpu(self):
+        sum(y.sum() for y in self.outputs(0)).backward()
+        with synchronising_is_an_error():
+            sum(y.sum() for y in shared_input_linears(self.x, *self.layers, impl="fused")).backward()
 
 
 def _convolved(x, weight):

@@ -3,8 +3,10 @@
 import importlib
 import re
 import unittest
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common.processes import run_processes
@@ -12,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import transformers_packed
 from transformers_packed.ops.autograd import first_order
-from transformers_packed.ops.linear import _SharedInputLinears
+from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie
 from transformers_packed.parallel.gated_delta import _AddToStart, _WithEnds
@@ -23,7 +25,6 @@ ROOT = Path(transformers_packed.__file__).parent
 TWICE = {
     "_AddToStart",
     "_Collective",
-    "_SharedInputLinears",
     "_Tie",
     "_WithEnds",
 }
@@ -84,11 +85,18 @@ class SecondOrderTest(unittest.TestCase):
         self.assertTrue(gradgradcheck(function, inputs))
 
     def test_linear_layers_with_one_input(self):
-        def squares(*inputs):
-            # Not only the outputs: one that nobody uses has no gradient.
-            return tuple(y.pow(3) for y in _SharedInputLinears.apply(*inputs)[:2])
+        layers = random(5, 4), Projection(random(1, 4), random(1), (Adapter(random(2, 4), random(1, 2), 3.0),))
 
-        self.check(squares, random(2, 3, 4), random(5, 4), random(1, 4), random(2, 4))
+        def cubes(impl, x):
+            return tuple(y.pow(3) for y in shared_input_linears(x, *layers, impl=impl))
+
+        self.check(partial(cubes, "reference"), random(2, 3, 4))
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
+            self.assertTrue(gradcheck(partial(cubes, "fused"), random(2, 3, 4)))
+            x = random(2, 3, 4)
+            for y in cubes("fused", x):
+                with self.assertRaisesRegex(ValueError, "expected first-order .* Call the layers one by one"):
+                    torch.autograd.grad(y.sum(), x, create_graph=True, retain_graph=True)
 
     def test_ends_of_a_part(self):
         self.check(lambda x: tuple(y.pow(3) for y in _WithEnds.apply(x, 2, 3)), random(1, 6, 2))

@@ -1,16 +1,37 @@
+"""Linear layers with one input: how a model's modules become one call, and the fused op against its reference."""
+
 import copy
 import unittest
 from unittest import mock
 
 import torch
+from common.fused import relative, saved_in
 from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
 
-from transformers_packed.models import untouched
-from transformers_packed.models.untouched import project
-from transformers_packed.ops import linear
+from transformers_packed.models import projections
+from transformers_packed.models.projections import project, projection_of
+from transformers_packed.ops import dispatch, linear
+from transformers_packed.ops.linear import (
+    Adapter,
+    Projection,
+    QuantizedWeight,
+    flatten,
+    product_dtype,
+    shared_input_linears,
+    unflatten,
+)
 
 
-def make(dtype=torch.float64, bias=False):
+BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
+WIDTH = 6
+
+
+def on_a_gpu(tensor=True):
+    return mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda _: tensor)
+
+
+def make(dtype=FLOAT64, bias=False):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, n, bias=bias, dtype=dtype) for n in (5, 1, 8)]
     return layers, torch.randn(2, 3, 6, dtype=dtype, requires_grad=True)
@@ -37,42 +58,47 @@ class ProjectTest(unittest.TestCase):
             self.calls.append(len(args) - 1)
             return shared(*args)
 
-        self.enterContext(mock.patch.object(untouched, "shared_input_linears", count))
-        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
+        self.enterContext(mock.patch.object(projections, "shared_input_linears", count))
+        self.enterContext(on_a_gpu())
 
-    def check(self, layers, x, shared, used=(0, 1, 2), function=project):
+    def check(self, layers, x, calls, used=(0, 1, 2), function=project):
+        """`calls`: the number of layers in each fused call."""
         got, expected = results(function, layers, x, used), results(each_alone, layers, x, used)
         for a, b in zip(got, expected, strict=True):
             self.assertEqual(a is None, b is None)
             if a is not None:
                 self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
                 self.assertLess((a - b).abs().max(), 1e-12)
-        self.assertEqual(self.calls, [3] if shared else [])
+        self.assertEqual(self.calls, calls)
+        self.calls.clear()
 
     def test_equals_each_layer_alone(self):
-        self.check(*make(), shared=True)
+        self.check(*make(), [3])
 
     @parameterized.expand([("one", (1,)), ("two", (0, 2))])
     def test_with_outputs_that_nobody_uses(self, _, used):
-        self.check(*make(), shared=True, used=used)
+        self.check(*make(), [3], used=used)
 
     def test_not_on_a_cpu(self):
-        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):
-            self.check(*make(), shared=False)
+        with on_a_gpu(False):
+            self.check(*make(), [])
 
     def test_with_a_frozen_weight(self):
         layers, x = make()
         layers[1].weight.requires_grad_(False)
-        self.check(layers, x, shared=True)
+        self.check(layers, x, [3])
 
     def test_with_a_frozen_input(self):
         layers, x = make()
-        self.check(layers, x.detach(), shared=True)
+        self.check(layers, x.detach(), [3])
 
     def test_without_any_token(self):
         layers, x = make()
         outputs = project(x[:, :0], *layers)
         self.assertEqual([y.shape for y in outputs], [(2, 0, 5), (2, 0, 1), (2, 0, 8)])
+
+    def test_with_biases(self):
+        self.check(*make(bias=True), [3])
 
     def test_what_hangs_on_a_layer_still_runs(self):
         changes = {
@@ -85,25 +111,452 @@ class ProjectTest(unittest.TestCase):
             with self.subTest(name):
                 layers, x = make()
                 change(layers[1])
-                self.check(layers, x, shared=False)
+                self.check(layers, x, [2])
 
-    def test_other_classes_and_biases_run_by_themselves(self):
+    def test_other_classes_run_by_themselves(self):
         class Doubled(torch.nn.Linear):
             def forward(self, x):
                 return 2 * super().forward(x)
 
         layers, x = make()
-        self.check([layers[0], Doubled(6, 2, bias=False, dtype=x.dtype), layers[2]], x, shared=False)
-        self.check(*make(bias=True), shared=False)
+        self.check([layers[0], Doubled(6, 2, bias=False, dtype=x.dtype), layers[2]], x, [2])
 
     def test_other_dtypes_run_by_themselves(self):
-        layers, x = make(torch.float32)
-        with torch.autocast("cpu", torch.bfloat16):
+        layers, x = make(FLOAT32)
+        with torch.autocast("cpu", BFLOAT16):
             outputs = project(x, *layers)
-        self.assertEqual([y.dtype for y in outputs], [torch.bfloat16] * 3)
+        self.assertEqual([y.dtype for y in outputs], [BFLOAT16] * 3)
         self.assertEqual(self.calls, [])
         with self.assertRaisesRegex(RuntimeError, "same dtype"):
             project(x.double(), *layers)
+        self.assertEqual(self.calls, [])
+
+    def test_frozen_weights_under_autocast_are_called_together(self):
+        layers, x = make(FLOAT32)
+        for layer in layers[:2]:
+            layer.weight.requires_grad_(False)
+        with torch.autocast("cpu", BFLOAT16):
+            outputs = project(x, *layers)
+        self.assertEqual([y.dtype for y in outputs], [BFLOAT16] * 3)
+        self.assertEqual(self.calls, [2])
+
+
+def layer(out, *ranks, scales=(0.5, 3.0), bias=False, adapter_bias=False):
+    """A function that makes a projection in the dtype that it gets."""
+
+    def made(dtype=FLOAT64, width=WIDTH):
+        def normal(*shape):
+            return torch.randn(shape, dtype=FLOAT64).to(dtype).requires_grad_()
+
+        adapters = tuple(
+            Adapter(normal(rank, width), normal(out, rank), scale, 0.0, normal(out) if adapter_bias else None)
+            for rank, scale in zip(ranks, scales, strict=False)
+        )
+        return Projection(normal(out, width), normal(out) if bias else None, adapters)
+
+    return made
+
+
+# 128 rows are narrow and join the stack, 129 are wide.
+GROUPS = [
+    ("rank_1", [layer(130, 1)]),
+    ("narrow_alone", [layer(5, 2)]),
+    ("ranks", [layer(150, 2), layer(129, 5), layer(128, 3), layer(1, 1)]),
+    ("two_adapters", [layer(150, 2, 4), layer(7, 3, 1)]),
+    ("one_scale", [layer(150, 2, scales=(1.0,)), layer(7, 2, scales=(1.0,))]),
+    ("base_bias", [layer(150, 2, bias=True), layer(7, 2, bias=True)]),
+    ("adapter_bias", [layer(150, 2, 3, adapter_bias=True), layer(7, 2, adapter_bias=True)]),
+    ("both_biases", [layer(150, 2, 3, bias=True, adapter_bias=True), layer(7, 2, bias=True, adapter_bias=True)]),
+    ("bare_layers_between", [layer(150, 2), layer(140), layer(7), layer(130, 3), layer(3, bias=True)]),
+    ("bare", [layer(150), layer(7), layer(129, bias=True)]),
+    ("bare_narrow_alone", [layer(7, bias=True)]),
+    (
+        "everything",
+        [
+            layer(150, 2, 3, bias=True, adapter_bias=True),
+            layer(140, bias=True),
+            layer(7, 1, 4, bias=True, adapter_bias=True),
+            layer(3),
+            layer(129, 2),
+        ],
+    ),
+]
+EVERYTHING = GROUPS[-1][1]
+KINDS = ("weight", "bias", "down", "up", "adapter_bias")
+
+
+def made(group, dtype=FLOAT64, trained=KINDS, **options):
+    """The projections of a group, in which the tensors of the kinds `trained` need gradients."""
+    torch.manual_seed(0)
+    found = []
+    for weight, bias, adapters in (make(dtype, **options) for make in group):
+        found.append(Projection(weight, bias, adapters))
+        kinds = [("weight", weight), ("bias", bias)]
+        for adapter in adapters:
+            kinds += [("down", adapter.down), ("up", adapter.up), ("adapter_bias", adapter.bias)]
+        for kind, tensor in kinds:
+            if tensor is not None:
+                tensor.requires_grad_(kind in trained)
+    return found
+
+
+def rows(*shape, dtype=FLOAT64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, dtype=FLOAT64, generator=generator).to(dtype).requires_grad_()
+
+
+def run(impl, x, layers, used=None):
+    """Outputs, and the gradients of the input and of all tensors of the layers, `None` where there is none."""
+    structure, tensors = flatten(layers)
+    leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    x = x.detach().requires_grad_(x.requires_grad)
+    outputs = shared_input_linears(x, *unflatten(structure, leaves), impl=impl)
+    used = range(len(outputs)) if used is None else used
+    losses = [(i + 1) * outputs[i].sin().sum() for i in used if outputs[i].requires_grad]
+    if losses:
+        sum(losses).backward()
+    return [*(y.detach() for y in outputs), x.grad, *(None if t is None else t.grad for t in leaves)]
+
+
+def shares_memory(x, tensors):
+    return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in tensors)
+
+
+class FusedTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(on_a_gpu())
+
+    def compare(self, got, expected, bar=1e-12):
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            self.assertEqual(a is None, b is None, f"result {i}")
+            if a is not None:
+                self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype), f"result {i}")
+                self.assertTrue(b.numel() == 0 or relative(a, b) < bar, f"result {i}")
+
+    def check(self, x, layers, bar=1e-12, **options):
+        self.compare(run("fused", x, layers, **options), run("reference", x, layers, **options), bar)
+
+    @parameterized.expand(GROUPS)
+    def test_equals_the_reference(self, _, group):
+        self.check(rows(2, 5, WIDTH), made(group))
+        self.check(rows(2, 5, WIDTH, dtype=FLOAT32), made(group, FLOAT32), 1e-5)
+
+    @parameterized.expand(GROUPS)
+    def test_tokens_of_other_shapes(self, _, group):
+        layers = made(group)
+        for shape in [(WIDTH,), (1, WIDTH), (1, 1, WIDTH), (3, 1, 2, WIDTH), (2, 0, WIDTH)]:
+            with self.subTest(shape):
+                self.check(rows(*shape), layers)
+
+    def test_no_tokens_give_zero_gradients(self):
+        gradients = run("fused", rows(1, 0, WIDTH), made(EVERYTHING))[len(EVERYTHING) + 1 :]
+        self.assertTrue(all(g is None or not g.count_nonzero() for g in gradients))
+
+    def test_input_that_is_not_contiguous(self):
+        layers, x = made(EVERYTHING), rows(2, 5, 2 * WIDTH)
+        for inputs in (x[..., ::2], x[..., :WIDTH], x[..., :WIDTH].transpose(0, 1), rows(WIDTH, 5).t()):
+            self.assertFalse(inputs.is_contiguous())
+            self.check(inputs, layers)
+
+    def test_gradients_that_are_not_contiguous(self):
+        layers, found = made(EVERYTHING), []
+        for impl in ("fused", "reference"):
+            x = rows(2, 5, WIDTH)
+            outputs = shared_input_linears(x, *layers, impl=impl)
+            # Expanded, and transposed.
+            loss = outputs[0].sum() + (outputs[2].mT * torch.arange(5.0)).sum()
+            found.append(torch.autograd.grad(loss, [x, layers[0].weight, layers[2].weight]))
+        self.compare(*found)
+
+    @parameterized.expand([("first", [0]), ("narrow", [2]), ("bare_ones", [1, 3]), ("last", [4])])
+    def test_unused_outputs_leave_no_gradient(self, _, used):
+        layers = made(EVERYTHING)
+        self.check(rows(2, 5, WIDTH), layers, used=used)
+        gradients = iter(run("fused", rows(2, 5, WIDTH), layers, used)[len(layers) + 1 :])
+        for i, (_, bias, adapters) in enumerate(layers):
+            expected = [True, bias is not None, *(x is not None for a in adapters for x in (a.down, a.up, a.bias))]
+            for present in expected:
+                self.assertEqual(next(gradients) is not None, present and i in used)
+
+    @parameterized.expand(
+        [
+            ("frozen", (), False),
+            ("weight", ("weight",), True),
+            ("bias", ("bias",), False),
+            ("down", ("down",), True),
+            ("up", ("up",), False),
+            ("adapter_bias", ("adapter_bias",), False),
+            ("adapters", ("down", "up"), True),
+            ("adapters_and_biases", ("bias", "up", "adapter_bias"), False),
+        ]
+    )
+    def test_what_is_frozen(self, _, trained, needed):
+        """`x` is saved only if a gradient depends on it, and frozen tensors get no gradient."""
+        layers, x = made(EVERYTHING, trained=trained), rows(2, 5, WIDTH)
+        for inputs in (x, x.detach()):
+            self.check(inputs, layers)
+            kept = saved_in(lambda inputs=inputs: shared_input_linears(inputs, *layers, impl="fused"))
+            self.assertEqual(shares_memory(inputs, kept), needed)
+            self.assertEqual(bool(kept), bool(trained) or inputs.requires_grad)
+            # Nothing else of the input's size: the adapters' small products do not make up for it.
+            copies = [y for y in kept if y.shape == (10, WIDTH) and not shares_memory(inputs, [y])]
+            self.assertEqual(copies, [])
+
+    def test_one_frozen_layer_among_trained_ones(self):
+        for frozen in range(len(EVERYTHING)):
+            layers = made(EVERYTHING)
+            structure, tensors = flatten([layers[frozen]])
+            layers[frozen] = unflatten(structure, [None if t is None else t.detach() for t in tensors])[0]
+            self.check(rows(2, 5, WIDTH), layers)
+
+    def test_no_copy_of_a_lone_narrow_weight(self):
+        """A stack of one weight would be a copy of it."""
+        for group in ([layer(5)], [layer(150), layer(5)]):
+            layers, x = made(group), rows(2, 5, WIDTH)
+            kept = saved_in(lambda layers=layers, x=x: shared_input_linears(x, *layers, impl="fused"))
+            given = [x, *(t for t in flatten(layers)[1] if t is not None)]
+            self.assertTrue(all(shares_memory(y, given) for y in kept))
+
+    @parameterized.expand(GROUPS)
+    def test_outputs_may_be_changed_in_place(self, _, group):
+        for tokens in (1, 5):
+            for changed in range(len(group)):
+                layers, found = made(group), []
+                for impl in ("fused", "reference"):
+                    x = rows(1, tokens, WIDTH)
+                    outputs = shared_input_linears(x, *layers, impl=impl)
+                    outputs[changed].mul_(2)
+                    leaves = [x, *(t for t in flatten(layers)[1] if t is not None)]
+                    found.append(torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves))
+                self.compare(*found)
+
+    def test_repeated_backward(self):
+        layers, x = made(EVERYTHING), rows(2, 5, WIDTH)
+        leaves = [x, *(t for t in flatten(layers)[1] if t is not None)]
+        loss = sum(y.sin().sum() for y in shared_input_linears(x, *layers, impl="fused"))
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        self.assertTrue(all(map(torch.equal, first, torch.autograd.grad(loss, leaves))))
+
+    def test_second_derivatives_are_refused(self):
+        x = rows(2, 5, WIDTH)
+        (y,) = shared_input_linears(x, *made([layer(7, 2)]), impl="fused")
+        with self.assertRaisesRegex(ValueError, "got create_graph=True. Call the layers one by one, as on a CPU"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    def test_names_in_records(self):
+        x = rows(2, WIDTH)
+        with mock.patch.dict(dispatch._used, clear=True):
+            shared_input_linears(x, *made([layer(7)]))
+            shared_input_linears(x, *made([layer(7), layer(5, 1)]))
+            self.assertEqual(dispatch.implementations_used(), {"linear": ["fused"], "linear_lora": ["fused"]})
+
+    @parameterized.expand(
+        [
+            ("weight", Projection(torch.ones(3, 5)), r"expected a weight \[out, 6\].*got \(3, 5\)"),
+            ("weight_alone", torch.ones(6), r"expected a weight \[out, 6\]"),
+            (
+                "down",
+                Projection(torch.ones(3, 6), None, (Adapter(torch.ones(2, 5), torch.ones(3, 2)),)),
+                r"expected an adapter \[rank, 6\] and \[3, rank\].*got \(2, 5\) and \(3, 2\)",
+            ),
+            (
+                "rank",
+                Projection(torch.ones(3, 6), None, (Adapter(torch.ones(2, 6), torch.ones(3, 1)),)),
+                r"expected an adapter .*got \(2, 6\) and \(3, 1\)",
+            ),
+            (
+                "dropout",
+                Projection(torch.ones(3, 6), None, (Adapter(torch.ones(2, 6), torch.ones(3, 2), dropout=1.0),)),
+                "expected a dropout from 0 to less than 1.*got 1.0",
+            ),
+        ]
+    )
+    def test_bad_input(self, _, bad, message):
+        with self.assertRaisesRegex(ValueError, message):
+            shared_input_linears(torch.ones(2, 6), torch.ones(4, 6), bad)
+
+    def test_not_on_a_cpu(self):
+        with on_a_gpu(False), self.assertRaisesRegex(ValueError, "fused: needs CUDA tensors"):
+            shared_input_linears(rows(2, WIDTH), *made([layer(7, 2)]), impl="fused")
+
+    def test_mixed_dtypes_are_refused(self):
+        reason = "fused: needs one dtype for all products, and trained weights in it"
+        wide, narrow = made([layer(130, 2), layer(7, 2)], FLOAT32)
+        (half,) = made([layer(130, 2)], BFLOAT16)
+        for x, layers in [
+            (rows(2, WIDTH, dtype=FLOAT32), [wide, half]),
+            (rows(2, WIDTH), [wide, narrow]),
+            (rows(2, WIDTH, dtype=BFLOAT16), [wide]),
+        ]:
+            with self.assertRaisesRegex(ValueError, reason):
+                shared_input_linears(x, *layers, impl="fused")
+            # The reference is PyTorch, and PyTorch says so too.
+            with self.assertRaisesRegex(RuntimeError, "same dtype"):
+                shared_input_linears(x, *layers)
+        with torch.autocast("cpu", BFLOAT16):
+            x = rows(2, WIDTH, dtype=FLOAT32)
+            with self.assertRaisesRegex(ValueError, reason):
+                shared_input_linears(x, wide, half, impl="fused")
+            self.assertEqual([y.dtype for y in shared_input_linears(x, wide, half)], [BFLOAT16] * 2)
+
+    def test_dropout_in_float64_is_refused(self):
+        layers = made([layer(7, 2)])
+        dropped = layers[0]._replace(adapters=(layers[0].adapters[0]._replace(dropout=0.1),))
+        with self.assertRaisesRegex(ValueError, "not torch.float64"):
+            shared_input_linears(rows(2, WIDTH), dropped, impl="fused")
+
+
+class PrecisionTest(unittest.TestCase):
+    """Adapters in float32 on a layer in bfloat16, against PEFT's own forward and a computation in float64."""
+
+    def setUp(self):
+        self.enterContext(on_a_gpu())
+
+    def lora(self, out, base_dtype, bias=True):
+        base = torch.nn.Linear(48, out, bias=bias, dtype=base_dtype)
+        config = LoraConfig(r=4, lora_alpha=12, target_modules=["0"])
+        module = get_peft_model(torch.nn.Sequential(base), config).base_model.model[0]
+        torch.nn.init.normal_(module.lora_B["default"].weight)
+        return module
+
+    def errors(self, base_dtype, x_dtype, out):
+        torch.manual_seed(0)
+        module = self.lora(out, base_dtype)
+        adapter = [module.lora_A["default"].weight, module.lora_B["default"].weight]
+        self.assertEqual([p.dtype for p in adapter], [FLOAT32] * 2)
+        x = torch.randn(2, 33, 48).to(x_dtype).requires_grad_()
+        upstream = torch.randn(2, 33, out).bfloat16()
+
+        def fused(x):
+            projection, _ = projection_of(module, x)
+            self.assertEqual(len(projection.adapters), 1)
+            return shared_input_linears(x, projection, impl="fused")[0]
+
+        found = []
+        for function in (fused, module):
+            with torch.autocast("cpu", BFLOAT16):
+                y = function(x)
+            self.assertEqual(y.dtype, BFLOAT16)
+            found.append([y.detach(), *torch.autograd.grad(y, [x, *adapter], upstream)])
+        for a, b in zip(*found, strict=True):
+            self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
+        exact, wide = copy.deepcopy(module).double(), x.detach().double().requires_grad_()
+        y = exact(wide)
+        leaves = [wide, exact.lora_A["default"].weight, exact.lora_B["default"].weight]
+        expected = [y.detach(), *torch.autograd.grad(y, leaves, upstream.double())]
+        return [[relative(a, b) for a, b in zip(results, expected, strict=True)] for results in found]
+
+    @parameterized.expand(
+        [
+            (f"{base}_{x}_{out}".replace("torch.", ""), base, x, out)
+            for base in (BFLOAT16, FLOAT32)
+            for x in (BFLOAT16, FLOAT32)
+            for out in (7, 200)
+        ]
+    )
+    def test_is_not_worse_than_peft_under_autocast(self, _, base_dtype, x_dtype, out):
+        for i, (ours, pefts) in enumerate(zip(*self.errors(base_dtype, x_dtype, out), strict=True)):
+            self.assertGreater(pefts, 1e-4)
+            self.assertLess(ours, 2 * pefts, f"result {i}")
+
+    def test_float32_adapters_without_autocast(self):
+        """Products run in bfloat16; gradients have the adapters' dtype."""
+        torch.manual_seed(0)
+        module = self.lora(200, BFLOAT16)
+        x = torch.randn(2, 33, 48).bfloat16().requires_grad_()
+        found = []
+        for impl in ("fused", "reference"):
+            (y,) = shared_input_linears(x, projection_of(module, x)[0], impl=impl)
+            self.assertEqual(y.dtype, BFLOAT16)
+            leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+            found.append([y.detach(), *torch.autograd.grad(y.float().sin().sum(), leaves)])
+        for a, b in zip(*found, strict=True):
+            self.assertEqual(a.dtype, b.dtype)
+            self.assertLess(relative(a, b), 2e-2)
+
+
+class QuantizedTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(on_a_gpu())
+        self.calls = 0
+
+    def quantized(self, weight, dtype):
+        def dequantize():
+            self.calls += 1
+            return weight
+
+        return QuantizedWeight(weight.shape, dtype, dequantize)
+
+    def layers(self, dtype=FLOAT64, trained=KINDS, stored=None):
+        """Those of `EVERYTHING` with frozen weights, the second of which is quantized in the second list."""
+        plain = made(EVERYTHING, dtype, trained=trained)
+        plain = [p._replace(weight=p.weight.detach()) for p in plain]
+        fake = [p._replace(weight=self.quantized(p.weight.to(stored or dtype), dtype)) for p in plain]
+        return plain, fake
+
+    def test_equals_a_frozen_weight(self):
+        plain, fake = self.layers()
+        for x in (rows(2, 5, WIDTH), rows(2, 5, WIDTH).detach()):
+            expected = run("fused", x, plain)
+            self.assertEqual(self.calls, 0)
+            for impl in ("fused", "reference"):
+                got = run(impl, x, fake)
+                gradients = iter(got[len(plain) + 1 :])
+                for a, b in zip(got, expected, strict=True):
+                    self.assertEqual(a is None, b is None)
+                    self.assertTrue(a is None or relative(a, b) < 1e-12)
+                self.assertIsNone(next(gradients))
+                self.calls = 0
+
+    def test_dequantizes_once_for_each_direction(self):
+        _, fake = self.layers()
+        x = rows(2, 5, WIDTH)
+        outputs = shared_input_linears(x, *fake, impl="fused")
+        self.assertEqual(self.calls, len(fake))
+        sum(y.sum() for y in outputs).backward()
+        self.assertEqual(self.calls, 2 * len(fake))
+
+    def test_does_not_dequantize_for_a_gradient_that_nobody_needs(self):
+        _, fake = self.layers()
+        outputs = shared_input_linears(rows(2, 5, WIDTH).detach(), *fake, impl="fused")
+        sum(y.sum() for y in outputs).backward()
+        self.assertEqual(self.calls, len(fake))
+        # One output of five.
+        self.calls = 0
+        shared_input_linears(rows(2, 5, WIDTH), *fake, impl="fused")[1].sum().backward()
+        self.assertEqual(self.calls, len(fake) + 1)
+
+    def test_saves_neither_the_weight_nor_an_unneeded_input(self):
+        x = rows(2, 5, WIDTH)
+        for trained, needed in (((), False), (("up", "bias"), False), (("down",), True)):
+            _, fake = self.layers(trained=trained)
+            kept = saved_in(lambda fake=fake: shared_input_linears(x, *fake, impl="fused"))
+            self.assertEqual(shares_memory(x, kept), needed)
+            weights = [p.weight.dequantize() for p in fake]
+            self.assertFalse([y for y in kept for w in weights if torch.equal(y, w)])
+
+    def test_a_weight_in_another_dtype_than_the_products(self):
+        _, fake = self.layers(FLOAT32, stored=BFLOAT16)
+        x = rows(2, 5, WIDTH, dtype=FLOAT32)
+        for a, b in zip(run("fused", x, fake), run("reference", x, fake), strict=True):
+            self.assertTrue(a is None or relative(a, b) < 1e-5)
+
+    @parameterized.expand([("fused",), ("reference",)])
+    def test_products_in_less_precision_than_the_input(self, impl):
+        """The output has the input's dtype, as that of a layer of bitsandbytes."""
+        plain, _ = self.layers(FLOAT32)
+        _, fake = self.layers(BFLOAT16)
+        x = rows(2, 5, WIDTH, dtype=FLOAT32)
+        self.assertEqual(product_dtype(x, fake[0]), BFLOAT16)
+        found = []
+        for layers in (fake, plain):
+            outputs = shared_input_linears(x, *layers, impl=impl)
+            self.assertEqual([y.dtype for y in outputs], [FLOAT32] * len(layers))
+            leaves = [x, *(t for t in flatten(layers)[1] if t is not None and t.requires_grad)]
+            upstream = [torch.ones_like(y) for y in outputs]
+            found.append([*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)])
+        for a, b in zip(*found, strict=True):
+            self.assertLess(relative(a, b), 2e-2)
 
 
 if __name__ == "__main__":

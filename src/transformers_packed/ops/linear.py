@@ -180,7 +180,12 @@ def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projectio
 def _apply(hidden_states, projection):
     weight, bias, adapters = projection
     if isinstance(weight, QuantizedWeight):
-        weight = weight.dequantize().to(weight.dtype)
+        # Through a plain weight, and back to the input's dtype, which autocast alone changes.
+        plain = Projection(
+            weight.dequantize().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
+        )
+        y = _apply(hidden_states.to(weight.dtype), plain)
+        return y if torch.is_autocast_enabled(y.device.type) else y.to(hidden_states.dtype)
     y = F.linear(hidden_states, weight, bias)
     for down, up, scale, dropout, bias in adapters:
         x = F.dropout(hidden_states, dropout).to(y.dtype)
@@ -215,7 +220,11 @@ def _fused(hidden_states, *projections):
     if long and frozen and recipe is not None and recipe.version == hidden_states._version:
         _, recompute, source, weight = recipe
     dtype = product_dtype(hidden_states, projections[0])
-    return _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
+    outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return outputs
+    # A quantized layer returns the dtype of its input, even if its products have another one.
+    return tuple(y.to(hidden_states.dtype) for y in outputs)
 
 
 def _verify_fused(hidden_states, *projections):
@@ -271,9 +280,11 @@ class Products:
         self.narrow: dict[int, slice] = {}
         self.columns: dict[tuple[int, int], slice] = {}
         self.width = 0
-        for i, (weight, _, _) in enumerate(self.projections):
-            if not isinstance(weight, QuantizedWeight) and weight.shape[0] <= _NARROW:
-                self.narrow[i] = self._range(weight.shape[0])
+        weights = {i: p.weight for i, p in enumerate(self.projections) if not isinstance(p.weight, QuantizedWeight)}
+        narrow = [i for i, weight in weights.items() if weight.shape[0] <= _NARROW]
+        # A stack of one weight would only copy it.
+        if len(narrow) + len(self.adapters) - len(self.dropped) > 1:
+            self.narrow = {i: self._range(weights[i].shape[0]) for i in narrow}
         for at in (at for at in self.adapters if at not in self.dropped):
             self.columns[at] = self._range(len(self.adapters[at].down))
         self.stacked = self.width
@@ -416,9 +427,9 @@ class Products:
                 Whether each tensor needs a gradient.
         """
         _, low, seeds, *_ = self.kept
-        d_stack = None
+        d_stack, wide = None, torch.promote_types(self.dtype, torch.float32)
         if self.stacked and rows is not None:
-            d_stack = product(self.d_low[:, : self.stacked].t(), rows, dtype=torch.float32)
+            d_stack = product(self.d_low[:, : self.stacked].t(), rows, dtype=wide)
         wanted, found = iter(wanted), []
         for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
             for_weight, for_bias = next(wanted), next(wanted)
@@ -430,7 +441,7 @@ class Products:
                 found.append(product(gradient.t(), rows, dtype=weight.dtype))
             total = None
             if gradient is not None and (for_bias or any(adapter.bias is not None for adapter in adapters)):
-                total = gradient.sum(0, dtype=torch.float32)
+                total = gradient.sum(0, dtype=wide)
             found.append(total.to(bias.dtype) if for_bias and total is not None else None)
             for j, (down, up, scale, p, extra) in enumerate(adapters):
                 for_down, for_up, for_extra = next(wanted), next(wanted), next(wanted)
@@ -473,6 +484,11 @@ def product(
     return like.addmm_(left, right, beta=0, alpha=scale).to(dtype or left.dtype)
 
 
+def unflattened(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return `rows` `[T, out]` as `[*shape, out]`, not as a view: autograd forbids in-place changes to views."""
+    return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+
+
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, structure, dtype, recompute, source, weight, *tensors):
@@ -487,19 +503,19 @@ class _SharedInputLinears(torch.autograd.Function):
             source = rows
         ctx.save_for_backward(source, weight, *products.to_save())
         ctx.set_materialize_grads(False)
-        # Without autocast, a quantized layer returns the dtype of its input, even if its products have another one.
-        result = dtype if torch.is_autocast_enabled(rows.device.type) else hidden_states.dtype
-        return tuple(y.view(*hidden_states.shape[:-1], y.shape[-1]).to(result) for y in outputs)
+        return tuple(unflattened(y, hidden_states.shape[:-1]) for y in outputs)
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU.")
     def backward(ctx, *gradients):
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
         rows, weight, *saved = ctx.saved_tensors
         if ctx.recompute is not None:
             rows = ctx.recompute(rows, weight)
             rows = rows.view(-1, rows.shape[-1]).to(ctx.dtype)
         products = Products.restore(ctx.structure, saved, ctx.dtype)
-        gradients = [None if g is None else g.reshape(-1, g.shape[-1]).to(ctx.dtype) for g in gradients]
+        gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
         d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
         found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[6:])
         shape, dtype = ctx.like

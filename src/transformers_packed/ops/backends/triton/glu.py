@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...linear import Products, needs_rows
+from ...linear import Products, needs_rows, unflattened
 from . import ceil_div, on_its_device
 
 
@@ -65,7 +65,7 @@ class GLU(torch.autograd.Function):
         products = Products(structure, tensors, x.dtype)
         outputs = products.forward(y.view(-1, y.shape[-1]))
         ctx.save_for_backward(gate, x, *products.to_save())
-        return outputs[0].view(*x.shape[:-1], outputs[0].shape[-1]) if outputs else y
+        return unflattened(outputs[0], x.shape[:-1]) if outputs else y
 
     @staticmethod
     @first_order()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...linear import Products, needs_rows
+from ...linear import Products, needs_rows, unflattened
 from . import ceil_div, on_its_device
 
 
@@ -128,7 +128,7 @@ class RMSNorm(torch.autograd.Function):
             return y if residual is None else (y, total)
         (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
         ctx.save_for_backward(total, weight, gate, r, *products.to_save())
-        return output.view(*ctx.shape[:-2], output.shape[-1])
+        return unflattened(output, ctx.shape[:-2])
 
     @staticmethod
     @first_order()
