@@ -19,7 +19,8 @@ from transformers_packed.ops import (
     qk_norm_rope,
     rms_norm,
 )
-from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.projection import Adapter, Projection
 
 
 # The lengths of the last documents of a row, from its end; these repeat towards its start.

@@ -20,7 +20,8 @@ from transformers_packed.ops import (
     qk_norm_rope,
     rms_norm,
 )
-from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.projection import Adapter, Projection
 
 
 DEVICE = "cuda"

@@ -10,7 +10,8 @@ from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.ops import gated_rms_norm, glu
-from transformers_packed.ops.linear import Adapter, Projection, flatten, shared_input_linears, unflatten
+from transformers_packed.ops.linear import shared_input_linears
+from transformers_packed.ops.projection import Adapter, Projection, flatten, unflatten
 
 
 P = 0.25

@@ -19,7 +19,7 @@ from transformers_packed.ops import (
     glu,
     linear_cross_entropy,
 )
-from transformers_packed.ops.linear import Adapter, Projection, QuantizedWeight, flatten
+from transformers_packed.ops.projection import Adapter, Projection, QuantizedWeight, flatten
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

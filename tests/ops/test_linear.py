@@ -12,15 +12,8 @@ from peft import LoraConfig, get_peft_model
 from transformers_packed.models import projections
 from transformers_packed.models.projections import project, projection_of
 from transformers_packed.ops import dispatch, linear
-from transformers_packed.ops.linear import (
-    Adapter,
-    Projection,
-    QuantizedWeight,
-    flatten,
-    product_dtype,
-    shared_input_linears,
-    unflatten,
-)
+from transformers_packed.ops.linear import product_dtype, shared_input_linears
+from transformers_packed.ops.projection import Adapter, Projection, QuantizedWeight, flatten, unflatten
 
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64

@@ -28,6 +28,8 @@ OPS = {
     "swiglu_linear": "SwiGLU and layer",
     "sigmoid_gate": "gate of attention",
     "sigmoid_gate_linear": "gate and layer",
+    "linear": "linear layers",
+    "linear_lora": "linear layers with LoRA",
     "linear_cross_entropy": "head and cross entropy",
 }
 

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from ..ops.linear import Adapter
+from ..ops.projection import Adapter
 from .untouched import is_untouched
 
 

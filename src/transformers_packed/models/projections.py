@@ -1,11 +1,17 @@
 """Linear layers of a model as parameters for the fused ops, or as modules to call."""
 
 import torch
+from transformers.utils import logging
 
 from ..ops.backends import triton
-from ..ops.linear import Projection, QuantizedWeight, product_dtype, shared_input_linears
+from ..ops.dispatch import record
+from ..ops.linear import product_dtype, shared_input_linears
+from ..ops.projection import Projection, QuantizedWeight
 from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
+
+
+logger = logging.get_logger(__name__)
 
 
 def projection_of(
@@ -19,13 +25,24 @@ def projection_of(
     if is_lora(layer):
         adapters, base = adapters_of(layer), layer.base_layer
         if isinstance(adapters, str):
+            _record_peft(adapters)
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     if weight is None:
+        if base is not layer:
+            _record_peft(f"its base layer is a {type(base).__name__}, or is hooked or wrapped")
         return none
     projection = Projection(weight, base.bias, adapters)
     dtype = product_dtype(hidden_states, projection)
+    if dtype is None and base is not layer:
+        _record_peft(f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}")
     return (projection, dtype) if dtype else none
+
+
+def _record_peft(reason: str) -> None:
+    """Record that a LoRA layer runs PEFT's own forward, and log each reason once."""
+    record("linear_lora", "peft", [], logger.info)
+    logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
 
 
 def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:

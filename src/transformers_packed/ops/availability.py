@@ -16,7 +16,9 @@ from .dispatch import Implementation
 from .gated_delta_rule import GATES
 from .gated_delta_rule import IMPLEMENTATIONS as GATED_DELTA_RULE
 from .glu import IMPLEMENTATIONS as GATED_LINEAR_UNIT
+from .linear import IMPLEMENTATIONS as LINEAR
 from .norm import IMPLEMENTATIONS as RMS_NORM
+from .projection import Adapter, Projection
 from .rotary import IMPLEMENTATIONS as QK_NORM_ROPE
 
 
@@ -83,6 +85,8 @@ def _calls(device, dtype, delta: int, heads: int) -> Iterator[tuple[str, dict[st
     yield "gated_delta_gates", GATES, (heads, heads, zeros(4), zeros(4)), {}
     yield "rms_norm", RMS_NORM, (row, weight, 1e-6, 1.0, row), {}
     layer, head = zeros(8, 256), row[:, :, None]
+    yield "linear", LINEAR, (row, Projection(layer)), {}
+    yield "linear_lora", LINEAR, (row, Projection(layer, None, (Adapter(zeros(4, 256), zeros(8, 4)),))), {}
     yield "gated_rms_norm", RMS_NORM, (head, weight, 1e-6, 0.0, None, head), {}
     yield "gated_rms_norm_linear", RMS_NORM, (head, weight, 1e-6, 0.0, None, head, layer), {}
     angles = [zeros(1, 3, 64).detach() for _ in range(2)]

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
-from .linear import Projection, apply_reference, as_projection, check_layer, flatten, verify_layer
+from .linear import apply_reference, as_projection, check_layer, verify_layer
+from .projection import Projection, flatten
 
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}

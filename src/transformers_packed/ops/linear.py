@@ -1,21 +1,14 @@
 """Linear layers with a shared input and low-rank adapters (LoRA), in one autograd function.
 
-    y_i = x W_i^T + b_i + sum_j s_ij (x A_ij^T) B_ij^T
-
 Separate layers each return a gradient of `x`, and autograd adds these gradients in extra kernels. Separate adapters read
-`x` and write an output each. Here, each matrix product accumulates into the result of the previous one:
+`x` and write an output each. Here, each matrix product accumulates into the result of the previous one, as
+[`Products`] describes. `x` is saved once, and only if a weight or an adapter needs a gradient. Frozen weights get none.
 
-- The matrices with few rows, which are all `A_ij` and narrow `W_i`, form one stack. `x` times the stack is one product,
-  and so are the gradients of the stack.
-- An output starts as its adapters' product, and `x W_i^T` accumulates into it. The gradient of `x` starts as the product
-  with the stack, and all `dy_i W_i` accumulate into it.
-- `x` is saved once, and only if a weight or an adapter needs a gradient. Frozen weights get no gradient.
-
-All products run in one dtype: that of autocast, or else that of the weights. Adapters in float32 are cast, not `x`.
+The products run in the dtype of autocast, or else in that of the weights.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,69 +17,11 @@ from ..errors import input_error
 from .autograd import first_order
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .projection import Products, Projection, QuantizedWeight, flatten, needs_rows, unflattened
 
 
-# Weights with at most this many rows join the stack. Their products take as long as reading `x`.
-_NARROW = 128
 # Elements of an input from which on computing it again costs less than the memory is worth: 16 MiB in bfloat16.
 _WORTH_RECOMPUTING = 1 << 23
-
-
-class Adapter(NamedTuple):
-    """A low-rank addition to a linear layer: `scale * (dropout(x) @ down.T @ up.T + bias)`.
-
-    Args:
-        down (`torch.Tensor` of shape `[rank, in]`):
-            First matrix, `lora_A` of PEFT.
-        up (`torch.Tensor` of shape `[out, rank]`):
-            Second matrix, `lora_B` of PEFT.
-        scale (`float`, *optional*, defaults to 1.0):
-            Factor of the addition.
-        dropout (`float`, *optional*, defaults to 0.0):
-            Probability of zeroing an element of the adapter's input. Must be less than 1.
-        bias (`torch.Tensor` of shape `[out]`, *optional*):
-            Bias of the second matrix.
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float = 1.0
-    dropout: float = 0.0
-    bias: torch.Tensor | None = None
-
-
-class Projection(NamedTuple):
-    """The parameters of a linear layer.
-
-    Args:
-        weight (`torch.Tensor` of shape `[out, in]`, or [`QuantizedWeight`]):
-            Weight of the layer.
-        bias (`torch.Tensor` of shape `[out]`, *optional*):
-            Bias of the layer.
-        adapters (`tuple[Adapter, ...]`, *optional*):
-            Active adapters.
-    """
-
-    weight: Any
-    bias: torch.Tensor | None = None
-    adapters: tuple[Adapter, ...] = ()
-
-
-class QuantizedWeight(NamedTuple):
-    """A frozen weight that is computed when a product needs it.
-
-    Args:
-        shape (`torch.Size`):
-            Shape of the weight, `[out, in]`.
-        dtype (`torch.dtype`):
-            Dtype of the products.
-        dequantize (`Callable[[], torch.Tensor]`):
-            Returns the weight `[out, in]` in any floating dtype.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    dequantize: Callable[[], torch.Tensor]
 
 
 def as_projection(layer: torch.Tensor | Projection) -> Projection:
@@ -153,7 +88,8 @@ def shared_input_linears(
 
     ```python
     >>> import torch
-    >>> from transformers_packed.ops.linear import Adapter, Projection, shared_input_linears
+    >>> from transformers_packed.ops.linear import shared_input_linears
+    >>> from transformers_packed.ops.projection import Adapter, Projection
     >>> adapter = Adapter(torch.ones(1, 2), torch.ones(3, 1), scale=10.0)
     >>> y, z = shared_input_linears(torch.ones(1, 2), torch.ones(1, 2), Projection(torch.ones(3, 2), None, (adapter,)))
     >>> y.tolist(), z.tolist()
@@ -234,259 +170,6 @@ def _verify_fused(hidden_states, *projections):
     if len(dtypes) != 1 or None in dtypes:
         return False, "needs one dtype for all products, and trained weights in it"
     return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else (True, "")
-
-
-def flatten(projections: Sequence[Projection]) -> tuple[tuple, list[torch.Tensor | None]]:
-    """Split projections into a structure without differentiable tensors, and the tensors."""
-    structure, tensors = [], []
-    for weight, bias, adapters in projections:
-        quantized = weight if isinstance(weight, QuantizedWeight) else None
-        structure.append((quantized, tuple((adapter.scale, adapter.dropout) for adapter in adapters)))
-        tensors += [weight if quantized is None else None, bias]
-        for adapter in adapters:
-            tensors += [adapter.down, adapter.up, adapter.bias]
-    return tuple(structure), tensors
-
-
-def unflatten(structure: tuple, values: Sequence[Any]) -> list[Projection]:
-    """Return the projections of [`flatten`], or the same structure with other values in place of the tensors."""
-    values, projections = iter(values), []
-    for quantized, factors in structure:
-        weight, bias = next(values), next(values)
-        adapters = []
-        for scale, dropout in factors:
-            down, up, extra = next(values), next(values), next(values)
-            adapters.append(Adapter(down, up, scale, dropout, extra))
-        projections.append(Projection(weight if quantized is None else quantized, bias, tuple(adapters)))
-    return projections
-
-
-class Products:
-    """The products of layers with rows `[T, in]`, and their gradients, for use in autograd functions.
-
-    Args:
-        structure (`tuple`), tensors (`Sequence[torch.Tensor | None]`):
-            The layers, from [`flatten`].
-        dtype (`torch.dtype`):
-            Dtype of all products.
-    """
-
-    def __init__(self, structure: tuple, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype):
-        self.structure, self.tensors, self.dtype = structure, tensors, dtype
-        self.projections = unflatten(structure, tensors)
-        self.adapters = {(i, j): a for i, p in enumerate(self.projections) for j, a in enumerate(p.adapters)}
-        self.dropped = [at for at, adapter in self.adapters.items() if adapter.dropout]
-        # Columns of `low`: those of the stack, then one range for each adapter with dropout, whose inputs differ.
-        self.narrow: dict[int, slice] = {}
-        self.columns: dict[tuple[int, int], slice] = {}
-        self.width = 0
-        weights = {i: p.weight for i, p in enumerate(self.projections) if not isinstance(p.weight, QuantizedWeight)}
-        narrow = [i for i, weight in weights.items() if weight.shape[0] <= _NARROW]
-        # A stack of one weight would only copy it.
-        if len(narrow) + len(self.adapters) - len(self.dropped) > 1:
-            self.narrow = {i: self._range(weights[i].shape[0]) for i in narrow}
-        for at in (at for at in self.adapters if at not in self.dropped):
-            self.columns[at] = self._range(len(self.adapters[at].down))
-        self.stacked = self.width
-        for at in self.dropped:
-            self.columns[at] = self._range(len(self.adapters[at].down))
-
-    def _range(self, size: int) -> slice:
-        self.width += size
-        return slice(self.width - size, self.width)
-
-    def to_save(self) -> list[torch.Tensor | None]:
-        """Return what [`Products.restore`] needs in the backward."""
-        return [*self.kept, *self.tensors]
-
-    @classmethod
-    def restore(cls, structure: tuple, saved: Sequence[torch.Tensor | None], dtype: torch.dtype) -> "Products":
-        """Return the instance of the forward from its `to_save()`."""
-        kept = 3 + sum(len(factors) for _, factors in structure)
-        products = cls(structure, saved[kept:], dtype)
-        products.kept = saved[:kept]
-        return products
-
-    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
-        stack, ups = self._cast()
-        low = rows.new_empty(len(rows), self.width) if self.width else None
-        seeds = None
-        if stack is not None:
-            torch.mm(rows, stack.t(), out=low[:, : self.stacked])
-        if self.dropped:
-            from .backends.triton.dropout import dropped
-
-            # Drawn on the device, so checkpointing and CUDA graphs restore them with the generator's state.
-            seeds = torch.randint(2**31 - 1, (len(self.dropped),), device=rows.device)
-            for at, seed in zip(self.dropped, seeds, strict=True):
-                adapter = self.adapters[at]
-                inputs = dropped(rows, seed, adapter.dropout)
-                torch.mm(inputs, adapter.down.to(self.dtype).t(), out=low[:, self.columns[at]])
-        # A stack that is a weight itself is saved as such.
-        own = stack is None or any(stack is tensor for tensor in self.tensors)
-        self.kept = [None if own else stack, low if ups else None, seeds, *ups]
-        return [self._output(i, rows, low) for i in range(len(self.projections))]
-
-    def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-        weight, bias, adapters = self.projections[i]
-        ups = dict(zip(self.adapters, self.kept[3:], strict=True))
-        biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
-        biases = [x.to(self.dtype) for x in biases if x is not None]
-        start = sum(biases[1:], biases[0]) if biases else None
-        y = low[:, self.narrow[i]] if i in self.narrow else None
-        if start is not None:
-            y = start.expand(len(rows), -1) if y is None else y + start
-        for j, adapter in enumerate(adapters):
-            factors = low[:, self.columns[i, j]], ups[i, j].t()
-            if j == 0:
-                y = (
-                    torch.addmm(y, *factors, alpha=adapter.scale)
-                    if y is not None
-                    else product(*factors, adapter.scale)
-                )
-            else:
-                y.addmm_(*factors, alpha=adapter.scale)
-        if i in self.narrow:
-            return y.contiguous()
-        weight = self._weight(i)
-        return y.addmm_(rows, weight.t()) if adapters else F.linear(rows, weight, start)
-
-    def _cast(self) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Return the stack `[stacked, in]` and the second matrix of each adapter, in the dtype of the products."""
-        ups = [adapter.up for adapter in self.adapters.values()]
-        weights = [self.projections[i].weight for i in self.narrow]
-        blocks = weights + [adapter.down for adapter in self.adapters.values() if not adapter.dropout]
-        if all(x.dtype == self.dtype for x in (*ups, *blocks)) and len(blocks) < 2:
-            return blocks[0] if blocks else None, ups
-        stack, parts = None, []
-        if blocks:
-            stack = blocks[0].new_empty(self.stacked, blocks[0].shape[1], dtype=self.dtype)
-            parts = list(stack.split([len(block) for block in blocks]))
-        copies = [torch.empty_like(up, dtype=self.dtype) for up in ups]
-        # All adapters are copied by one kernel. Weights may have another dtype, which would take a kernel for each.
-        count = len(weights)
-        if count:
-            torch._foreach_copy_(parts[:count], weights)
-        if ups:
-            torch._foreach_copy_(parts[count:] + copies, blocks[count:] + ups)
-        return stack, copies
-
-    def _weight(self, i: int) -> torch.Tensor:
-        weight = self.projections[i].weight
-        return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).to(self.dtype)
-
-    def input_gradient(self, gradients: Sequence[torch.Tensor | None], wanted: bool) -> torch.Tensor | None:
-        """Return the gradient of the rows if it is wanted. Prepares [`Products.parameter_gradients`].
-
-        Args:
-            gradients (`Sequence[torch.Tensor | None]` of shape `[T, out]`):
-                Gradient of each output.
-            wanted (`bool`):
-                Whether the rows need a gradient.
-        """
-        (stack, _, seeds, *ups), d_rows = self.kept, None
-        like = next(gradient for gradient in gradients if gradient is not None)
-        self.d_low = like.new_empty(len(like), self.width)
-        for i, columns in self.narrow.items():
-            self.d_low[:, columns] = 0 if gradients[i] is None else gradients[i]
-        for at, up in zip(self.adapters, ups, strict=True):
-            columns, gradient = self.columns[at], gradients[at[0]]
-            if gradient is None:
-                self.d_low[:, columns] = 0
-            else:
-                self.d_low[:, columns].addmm_(gradient, up, beta=0, alpha=self.adapters[at].scale)
-        if not wanted:
-            return None
-        if self.stacked:
-            stack = self._cast()[0] if stack is None else stack
-            d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
-        for k, at in enumerate(self.dropped):
-            from .backends.triton.dropout import dropped
-
-            down, p = self.adapters[at].down.to(self.dtype), self.adapters[at].dropout
-            part = dropped(torch.mm(self.d_low[:, self.columns[at]], down), seeds[k], p)
-            d_rows = part if d_rows is None else d_rows.add_(part)
-        for i, gradient in enumerate(gradients):
-            if gradient is not None and i not in self.narrow:
-                weight = self._weight(i)
-                d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
-        return d_rows
-
-    def parameter_gradients(
-        self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor | None, wanted: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors of [`flatten`], after [`Products.input_gradient`].
-
-        Args:
-            gradients (`Sequence[torch.Tensor | None]` of shape `[T, out]`):
-                Gradient of each output.
-            rows (`torch.Tensor` of shape `[T, in]`, *optional*):
-                Rows of the forward. Needed if [`needs_rows`] is true.
-            wanted (`Sequence[bool]`):
-                Whether each tensor needs a gradient.
-        """
-        _, low, seeds, *_ = self.kept
-        d_stack, wide = None, torch.promote_types(self.dtype, torch.float32)
-        if self.stacked and rows is not None:
-            d_stack = product(self.d_low[:, : self.stacked].t(), rows, dtype=wide)
-        wanted, found = iter(wanted), []
-        for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
-            for_weight, for_bias = next(wanted), next(wanted)
-            if not for_weight or gradient is None:
-                found.append(None)
-            elif i in self.narrow:
-                found.append(d_stack[self.narrow[i]].to(weight.dtype))
-            else:
-                found.append(product(gradient.t(), rows, dtype=weight.dtype))
-            total = None
-            if gradient is not None and (for_bias or any(adapter.bias is not None for adapter in adapters)):
-                total = gradient.sum(0, dtype=wide)
-            found.append(total.to(bias.dtype) if for_bias and total is not None else None)
-            for j, (down, up, scale, p, extra) in enumerate(adapters):
-                for_down, for_up, for_extra = next(wanted), next(wanted), next(wanted)
-                columns = self.columns[i, j]
-                d_down = d_up = d_extra = None
-                if gradient is not None and for_down and p:
-                    from .backends.triton.dropout import dropped
-
-                    inputs = dropped(rows, seeds[self.dropped.index((i, j))], p)
-                    d_down = product(self.d_low[:, columns].t(), inputs, dtype=down.dtype)
-                elif gradient is not None and for_down:
-                    d_down = d_stack[columns].to(down.dtype)
-                if gradient is not None and for_up:
-                    d_up = product(gradient.t(), low[:, columns], scale, up.dtype)
-                if total is not None and for_extra:
-                    d_extra = (total * scale).to(extra.dtype)
-                found += [d_down, d_up, d_extra]
-        return found
-
-
-def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
-    """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input."""
-    at = 0
-    for _, factors in structure:
-        # The weight, and the first matrix of each adapter.
-        if wanted[at] or any(wanted[at + 2 : at + 2 + 3 * len(factors) : 3]):
-            return True
-        at += 2 + 3 * len(factors)
-    return False
-
-
-def product(
-    left: torch.Tensor, right: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return `scale * left @ right` in `dtype`. On a GPU, float32 results are not rounded to the factors' dtype first."""
-    like = left.new_empty(left.shape[0], right.shape[1])
-    if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16):
-        like = like.new_empty(like.shape, dtype=dtype)
-        return torch.addmm(like, left, right, beta=0, alpha=scale, out_dtype=dtype, out=like)
-    return like.addmm_(left, right, beta=0, alpha=scale).to(dtype or left.dtype)
-
-
-def unflattened(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return `rows` `[T, out]` as `[*shape, out]`, not as a view: autograd forbids in-place changes to views."""
-    return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
 
 
 class _SharedInputLinears(torch.autograd.Function):

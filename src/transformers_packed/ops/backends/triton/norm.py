@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...linear import Products, needs_rows, unflattened
+from ...projection import Products, needs_rows, unflattened
 from . import ceil_div, on_its_device
 
 
