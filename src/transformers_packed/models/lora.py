@@ -45,6 +45,8 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
             continue
         if name in state["lora_variant"]:
             return f"adapter {name} is a {type(state['lora_variant'][name]).__name__}"
+        if not isinstance(state["scaling"][name], (int, float)):
+            return f"the scale of adapter {name} is a tensor"
         down, up, dropout = downs[name], ups[name], dropouts[name]
         if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)):
             return f"adapter {name} is hooked, wrapped or not linear"

@@ -2,7 +2,8 @@
 
 The model computes nothing for padding, where hidden states and router logits are zero. A batch stays padded if packing
 it would change other results: if the call fills a cache, returns hidden states or attention weights, or is traced; if
-attention is not causal or cannot keep documents apart; and if NEFTune scales its noise by the padded length.
+attention is not causal or cannot keep documents apart; if NEFTune scales its noise by the padded length; and if PEFT
+gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA.
 """
 
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ class PaddedBatch:
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
 
 
+def _layers_take_rows(model: Any) -> bool:
+    """Whether PEFT's layers get an argument for each row of the batch. PEFT hooks it into all of its layers."""
+    adapted = (module for module in model.layers.modules() if type(module).__module__.startswith("peft.tuners."))
+    return bool(getattr(next(adapted, None), "_forward_pre_hooks_with_kwargs", None))
+
+
 def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
@@ -97,6 +104,8 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         return None
     if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
         # Trainer's hook on the embedding scales its noise by the padded length.
+        return None
+    if _layers_take_rows(model):
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None

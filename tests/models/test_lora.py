@@ -1,0 +1,465 @@
+"""PEFT's adapters on our models: outputs and gradients are those of PEFT on the built-in model, for each document alone."""
+
+import copy
+import tempfile
+from importlib.util import find_spec
+from unittest import main, mock
+
+import peft
+import torch
+from mixins.lora import (
+    BAR,
+    BUILTINS,
+    LINEARS,
+    ONE_DOCUMENT,
+    LoraTestCase,
+    TorchFormsTestCase,
+    all_linear,
+    biased_model,
+    documents,
+    fused_without_reason,
+    fusible,
+    lora,
+    randomized,
+    recorded,
+)
+from mixins.model import packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.patch import builtin_model
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from peft import get_peft_model
+from peft.tuners.lora import LoraLayer, create_arrow_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+from transformers_packed import patch_model
+from transformers_packed.models import projections
+
+
+class AllLinearTest(TorchFormsTestCase):
+    """Adapters on all linear layers that PEFT picks."""
+
+    @parameterized.expand(BUILTINS)
+    def test_packed_is_alone(self, name):
+        builtin = all_linear(name)
+        ours = patch_model(copy.deepcopy(builtin))
+        with mock.patch.object(projections, "shared_input_linears", wraps=projections.shared_input_linears) as shared:
+            fused, called, (_, _, gradients) = self.check_equal(builtin, ours, documents(name))
+        adapted = {path for path, module in ours.named_modules() if isinstance(module, LoraLayer)}
+        self.assertEqual(fused, {path for path in adapted if fusible(path)})
+        self.assertEqual(called, adapted - fused)
+        # One call for each mixer, and one for each MLP.
+        blocks = {path.rpartition(".")[0] for path, _ in ours.named_modules() if fusible(path)}
+        self.assertEqual(shared.call_count, len(blocks))
+        self.assertTrue(gradients and all("lora_" in path for path in gradients))
+        # Frozen weights have no gradient.
+        for path, parameter in ours.named_parameters():
+            self.assertEqual(parameter.grad is not None, path in gradients, path)
+
+    def test_the_comparison_can_fail(self):
+        """The same row as a single document, and an adapter that a fused layer leaves out."""
+        builtin = all_linear("qwen3_5")
+        ours = patch_model(copy.deepcopy(builtin))
+        expected = self.result(builtin, documents(), False)
+        joined = [{"input_ids": sum((feature["input_ids"] for feature in documents()), [])}]
+        logits, loss, gradients = self.result(ours, joined, True)
+        self.assertGreater(self.error((logits, loss, gradients), expected), 1000 * BAR)
+        with mock.patch.object(projections, "adapters_of", lambda layer: ()):
+            logits, loss, _ = self.result(ours, documents(), True)
+        self.assertGreater(self.error((logits, loss, {}), (*expected[:2], {})), 1000 * BAR)
+
+
+class AllLinearInKernelsTest(LoraTestCase, InterpretedKernelsTest):
+    @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
+    def test_packed_is_alone(self, name):
+        builtin = all_linear(name)
+        fused, _, _ = self.check_equal(builtin, patch_model(copy.deepcopy(builtin)))
+        self.assertEqual(
+            fused, {path for path, m in builtin.named_modules() if isinstance(m, LoraLayer) and fusible(path)}
+        )
+
+
+# Options of LoRA whose layers the fused ops compute.
+FUSED = {
+    "patterns": {"rank_pattern": {"q_proj": 2, "down_proj": 6}, "alpha_pattern": {"k_proj": 3, "out_proj": 1}},
+    "rank_one": {"r": 1},
+    "rank_stabilized": {"use_rslora": True},
+    "bias_of_lora": {"lora_bias": True},
+    "all_biases": {"bias": "all"},
+    "biases_of_lora_layers": {"bias": "lora_only"},
+    "some_layers": {"layers_to_transform": [1]},
+    "exclusion": {"target_modules": "all-linear", "exclude_modules": ["k_proj"]},
+    "expression": {"target_modules": r".*(q_proj|up_proj|out_proj)"},
+    "head": {"modules_to_save": ["lm_head"]},
+    "norms": {"modules_to_save": ["q_norm", "k_norm"]},
+    "module_beside": {"target_modules": ["q_proj", "gate_proj"], "modules_to_save": ["v_proj", "up_proj", "o_proj"]},
+    "tokens": {"trainable_token_indices": [3, 40]},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "dropout_in_evaluation": {"lora_dropout": 0.5},
+}
+# Variants of LoRA, whose layers run PEFT's own forward.
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "activated": {"alora_invocation_tokens": [5, 6]},
+    "velora": {"velora_config": peft.tuners.lora.config.VeloraConfig(num_groups=4, init_type="random")},
+    "block_diagonal": {
+        "use_bdlora": peft.tuners.lora.config.BdLoraConfig(
+            target_modules_bd_a=["o_proj", "down_proj"], target_modules_bd_b=["q_proj"], nblocks=2, match_strict=False
+        )
+    },
+    "kasa": {"r": 3, "kasa_config": peft.tuners.lora.config.KasaConfig()},
+    "mica": {"init_lora_weights": "mica"},
+    "montecarlo": {"monteclora_config": peft.tuners.lora.config.MontecloraConfig()},
+}
+
+
+# What other tuners need to adapt these layers. A new type is tried with its defaults.
+TUNERS = {
+    "ADALORA": {"total_step": 10},
+    "C3A": {"block_size": 4},
+    "FOURIERFT": {"n_frequency": 20},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["q_norm", "norm", "post_attention_layernorm"]},
+    "MISS": {"r": 4},
+    "PSOFT": {"r": 2},
+    "ROAD": {"group_size": 4},
+    "SHIRA": {"r": 1},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 40]},
+    "VBLORA": {"vector_length": 4, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 20},
+}
+NOT_OF_LINEARS = {
+    "ADAPTION_PROMPT": "adds tokens",
+    "SHADOW": "runs a second model",
+    "XLORA": "loads adapters of LoRA, in a test of its own",
+}
+NEEDED = {"ADAMSS": "sklearn", "WAVEFT": "pywt"}
+
+
+class LoraOptionsTest(TorchFormsTestCase):
+    bar = 3 * BAR
+
+    def adapted(self, config, model=None) -> torch.nn.Module:
+        return randomized(get_peft_model(biased_model() if model is None else model, config))
+
+    @parameterized.expand(FUSED)
+    def test_an_option(self, name):
+        builtin = self.adapted(lora(**FUSED[name]))
+        ours = patch_model(copy.deepcopy(builtin))
+        if name.endswith("evaluation"):
+            builtin, ours = builtin.eval(), ours.eval()
+        fused, called, _ = self.check_equal(builtin, ours)
+        self.assertTrue(fused)
+        self.assertFalse({path for path in called if fusible(path)})
+
+    @parameterized.expand(VARIANTS)
+    def test_a_variant(self, name):
+        builtin = self.adapted(lora(**VARIANTS[name]))
+        features = ONE_DOCUMENT if name == "activated" else None
+        if name == "montecarlo":
+            builtin.eval()
+        fused, called, _ = self.check_equal(builtin, patch_model(copy.deepcopy(builtin)), features)
+        self.assertFalse(fused)
+
+    def test_all_variants_are_tried(self):
+        """Each that PEFT has for linear layers; one that mixes other adapters is in a test of its own."""
+        tried = {
+            "arrow_config",
+            *(
+                name
+                for options in VARIANTS.values()
+                for name in [*options, *options.values()]
+                if isinstance(name, str)
+            ),
+        }
+        known = {name for names in peft.tuners.lora.Linear.lora_variants.fget(None) for name in names}
+        self.assertLessEqual(known, tried)
+
+    @parameterized.expand(sorted(kind.value for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING if kind != "LORA"))
+    def test_a_tuner(self, name):
+        cls = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(name)]
+        if name in NEEDED and find_spec(NEEDED[name]) is None:
+            self.skipTest(f"{name} needs {NEEDED[name]}")
+        options = {"task_type": "CAUSAL_LM", "target_modules": LINEARS, **TUNERS.get(name, {})}
+        config = cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+        if name in NOT_OF_LINEARS or config.is_prompt_learning:
+            self.skipTest(f"{name} {NOT_OF_LINEARS.get(name, 'adds tokens')}")
+        builtin = self.adapted(config)
+        if name in ("POLY", "PVERA"):
+            # They are random in training.
+            builtin.eval()
+        kwargs = {"task_ids": torch.tensor([0])} if name == "POLY" else {}
+        fused, called, (_, _, gradients) = self.check_equal(builtin, patch_model(copy.deepcopy(builtin)), **kwargs)
+        self.assertFalse(fused)
+        self.assertTrue(called and gradients)
+
+
+class AdapterStatesTest(TorchFormsTestCase):
+    """What PEFT does to adapters that exist, on both models."""
+
+    bar = 3 * BAR
+
+    def check_states(self, builtin, ours, *changes, fused=True):
+        """Each change has its effect on the result of both models, which stay equal."""
+        previous = self.check_equal(builtin, ours)[2][0]
+        for change in changes:
+            for model in (builtin, ours):
+                change(model)
+            found, called, expected = self.check_equal(builtin, ours)
+            self.assertEqual(bool(found), fused)
+            self.assertFalse(fused and {path for path in called if fusible(path)})
+            self.assertGreater(relative_error(torch.cat(expected[0]), torch.cat(previous)), 1e-4)
+            previous = expected[0]
+
+    def models(self, *options: dict) -> tuple:
+        """Models with an adapter of each of these options: "default", "1", "2", ..."""
+        builtin = get_peft_model(biased_model(), lora(**options[0]))
+        for number, option in enumerate(options[1:], start=1):
+            builtin.add_adapter(str(number), lora(**option))
+        for name, parameter in builtin.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        randomized(builtin, 0.05)
+        builtin.set_adapter("default")
+        return builtin, patch_model(copy.deepcopy(builtin))
+
+    def test_several_adapters(self):
+        builtin, ours = self.models({}, {"r": 2}, {"target_modules": ["k_proj", "out_proj"], "lora_alpha": 9})
+        self.check_states(
+            builtin,
+            ours,
+            lambda model: model.set_adapter("1"),
+            lambda model: model.set_adapter("2"),
+            lambda model: model.base_model.set_adapter(["default", "1"]),
+            lambda model: model.base_model.set_adapter(["2", "1", "default"]),
+            lambda model: model.set_adapter("2"),
+            lambda model: (model.set_adapter("default"), model.delete_adapter("1")),
+        )
+
+    def test_weighted_and_scaled_adapters(self):
+        builtin, ours = self.models({}, {})
+
+        def combine(model):
+            model.add_weighted_adapter(["default", "1"], [0.7, 0.6], "sum", combination_type="linear")
+            model.set_adapter("sum")
+
+        def scale(model):
+            for module in model.modules():
+                if isinstance(module, LoraLayer):
+                    module.scale_layer(3.0)
+
+        self.check_states(builtin, ours, combine, scale)
+
+    def test_an_adapter_with_another_that_is_a_variant(self):
+        """Layers with an active variant run PEFT's own forward, for all their adapters."""
+        builtin, ours = self.models({}, {"use_dora": True, "target_modules": ["q_proj", "down_proj"]})
+        for model in (builtin, ours):
+            model.base_model.set_adapter(["default", "1"])
+        fused, called, _ = self.check_equal(builtin, ours)
+        variants = ("q_proj", "down_proj")
+        self.assertEqual(
+            {path for path in called if fusible(path)}, {p for p in called | fused if p.endswith(variants)}
+        )
+
+    def test_disabled_adapters(self):
+        builtin, ours = self.models({"target_modules": ["q_proj", "k_proj", "in_proj_z", "down_proj"], "bias": "all"})
+        logits = self.check_equal(builtin, ours)[2][0]
+        with builtin.disable_adapter(), ours.disable_adapter():
+            fused, called, (disabled, _, _) = self.check_equal(builtin, ours)
+        self.assertEqual((len(fused), called), (5, set()))
+        self.assertGreater(relative_error(torch.cat(disabled), torch.cat(logits)), 1e-4)
+        fused, _, (again, _, _) = self.check_equal(builtin, ours)
+        torch.testing.assert_close(again, logits)
+
+    def test_merged_adapters(self):
+        builtin, ours = self.models({}, {"r": 2})
+        logits = self.check_equal(builtin, ours)[2][0]
+        for state in ("merge_adapter", "unmerge_adapter", "merge_adapter"):
+            for model in (builtin, ours):
+                getattr(model, state)()
+            fused, called, (same, _, gradients) = self.check_equal(builtin, ours)
+            self.assertFalse({path for path in called if fusible(path)})
+            self.assertEqual(bool(gradients), state == "unmerge_adapter")
+            torch.testing.assert_close(same, logits, rtol=1e-3, atol=1e-4)
+        # Layers that were merged unmerge themselves where adapters are disabled.
+        with builtin.disable_adapter(), ours.disable_adapter():
+            fused, called, (disabled, _, _) = self.check_equal(builtin, ours)
+            self.assertFalse(fused)
+            self.assertTrue(self.check_equal(builtin, ours)[0])
+        self.assertGreater(relative_error(torch.cat(disabled), torch.cat(logits)), 1e-4)
+        for model in (builtin, ours):
+            for module in model.modules():
+                self.assertFalse(isinstance(module, LoraLayer) and module.merged)
+
+    def test_merge_and_unload(self):
+        builtin, ours = self.models({})
+        logits = self.check_equal(builtin, ours)[2][0]
+        builtin, ours = builtin.merge_and_unload(), ours.merge_and_unload()
+        _, _, (same, _, _) = self.check_equal(builtin, ours)
+        torch.testing.assert_close(same, logits, rtol=1e-3, atol=1e-4)
+        for (name, got), expected in zip(ours.state_dict().items(), builtin.state_dict().values(), strict=True):
+            self.assertTrue(torch.equal(got, expected), name)
+
+    def test_an_adapter_that_is_added_later(self):
+        """To the model itself, as transformers does it, to a patched model, and from a folder."""
+        builtin = biased_model()
+        ours = patch_model(copy.deepcopy(builtin))
+        for model in (builtin, ours):
+            torch.manual_seed(0)
+            model.add_adapter(lora(init_lora_weights=False), "first")
+            model.add_adapter(lora(init_lora_weights=False, r=2), "second")
+            model.set_adapter("first")
+        self.check_states(builtin, ours, lambda model: model.set_adapter(["first", "second"]))
+        saved, _ = self.models({})
+        with tempfile.TemporaryDirectory() as folder:
+            saved.save_pretrained(folder)
+            builtin, ours = self.models({"r": 3})
+            self.check_states(
+                builtin,
+                ours,
+                lambda model: (model.load_adapter(folder, "loaded"), model.set_adapter("loaded")),
+                lambda model: model.base_model.set_adapter(["default", "loaded"]),
+            )
+
+    def test_a_scale_that_is_a_tensor(self):
+        """PEFT's preparation for adapters that are swapped while a compiled model runs, and another adapter."""
+        builtin, ours = self.models({})
+        for model in (builtin, ours):
+            prepare_model_for_compiled_hotswap(model, target_rank=6)
+            model.add_adapter("later", lora(target_modules=["q_proj"]))
+            model.base_model.set_adapter(["default", "later"])
+        self.assertFalse(self.check_equal(builtin, ours)[0])
+
+    def test_expert_weights(self):
+        config = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        builtin = randomized(get_peft_model(builtin_model("qwen3_5_moe"), config))
+        fused, called, _ = self.check_equal(builtin, patch_model(copy.deepcopy(builtin)))
+        self.assertTrue(fused)
+        self.assertTrue(all("experts" in path for path in called))
+        self.assertEqual(len(called), 4)
+
+    def test_parts_that_are_frozen_or_trained(self):
+        """A frozen A as in LoRA-FA, a frozen B, and base weights that are trained too."""
+        for part in ("lora_A", "lora_B", "base_layer"):
+            builtin, ours = self.models({}, {"r": 2})
+            for model in (builtin, ours):
+                model.base_model.set_adapter(["default", "1"])
+                for name, parameter in model.named_parameters():
+                    if part in name:
+                        parameter.requires_grad_(part == "base_layer")
+            fused, _, (_, _, gradients) = self.check_equal(builtin, ours)
+            self.assertTrue(fused)
+            self.assertEqual(any(part in name for name in gradients), part == "base_layer")
+
+    @parameterized.expand(["lm_head", "embed_tokens"])
+    def test_an_adapter_of_the_head_or_of_the_embedding(self, target):
+        builtin = randomized(get_peft_model(biased_model(), lora(target_modules=[*LINEARS, target])), 0.05)
+        ours = patch_model(copy.deepcopy(builtin))
+        _, called, (_, loss, gradients) = self.check_equal(builtin, ours)
+        self.assertEqual({path.rpartition(".")[2] for path in called}, {target})
+        # A loss that computes no logits must not skip the head's adapter either.
+        ours.zero_grad()
+        output = ours(**packed_batch(documents()), use_cache=False)
+        output.loss.backward()
+        own = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+        self.assertLess(relative_error(output.loss.detach(), loss), self.bar)
+        self.assertEqual(own.keys(), gradients.keys())
+        self.assertLess(total_relative_error(own, gradients), self.bar)
+
+    def test_generation(self):
+        builtin, ours = self.models({}, {})
+        prompts = torch.tensor([[0, 0, 4, 9, 11], [7, 6, 5, 4, 3]])
+        arguments = {"attention_mask": (prompts != 0).long(), "max_new_tokens": 12, "do_sample": False}
+        for adapters in (["default"], ["default", "1"]):
+            outputs = []
+            for model in (builtin.eval(), ours.eval()):
+                model.base_model.set_adapter(adapters)
+                with recorded(model) as (fused, called):
+                    outputs.append(model.generate(input_ids=prompts, **arguments))
+            self.assertTrue(torch.equal(*outputs))
+            self.assertTrue(fused and not called)
+
+    @parameterized.expand(["arrow", "xlora"])
+    def test_adapters_that_a_router_mixes(self, name):
+        folders = []
+        for seed in (1, 2):
+            folders.append(self.enterContext(tempfile.TemporaryDirectory()))
+            randomized(get_peft_model(biased_model(), lora()), 0.05, seed).save_pretrained(folders[-1])
+        if name == "arrow":
+            config = peft.tuners.lora.config.ArrowConfig(top_k=1)
+            builtin = create_arrow_model(biased_model(), folders, config)
+        else:
+            base = biased_model()
+            base.config.use_cache = False
+            adapters = {str(i): folder for i, folder in enumerate(folders)}
+            config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters, xlora_dropout_p=0.0)
+            builtin = randomized(get_peft_model(base, config))
+        ours = patch_model(copy.deepcopy(builtin))
+        fused, called, _ = self.check_equal(builtin, ours)
+        self.assertTrue(called and not fused)
+
+    def test_padded_rows(self):
+        builtin, ours = self.models({}, {"r": 2})
+        self.check_padded(builtin, ours, fused_layers=True)
+
+    def check_padded(self, builtin, ours, fused_layers=False, **kwargs):
+        """Padded rows through both models. Returns the built-in's logits of real tokens."""
+        batch = padded_batch(
+            [torch.tensor([3, 5, 6, 5, 9]), torch.tensor([5, 6]), torch.tensor([7, 5, 6, 8])], "right"
+        )
+        real = batch["attention_mask"].bool()
+        expected = builtin(**batch, **kwargs, use_cache=False)
+        with recorded(ours) as (fused, called):
+            got = ours(**batch, **kwargs, use_cache=False, skip_logits=False)
+        self.assertEqual((bool(fused), bool(called)), (fused_layers, not fused_layers))
+        self.assertLess(relative_error(got.logits[real], expected.logits[real]), BAR)
+        if got.loss.requires_grad:
+            results = []
+            for model, output in ((builtin, expected), (ours, got)):
+                model.zero_grad()
+                output.loss.backward()
+                results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            self.assertEqual(*(result.keys() for result in results))
+            self.assertLess(total_relative_error(results[1], results[0]), self.bar)
+        return expected.logits[real]
+
+    def test_an_adapter_for_each_row_of_a_padded_batch(self):
+        builtin, ours = self.models({}, {"r": 2})
+        builtin, ours = builtin.eval(), ours.eval()
+        first = self.check_padded(builtin, ours, adapter_names=["1", "default", "__base__"])
+        second = self.check_padded(builtin, ours, adapter_names=["__base__", "1", "default"])
+        self.assertGreater(relative_error(second, first), 1e-4)
+        with self.assertRaisesRegex(ValueError, "adapter_names"):
+            ours(**packed_batch(documents()), adapter_names=["1", "default", "1", "1"])
+
+    def test_activated_adapters_of_a_padded_batch(self):
+        builtin = randomized(get_peft_model(biased_model(), lora(alora_invocation_tokens=[5, 6])), 0.05)
+        ours = patch_model(copy.deepcopy(builtin))
+        active = self.check_padded(builtin, ours)
+        with builtin.disable_adapter(), ours.disable_adapter():
+            self.assertTrue(self.check_equal(builtin, ours)[0])
+        for model in (builtin, ours):
+            model.peft_config["default"].alora_invocation_tokens = [6, 5]
+        self.assertGreater(relative_error(self.check_padded(builtin, ours), active), 1e-4)
+
+
+class ComparisonTest(TorchFormsTestCase):
+    """The tests above fail where layers are fused that have to be called."""
+
+    @parameterized.expand(
+        [
+            (LoraOptionsTest, "test_a_variant_0_dora"),
+            (LoraOptionsTest, "test_a_tuner_00_ADALORA"),
+            (AdapterStatesTest, "test_merged_adapters"),
+            (AdapterStatesTest, "test_an_adapter_for_each_row_of_a_padded_batch"),
+        ]
+    )
+    def test_without_reasons(self, case, test):
+        with fused_without_reason():
+            result = case(test).run()
+        self.assertTrue(result.failures or result.errors)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Training PEFT's adapters with fused layers: precision, checkpointing, dropout, saved files and whole trainings."""
+
+import contextlib
+import copy
+import json
+import math
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from mixins.configure import UPDATE_BAR, ConfigureTestCase, said
+from mixins.lora import (
+    BAR,
+    LoraTestCase,
+    TorchFormsTestCase,
+    all_linear,
+    documents,
+    lora,
+    randomized,
+    recorded,
+    unfused,
+)
+from mixins.model import relative_error, total_relative_error
+from mixins.patch import CONFIGS, builtin_model
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from scripts.configured_arms import configure
+from scripts.trainer_arms import updates_and_log
+
+from transformers_packed import audit_model, patch_model
+
+
+PRECISION = [(family, autocast) for family in ("qwen3_5", "qwen3_next") for autocast in (True, False)]
+CHECKPOINTING = (None, True, False)
+
+
+def bf16_errors(test: LoraTestCase, family: str, seed: int, autocast: bool) -> dict[str, list[float]]:
+    """Errors of logits and of the adapters' gradients against float32: of PEFT on the built-in model, and of ours."""
+    config = copy.deepcopy(CONFIGS[family])
+    if family == "qwen3_next":
+        # A token that goes to another expert would hide all other errors.
+        config.mlp_only_layers = [0, 1]
+    model = builtin_model(family, config=config)
+    exact = randomized(get_peft_model(model, lora(target_modules="all-linear")), 0.03, seed)
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            if "lora_" not in name:
+                parameter.copy_(parameter.bfloat16())
+    half = copy.deepcopy(exact)
+    for name, parameter in half.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    features = documents(lengths=(9, 1, 24, 16))
+    logits, _, gradients = test.result(exact, features, False)
+    errors = {}
+    for arm, model in (("builtin", half), ("ours", patch_model(copy.deepcopy(half)))):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            got, _, slopes = test.result(model, features, arm == "ours")
+        test.assertEqual({x.dtype for x in slopes.values()}, {torch.float32})
+        errors[arm] = [
+            relative_error(torch.cat(got).float(), torch.cat(logits)),
+            total_relative_error(slopes, gradients),
+        ]
+    return errors
+
+
+class TrainingTests:
+    def check_precision(self, family, autocast, seeds=4):
+        """Weights in bfloat16 and adapters in float32, as PEFT makes them."""
+        totals = {}
+        for seed in range(seeds):
+            for arm, errors in bf16_errors(self, family, seed, autocast).items():
+                totals[arm] = [a + b**2 for a, b in zip(totals.get(arm, [0, 0]), errors, strict=True)]
+        for got, expected in zip(totals["ours"], totals["builtin"], strict=True):
+            self.assertGreater(math.sqrt(expected), 1e-3)
+            self.assertLess(math.sqrt(got), 2 * math.sqrt(expected))
+
+    def checkpointed(self, model, reentrant: bool | None):
+        if reentrant is None:
+            model.gradient_checkpointing_disable()
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        torch.manual_seed(5)
+        with recorded(model) as (fused, called):
+            result = self.result(model, documents(), True)
+        self.assertTrue(fused and not called)
+        return result
+
+    @parameterized.expand([("plain", 0.0), ("dropout", 0.4)])
+    def test_checkpointing(self, _, dropout):
+        builtin = get_peft_model(builtin_model(), lora(target_modules="all-linear", lora_dropout=dropout))
+        model = patch_model(randomized(builtin))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        results = [self.checkpointed(model, reentrant) for reentrant in (*CHECKPOINTING, None)]
+        for result in results:
+            self.assertEqual(result[2].keys(), trained)
+            self.assertLess(self.error(result, results[0]), BAR)
+        torch.testing.assert_close(results[-1], results[0], rtol=0, atol=0)
+        self.assertTrue(
+            all((parameter.grad is None) == (n not in trained) for n, parameter in model.named_parameters())
+        )
+        # Another seed has another mask, and evaluation has none.
+        torch.manual_seed(6)
+        other = self.result(model, documents(), True)
+        self.assertEqual(self.error(other, results[0]) > 1e-4, dropout > 0)
+        plain = patch_model(copy.deepcopy(model)).eval()
+        error = relative_error(torch.cat(self.result(plain, documents(), True)[0]), torch.cat(results[0][0]))
+        self.assertEqual(error > 1e-4, dropout > 0)
+
+    def test_dropout_of_several_adapters(self):
+        """Each has its own probability and its own mask. Each column of an adapter's gradient is that of a few draws."""
+        model = get_peft_model(builtin_model(), lora(lora_dropout=0.3))
+        model.add_adapter("wide", lora(r=6))
+        model.add_adapter("more", lora(r=2, lora_dropout=0.6))
+        model.base_model.set_adapter(["default", "wide", "more"])
+        model = patch_model(randomized(model))
+        results = [self.checkpointed(model, reentrant) for reentrant in CHECKPOINTING]
+        for result in results:
+            self.assertLess(self.error(result, results[0]), BAR)
+        # With all elements kept, the fused layers equal those of the built-in model.
+        exact = self.result(model.eval(), documents(), True)
+        self.assertGreater(self.error(exact, results[0]), 1e-4)
+        with unfused():
+            self.assertLess(self.error(exact, self.result(model, documents(), True)), 3 * BAR)
+
+
+class TorchFormsTest(TrainingTests, TorchFormsTestCase):
+    @parameterized.expand(PRECISION)
+    def test_precision_in_bfloat16(self, family, autocast):
+        self.check_precision(family, autocast)
+
+    @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
+    def test_audit(self, family):
+        model = patch_model(all_linear(family))
+        with recorded(model) as (fused, called):
+            report = audit_model(model, inputs=("all",), lengths=[20, 1, 9])
+        self.assertTrue(fused)
+        self.assertEqual((report.ok, report.leaks), (True, []), str(report))
+
+
+class KernelsTest(TrainingTests, LoraTestCase, InterpretedKernelsTest):
+    @parameterized.expand(PRECISION[:2])
+    def test_precision_in_bfloat16(self, family, autocast):
+        self.check_precision(family, autocast, seeds=2)
+
+
+class SavedAdaptersTest(TorchFormsTestCase):
+    @parameterized.expand([("task", "CAUSAL_LM"), ("no_task", None)])
+    def test_files(self, _, task):
+        """Of a few steps with an adapter, a second one and a trained head."""
+        results = []
+        config = {"modules_to_save": ["lm_head"], "task_type": task}
+        for packed in (False, True):
+            model = builtin_model()
+            model.config.name_or_path = "base"
+            torch.manual_seed(0)
+            model = get_peft_model(patch_model(model) if packed else model, lora(**config))
+            model.add_adapter("second", lora(r=2, task_type=task))
+            model.base_model.set_adapter(["default", "second"])
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
+            for _ in range(4):
+                self.result(model, documents(), packed)
+                optimizer.step()
+            folder = self.enterContext(tempfile.TemporaryDirectory())
+            model.save_pretrained(folder)
+            results.append((Path(folder), model))
+        (want, builtin), (got, ours) = results
+        names = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) for folder, _ in results]
+        self.assertEqual(names[1], names[0])
+        self.assertIn("second/adapter_model.safetensors", names[0])
+        for name in names[0]:
+            if name.endswith(".safetensors"):
+                tensors, expected = load_file(got / name), load_file(want / name)
+                self.assertEqual(tensors.keys(), expected.keys())
+                self.assertLess(total_relative_error(tensors, expected), BAR)
+            elif name.endswith(".json"):
+                saved, expected = (json.loads((folder / name).read_text()) for folder in (got, want))
+                if task is None:
+                    # Without a task, PEFT notes the module of the model's class.
+                    self.assertIn("qwen3_5", saved["auto_mapping"].pop("parent_library"))
+                    expected["auto_mapping"].pop("parent_library")
+                self.assertEqual(saved, expected)
+            else:
+                self.assertEqual((got / name).read_text(), (want / name).read_text())
+        loaded = PeftModel.from_pretrained(builtin_model(), got)
+        loaded.load_adapter(got / "second", "second")
+        loaded.base_model.set_adapter(["default", "second"])
+        with torch.no_grad():
+            batch = torch.arange(1, 12)[None]
+            torch.testing.assert_close(loaded(batch).logits, builtin.eval()(batch).logits, rtol=1e-4, atol=1e-5)
+
+
+class SameTrainingTest(TorchFormsTestCase, ConfigureTestCase):
+    def setUp(self):
+        TorchFormsTestCase.setUp(self)
+        ConfigureTestCase.setUp(self)
+
+    @parameterized.expand([("trainer", "pack"), ("trainer", "padding_free"), ("sft", "pack")])
+    def test_the_padded_runs_updates(self, kind, mode):
+        """Ten steps of SGD in float32 on the same samples per step."""
+        trainers = [self.build(kind, "lora", 2) for _ in range(2)]
+        want, log = updates_and_log(configure(trainers[0], "padded", mode))
+        _, packed = said(configure, trainers[1], "packed", mode)
+        with recorded(packed.model) as (fused, called):
+            _, (got, packed_log) = said(updates_and_log, packed)
+        self.assertTrue(fused and not called)
+        for entry, padded in zip(packed_log, log, strict=True):
+            self.assertLess(abs(entry["loss"] - padded["loss"]) / padded["loss"], 1e-5)
+        self.assertEqual(len(log), 10)
+        self.assertLess(total_relative_error(got, want), UPDATE_BAR)
+        self.assertGreater(min(update.abs().max() for update in want.values()), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
