@@ -123,7 +123,10 @@ class PlanCommandTest(unittest.TestCase):
             message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
             self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
         message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
-        self.assertIn(f"--model: cannot read a configuration from {self.path / 'nothing'}", message)
+        self.assertIn(
+            f"--model: expected a local directory or a model on the Hub, got '{self.path / 'nothing'}': no such",
+            message,
+        )
         missing = self.path / "nothing" / "config.json"
         message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
         self.assertIn(f"--model: cannot read a configuration from {missing}: file not found", message)

@@ -144,7 +144,9 @@ class CommandTest(unittest.TestCase):
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
         self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
-        self.check_error("cannot read a checkpoint from .*nothing", model="nothing")
+        self.check_error(
+            "expected a local directory or a model on the Hub, got '.*/nothing': no such", model="nothing"
+        )
 
     def test_bad_tokenizers(self):
         chat = self.directory / "data.jsonl"

@@ -32,7 +32,7 @@ from ..models.families import FAMILIES
 from ..models.registry import registered
 from ..ops import implementations_used
 from ..training.run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
-from .checkpoint import has_own_code, load_tokenizer
+from .checkpoint import cannot_read, has_own_code, load_tokenizer
 
 
 KEPT_CHECKPOINTS = 2
@@ -125,8 +125,7 @@ def supported_config(source: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
     except OSError as error:
-        message = " ".join(str(error).split())
-        raise OSError(f"--model: cannot read a checkpoint from {source}: {message}") from error
+        raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split())
     if type(config).__name__ not in supported:
