@@ -180,7 +180,7 @@ def test_ctrl_c(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "run", interrupted)
     assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "\ntransformers-packed demo: interrupted\n"
+    assert capsys.readouterr().err == "transformers-packed demo: interrupted\n"
 
 
 def test_missing_extra(tmp_path, monkeypatch, capsys):

@@ -346,13 +346,9 @@ class CommandTest(unittest.TestCase):
         status, out, err = self.interrupted(*command, calls=5 * self.trainers[0].args.gradient_accumulation_steps)
         self.assertEqual(status, 130)
         self.assertEqual(
-            err.split("\n")[1:],
-            [
-                f"Interrupted at step 5: {self.output}/checkpoint-4 is complete; --resume continues from it.",
-                "",
-                "transformers-packed train: interrupted",
-                "",
-            ],
+            err,
+            f"transformers-packed train: interrupted at step 5; {self.output}/checkpoint-4 is complete; --resume "
+            "continues from it\n",
         )
         # What a run leaves that is killed while it writes a checkpoint.
         (self.output / "checkpoint-6").mkdir()
@@ -406,14 +402,63 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
         status, _, err = self.interrupted(*command, calls=1)
         self.assertEqual(status, 130)
-        self.assertIn("Interrupted at step 1: no checkpoint was written.", err)
+        self.assertEqual(
+            err,
+            "transformers-packed train: interrupted at step 1; no checkpoint was written; the same command starts from "
+            "the beginning\n",
+        )
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
-        self.assertIn("starting from the beginning", out)
+        self.assertIn(f"No checkpoint in {self.output} yet: starting from the beginning.\n", out)
         self.check_same_weights(whole, self.output)
         status, _, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 1)
         self.assertRegex(err, "an unfinished run, or a run with checkpoints, got a finished run")
+
+    def test_starting_over_before_the_first_checkpoint(self):
+        """The folder then holds only the settings, and perhaps an incomplete checkpoint."""
+        command = ["--max-steps=2", "--learning-rate=0.02"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        self.assertEqual(self.interrupted(*command, calls=1)[0], 130)
+        settings = self.output / run_folder.SETTINGS_FILE
+        before = settings.read_bytes()
+
+        status, _, err = self.run_command(*command, "--seed=5")
+        self.assertEqual(status, 1)
+        self.assertRegex(
+            err,
+            f"--output: expected the settings of the run in {self.output}, got seed 5 instead of 0. Use the command of "
+            f"that run, choose another --output, or delete {settings} to start over.\n",
+        )
+        other = self.output / "notes.txt"
+        other.write_text("x")
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(
+            err, "a new or empty directory, got .*/output, which holds other files [(]notes.txt[)]. Remove them"
+        )
+        self.assertEqual((other.read_text(), settings.read_bytes()), ("x", before))
+        other.unlink()
+
+        (self.output / "partial" / "checkpoint-2").mkdir(parents=True)
+        status, out, err = self.run_command(*command)
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"The earlier run in {self.output} wrote no checkpoint: starting over.\n", out)
+        self.assertNotIn("starting over", self.run_command(*command, output=self.directory / "first")[1])
+        self.check_same_weights(whole, self.output)
+        self.assertFalse((self.output / "partial").exists())
+
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "which holds a finished run. Choose another --output.")
+
+    def test_a_kill_while_the_settings_are_written(self):
+        self.output.mkdir(parents=True)
+        (self.output / run_folder._PARTIAL_SETTINGS).write_text("{")
+        status, _, err = self.run_command("--max-steps=1")
+        self.assertEqual(status, 0, err)
+        self.assertFalse((self.output / run_folder._PARTIAL_SETTINGS).exists())
 
     @contextlib.contextmanager
     def small_disk(self, method, size, after=0):

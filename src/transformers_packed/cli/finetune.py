@@ -5,7 +5,6 @@ content. Stock classes load the saved model.
 """
 
 import os
-import sys
 import time
 from argparse import Namespace
 from importlib.util import find_spec
@@ -31,7 +30,14 @@ from ..errors import input_error
 from ..models.families import FAMILIES
 from ..models.registry import registered
 from ..ops import implementations_used
-from ..training.run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
+from ..training.run_folder import (
+    SETTINGS_FILE,
+    RunFolderTrainer,
+    check_same_settings,
+    find_checkpoint,
+    left,
+    write_settings,
+)
 from .checkpoint import cannot_read, has_own_code, load_tokenizer
 
 
@@ -47,6 +53,7 @@ def finetune(settings: Namespace) -> int:
         `ImportError`: a required optional package is missing.
         `OSError`: the model, the data or the output directory cannot be read or written. No incomplete output is left.
         `ValueError`: the data, the model or the settings are not valid together. Nothing has been written.
+        `KeyboardInterrupt`: Ctrl-C during the training. Its text names the step and the checkpoint to continue from.
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
@@ -59,8 +66,7 @@ def finetune(settings: Namespace) -> int:
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
     kept = settings_to_keep(settings, source, samples)
-    if settings.resume:
-        check_same_settings(settings.output, kept)
+    check_same_settings(settings.output, kept, settings.resume)
     _say(
         f"{len(samples.data)} samples ({samples.format}) with {samples.tokens} tokens, {samples.targets} of them targets; "
         f"{samples.truncated} truncated to {settings.max_length} tokens, {samples.dropped} without a target dropped."
@@ -84,15 +90,16 @@ def finetune(settings: Namespace) -> int:
         _say(f"Resuming from {checkpoint}.")
     elif settings.resume:
         _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
+    elif (settings.output / SETTINGS_FILE).is_file():
+        _say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except _NothingLeftError:
         _say("No steps left to train.")
-    except KeyboardInterrupt:
-        print(f"\nInterrupted at step {trainer.state.global_step}: {left(settings.output)}.", file=sys.stderr)
-        raise
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     trainer.save_to_folder()
     for op, names in implementations_used(isolating=True).items():
         _say(f"  {op}: {', '.join(names)}")
