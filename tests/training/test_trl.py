@@ -195,7 +195,7 @@ class SFTTest(TRLTestCase):
             set_loss_normalization(trainer, "sample")
 
     def test_a_name_instead_of_a_model(self):
-        """TRL looks up a checkpoint's class in `transformers` itself, past the Auto classes: README says so."""
+        """TRL looks up a checkpoint's class in `transformers` itself, past the Auto classes: docs/how_to/sft.md says so."""
         build_model("packed", len(make_tokenizer())).save_pretrained(self.directory)
         with registered():
             trainer = SFTTrainer(
