@@ -114,7 +114,9 @@ def test_demo(tmp_path, monkeypatch, capfd):
     assert os.listdir(tmp_path / "new") == ["demo.png"] and f"Wrote {picture}" in output
 
     lines = output.splitlines()
-    assert re.search(r"; \d+ samples, \d+ of them truncated to 512 tokens; \d+ with longer docstrings dropped\.", output)
+    assert re.search(
+        r"; \d+ samples, \d+ of them truncated to 512 tokens; \d+ with longer docstrings dropped\.", output
+    )
     header, padded, packed = (
         next(line for line in lines if line.startswith(word)) for word in ("arm ", "padded ", "packed ")
     )

@@ -404,8 +404,8 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 130)
         self.assertEqual(
             err,
-            "transformers-packed train: interrupted at step 1; no checkpoint was written; the same command starts from "
-            "the beginning\n",
+            "transformers-packed train: interrupted at step 1; no checkpoint was written, so the same command starts "
+            "from the beginning\n",
         )
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
@@ -533,6 +533,17 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertIn("; no checkpoint was written", err)
         self.assertEqual([path.name for path in output.iterdir()], [run_folder.SETTINGS_FILE])
+
+    def test_ctrl_c_while_the_model_is_written(self):
+        command = ["--max-steps=2", "--batch-size=2", "--save-steps=2"]
+        with mock.patch.object(run_folder.RunFolderTrainer, "save_to_folder", side_effect=KeyboardInterrupt):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 130)
+        self.assertEqual(
+            err,
+            f"transformers-packed train: interrupted at step 2; {self.output}/checkpoint-2 is complete; --resume "
+            "continues from it\n",
+        )
 
     @parameterized.expand(["model.safetensors", "optimizer.pt", "trainer_state.json"])
     def test_a_truncated_checkpoint_is_named(self, name):

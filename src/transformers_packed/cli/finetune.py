@@ -53,7 +53,7 @@ def finetune(settings: Namespace) -> int:
         `ImportError`: a required optional package is missing.
         `OSError`: the model, the data or the output directory cannot be read or written. No incomplete output is left.
         `ValueError`: the data, the model or the settings are not valid together. Nothing has been written.
-        `KeyboardInterrupt`: Ctrl-C during the training. Its text names the step and the checkpoint to continue from.
+        `KeyboardInterrupt`: Ctrl-C while the model is trained or saved. The message names the step and the checkpoint to continue from.
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
@@ -95,12 +95,13 @@ def finetune(settings: Namespace) -> int:
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except _NothingLeftError:
-        _say("No steps left to train.")
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except _NothingLeftError:
+            _say("No steps left to train.")
+        trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    trainer.save_to_folder()
     for op, names in implementations_used(isolating=True).items():
         _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")

@@ -142,7 +142,7 @@ def left(output: Path) -> str:
     last, _ = last_checkpoint(output)
     if last:
         return f"{last} is complete; --resume continues from it"
-    return "no checkpoint was written; the same command starts from the beginning"
+    return "no checkpoint was written, so the same command starts from the beginning"
 
 
 def _shorten(names: set[str]) -> str:
