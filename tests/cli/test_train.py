@@ -144,6 +144,8 @@ class CommandTest(unittest.TestCase):
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
         self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
+        (self.root / "empty").mkdir()
+        self.check_error("a checkpoint of qwen3_5, .*, got .*/empty: .*[^.][.]$", model="empty")
         self.check_error(
             "expected a local directory or a model on the Hub, got '.*/nothing': no such", model="nothing"
         )
@@ -181,6 +183,23 @@ class CommandTest(unittest.TestCase):
             with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
                 self.run_command(flag, value)
             self.assertEqual(exit.exception.code, 2)
+
+    def test_bad_datasets(self):
+        start = "^transformers-packed train: --data: "
+        expected = (
+            f"{start}expected a file, a local directory or a dataset on the Hub, got '{{}}': no such file or directory"
+        )
+        message = "Couldn't reach 'rows.csv' on the Hub"
+        with mock.patch("datasets.load_dataset", side_effect=ConnectionError(message)):
+            self.check_error(f"{expected.format('rows.csv')} [(]{message}[)]. Check the path or", data="rows.csv")
+        missing = self.directory / "missing"
+        self.check_error(f"{expected.format(missing)} [(].+[^.][)]. Check the path or the name.$", data=missing)
+        empty = self.directory / "empty"
+        empty.mkdir()
+        self.check_error(f"{start}cannot read a dataset from {empty}: .*[^.].$", data=empty)
+        parquet = self.directory / "rows.parquet"
+        parquet.write_bytes(b"x" * 100)
+        self.check_error("expected a parquet file, got .*[^.][.]$", data=parquet)
 
     def test_bad_outputs(self):
         (self.directory / "file").write_text("x")

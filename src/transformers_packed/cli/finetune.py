@@ -135,7 +135,7 @@ def supported_config(source: str) -> PreTrainedConfig:
     except OSError as error:
         raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
-        config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split())
+        config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
     if type(config).__name__ not in supported:
         families = ", ".join(sorted(set(supported.values())))
         raise input_error(f"a checkpoint of {families}", f"{source}: {found}", option="--model")
