@@ -149,7 +149,7 @@ class UnavailableTest(unittest.TestCase):
     @parameterized.expand(COMMANDS)
     def test_offline(self, command):
         with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
-            self.check(command, "HF_HUB_OFFLINE is set, and the cache has no such model. Unset it to download.")
+            self.check(command, "no such model in the cache (HF_HUB_OFFLINE is set). Unset it to download.")
 
     def test_no_such_model(self):
         with mock.patch("transformers.utils.hub.hf_hub_download", side_effect=refusal(RepositoryNotFoundError)):

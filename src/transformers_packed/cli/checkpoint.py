@@ -103,7 +103,7 @@ def cannot_read(
         for kind, reason, fix in _UNAVAILABLE:
             if isinstance(error.__cause__, kind):
                 if kind is LocalEntryNotFoundError and is_offline_mode():
-                    reason, fix = "HF_HUB_OFFLINE is set, and the cache has no such model", "Unset it to download."
+                    reason, fix = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
                 got = f"{source!r}: no such local directory, and {reason}"
                 return OSError(str(input_error(expected, got, fix, option=option)))
     return OSError(f"{option}: cannot read a {what} from {source}: {' '.join(str(error).split())}")
