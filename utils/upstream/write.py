@@ -1,4 +1,4 @@
-"""What is written: for each patch a diff, a test and a text, and the table of all patches."""
+"""The written output: a diff, a test and a text for each patch, and the table of all patches."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ models that changed, on a GPU as well, and write down here what you saw. Then de
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a patch: its diff and the new files, or the reason why there is none."""
+    """The result of applying a patch: its diff and the new files, or the reason for their absence."""
 
     name: str
     diff: str = ""
@@ -50,7 +50,7 @@ class Result:
 
 
 def make(source: Source, name: str) -> Result:
-    """The diff of a patch, checked."""
+    """Apply a patch, and check its diff."""
     tree = Edited(source)
     try:
         load(name).apply(tree)
@@ -71,7 +71,7 @@ def make(source: Source, name: str) -> Result:
 
 
 def write(source: Source, result: Result, output: Path) -> None:
-    """Write the folder of a patch, or remove what an earlier run wrote if there is no diff any more."""
+    """Write the folder of a patch, or remove it if the patch has no diff."""
     folder = output / result.name
     if result.texts is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,13 +88,13 @@ def _fingerprint(source: Source, result: Result) -> str:
 
 
 def write_proof(source: Source, result: Result, before: Run, after: Run, output: Path) -> None:
-    """Keep a proof beside the patch, so that the text can tell what was run."""
+    """Save a proof beside the patch. The text of the patch reports it."""
     proof = {"of": _fingerprint(source, result), "before": asdict(before), "after": asdict(after)}
     (output / result.name / "proof.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
 
 
 def read_proof(source: Source, result: Result, output: Path) -> tuple[Run, Run] | None:
-    """The proof of exactly this patch, if there was one."""
+    """Load the proof of exactly this patch, if one exists."""
     path = output / result.name / "proof.json"
     proof = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if proof.get("of") != _fingerprint(source, result):
@@ -103,7 +103,7 @@ def read_proof(source: Source, result: Result, output: Path) -> tuple[Run, Run] 
 
 
 def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
-    """What a pull request could say, and what to do before there is one."""
+    """Write the text for a pull request, with the steps to take before submission."""
     patch, test = load(result.name), file_of_tests(result.name).name
     parts = [
         f"# {patch.title}",
@@ -143,7 +143,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
 
 
 def table(source: Source, results: list[Result]) -> str:
-    """The page with all patches."""
+    """Format the page with all patches."""
     lines = [
         "# Patches for Transformers",
         "",
