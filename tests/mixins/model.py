@@ -183,7 +183,7 @@ class PackedModelTesterMixin:
         ]
     )
     def test_alone_equals_together(self, _, source, attention, checkpointing):
-        # A bug of other implementations: boundaries reach the convolution but not the delta rule, or vice versa.
+        # Elsewhere: boundaries reach the convolution but not the delta rule, or vice versa.
         logits, loss, expected, bars = self.oracle(attention)
         _, model = self.models(attention)
         if checkpointing != "no_checkpointing":
@@ -551,7 +551,7 @@ class PackedModelTesterMixin:
 
     def test_boundaries_are_made_once_for_all_layers(self):
         """On a GPU each computation would cost a host sync."""
-        # A bug of other implementations: every layer computes the metadata again.
+        # Elsewhere: every layer computes the metadata again.
         _, model = self.models("sdpa")
         made = mock.Mock(wraps=SequenceBoundaries._checked)
         with mock.patch.object(SequenceBoundaries, "_checked", made):
@@ -559,7 +559,7 @@ class PackedModelTesterMixin:
         self.assertEqual(made.call_count, 1)
 
     def test_bad_input(self):
-        # A bug of other implementations: with an attention mask, a layer overwrites the boundaries.
+        # Elsewhere: with an attention mask, a layer overwrites the boundaries.
         total, longest = sum(self.lengths), max(self.lengths)
         batch = packed_batch(self.documents)
         bounds = batch["cu_seqlens"]
