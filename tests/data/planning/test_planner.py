@@ -259,7 +259,7 @@ class BalanceTest(unittest.TestCase):
 
     @parameterized.expand([(8, False, 0.1), (64, False, 0.1), (8, True, 0.25), (64, True, 0.25)])
     def test_steps_vary_as_those_of_samples_in_random_order(self, world_size, balance, tolerance):
-        """Best-fit decreasing puts documents of similar length into a row, with nine times the variance. Mixing fixes it."""
+        """Best-fit decreasing puts similar lengths into a row, with nine times the variance. Mixing fixes this."""
         lengths = lognormal(300_000)
         plan = plan_packing(lengths, 4096, world_size=world_size, balance=balance)
         rng = np.random.default_rng(0)
