@@ -170,7 +170,7 @@ def _error(a, b):
 
 
 def _errors(found, expected, part):
-    """Return the largest error of outputs and of gradients in this rank's part. Weight gradients are summed first."""
+    """Return the largest errors of outputs and gradients in this rank's part. Weight gradients are sums over ranks."""
     outputs, tokens, weights = found
     outputs = max(_error(a, part(b)) for a, b in zip(outputs, expected[0], strict=True))
     gradients = [_error(a, part(b)) for a, b in zip(tokens, expected[1], strict=True)]
