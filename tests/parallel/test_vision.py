@@ -1,4 +1,4 @@
-"""Rows with images and videos on several ranks: losses and all gradients, also of the vision tower, are exact."""
+"""Rows with images and videos on several ranks: losses and gradients, vision tower included, equal those of the row."""
 
 import unittest
 
