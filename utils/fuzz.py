@@ -56,7 +56,7 @@ _HANGS = 180  # seconds
 _FEWEST_EQUAL, _ENOUGH = 0.5, 20
 # PEFT methods that prepend tokens to the row.
 PROMPTS = ("prompt", "p_tuning", "prefix")
-# The modules that a change can apply to; any module for the changes not listed.
+# The modules that a change can apply to. Changes not listed apply to any module.
 _FITS = {
     "subclass": r".",  # Trainer looks at the name of the model's own class
     "identity": r"(q_norm|k_norm|layernorm|model\.norm|dropout|drop_path)$",

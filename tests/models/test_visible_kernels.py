@@ -30,7 +30,7 @@ class VisibleKernelsTest(unittest.TestCase):
     def test_ours_trains_and_generates_where_the_builtin_crashes(self):
         """Packed, padded, unpacked, generation and classification, forward and backward, all with fla imported.
 
-        The crash is why the oracle of the other tests hides the package; should this change, hide it no more.
+        Because of the crash, the other tests hide the package from the oracle. If the crash is fixed, stop hiding it.
         """
         # Elsewhere: without the compiled convolution there are no boundaries, or an error occurs.
         result = self.run_python(

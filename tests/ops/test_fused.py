@@ -1,6 +1,6 @@
 """Common tests of the fused ops: their Triton kernels, in Triton's interpreter, against the references.
 
-What belongs to one op is in its own file: test_norm.py, test_glu.py, test_rotary.py, test_causal_conv1d_qkv.py,
+Each op has further tests in its own file: test_norm.py, test_glu.py, test_rotary.py, test_causal_conv1d_qkv.py,
 test_gated_delta_gates.py and test_cross_entropy.py.
 """
 

@@ -1,4 +1,4 @@
-"""Rows with images and videos on several ranks: losses and gradients, vision tower included, equal those of the row."""
+"""Rows with images and videos on several ranks: losses and gradients, also of the vision tower, equal the row's."""
 
 import unittest
 

@@ -56,7 +56,7 @@ def build_model(arm: str, vocab_size: int):
 
 
 def documents(feature):
-    """Return the samples of a row of `PackingDataset` (a list) or of TRL (joined, `seq_lengths`), or a single sample."""
+    """Return the samples of a row of `PackingDataset` (a list) or TRL (joined, `seq_lengths`), or a single sample."""
     if isinstance(feature, list):
         return feature
     lengths = feature.get("seq_lengths", [len(feature["input_ids"])])

@@ -63,7 +63,7 @@ class Source:
         return sorted(f.relative_to(self.package).as_posix() for f in files if text in f.read_text(encoding="utf-8"))
 
     def copy_to(self, folder: Path, texts: dict[str, str]) -> Path:
-        """A package `folder/transformers` with some files replaced, made of hard links where the disk allows it."""
+        """Copy the package to `folder/transformers` with some files replaced. Uses hard links where possible."""
 
         def link(source, target):
             try:

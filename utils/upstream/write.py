@@ -30,9 +30,10 @@ the same lines have to be written again.
 BEFORE = """\
 ---
 
-Before you submit it: read and understand every line, because you are the one who answers for them. Look for open work
-on the issues above, and say there what you are going to do. In a checkout run `make fix-repo` and the tests of the
-models that changed, on a GPU as well, and write down here what you saw. Then delete this part."""
+Before you submit it: read and understand every line, because you are responsible for all of them. Look for open work
+on the issues above, and announce your plan there. In a checkout run `make fix-repo` and the tests of the changed
+models,
+on a GPU as well, and add the results here. Then delete this section."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
     parts += [f"## Change\n\n{patch.change}\n\n{result.lines} lines are added or removed."]
     if any("/modular_" in path for path in result.texts or ()):
         parts += [
-            "Modular files and those generated from them were given the same edits; the converter, "
+            "Modular files and the files generated from them have the same edits. The converter, "
             "`utils/modular_model_converter.py` in a checkout, was not run."
         ]
     parts += [f"## Tests\n\n`{test}`, for {patch.beside}."]
@@ -131,7 +132,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
         parts += [
             f"Run with transformers {source.version} on a CPU, with flash-linear-attention, causal-conv1d and "
             f"mamba-ssm hidden: without the patch {failed} tests fail and {passed} pass, with it all {len(after.tests)} pass. "
-            "No kernel ran: where a test needs one, a stand-in with its signature takes the place of it."
+            "No kernel ran: tests that need one use a stand-in with its signature."
         ]
     else:
         parts += ["Not run yet; `make test-upstream` runs it without and with the patch."]
