@@ -32,8 +32,7 @@ BEFORE = """\
 
 Before you submit it: read and understand every line, because you are responsible for all of them. Look for open work
 on the issues above, and announce your plan there. In a checkout run `make fix-repo` and the tests of the changed
-models,
-on a GPU as well, and add the results here. Then delete this section."""
+models, on a GPU as well, and add the results here. Then delete this section."""
 
 
 @dataclass(frozen=True)
