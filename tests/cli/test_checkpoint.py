@@ -55,7 +55,7 @@ class OwnCodeTest(unittest.TestCase):
                 Qwen3_5TextConfig(**TINY).save_pretrained(path)
 
     def command(self, *arguments):
-        """Exit status and standard error, with yes to every question."""
+        """Return exit status and standard error, with yes to every question."""
         arguments = [argument.format(root=self.root) for argument in arguments]
         with (
             contextlib.redirect_stdout(io.StringIO()),
@@ -90,7 +90,7 @@ class OwnCodeTest(unittest.TestCase):
         status, err = self.command(*command, "{root}/config")
         self.assertEqual(status, 1)
         self.assertRegex(err, "got .*/config: its own code[.]\n$")
-        # Beside a configuration that Transformers knows, the tokenizer's own code is not needed.
+        # For a configuration that Transformers supports, the tokenizer's own code is not needed.
         self.command(*command, "{root}/both")
         self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
         self.command(*command, "{root}/both", "--trust-remote-code")

@@ -1,4 +1,4 @@
-"""What all commands share: where they may write, and how they end."""
+"""Shared behaviour of all commands: permitted output paths, and exit."""
 
 import contextlib
 import io

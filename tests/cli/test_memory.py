@@ -23,7 +23,7 @@ class MemoryCommandTest(unittest.TestCase):
         self.config.save_pretrained(self.path)
 
     def command(self, *arguments):
-        """Exit status, and what the command prints to stdout and stderr."""
+        """Return the exit status, and the output to stdout and stderr."""
         with (
             contextlib.redirect_stdout(io.StringIO()) as stdout,
             contextlib.redirect_stderr(io.StringIO()) as stderr,

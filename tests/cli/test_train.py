@@ -89,11 +89,11 @@ class CommandTest(unittest.TestCase):
         self.directory = Path(directory.name)
         self.output = self.directory / "new" / "output"
         self.trainers = []
-        # What other tests ran in this process is not what the command ran.
+        # Clear implementations recorded by other tests in this process.
         dispatch._used.clear()
 
     def run_command(self, *arguments, model="model", data=None, output=None):
-        """Exit status, standard output and error; the Trainer goes to `self.trainers`."""
+        """Run the command. Return status, standard output and error, and append the Trainer to `self.trainers`."""
 
         def make_trainer(*args, **kwargs):
             self.trainers.append(original(*args, **kwargs))
@@ -215,7 +215,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 
     def test_training(self):
-        """The first loss is the mean over all targets of the step, by the built-in class on each sample alone."""
+        """The first loss is the mean over all targets of the step, by the stock class on each sample alone."""
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
         status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing")
         self.assertEqual(status, 0, err)
@@ -254,7 +254,7 @@ class CommandTest(unittest.TestCase):
         self.check_saved(trainer.model)
 
     def samples_of_the_first_step(self, arguments):
-        """What the collator was given in the same run of one step."""
+        """Return the inputs of the collator in the same run of one step."""
         seen = []
         original = finetune.DataCollatorWithFlattening.__call__
 
@@ -268,7 +268,7 @@ class CommandTest(unittest.TestCase):
         return [feature for features in seen[:2] for feature in features]
 
     def check_saved(self, trained):
-        """The built-in class loads what was saved, and gives the logits of the model that was trained."""
+        """The stock class loads the saved model and returns the same logits as the trained model."""
         loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
         self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
         self.assertFalse(any(info.values()), info)
@@ -301,7 +301,7 @@ class CommandTest(unittest.TestCase):
         self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
 
     def test_resume_of_a_composite_checkpoint(self):
-        """Its weights are saved under other names than the language model has in memory."""
+        """Its weights are saved under different names than the language model has in memory."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         config = Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision)
         self.save("composite", AutoModelForImageTextToText.from_config(config))
@@ -336,7 +336,7 @@ class CommandTest(unittest.TestCase):
         self.assertGreater((got - before).abs().max(), 1e-3)
 
     def test_a_dataset(self):
-        """A directory that `datasets` loads; in its table a record has all columns of the others."""
+        """Create a directory that `datasets` loads. In its table every record has the columns of all others."""
         source = self.directory / "dataset"
         source.mkdir()
         rows = [[user("a"), assistant("b")], [user("c"), assistant("d", reasoning_content="e"), user("f", name="g")]]
@@ -357,7 +357,7 @@ class CommandTest(unittest.TestCase):
 
     @parameterized.expand([("full", []), ("lora", ["--lora", "--gradient-accumulation-steps=2"])])
     def test_resume(self, _, arguments):
-        """A run that was cut short continues to the very weights of an uninterrupted one."""
+        """An interrupted run resumes to exactly the weights of an uninterrupted one."""
         command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, output=whole)[0], 0)
@@ -369,7 +369,7 @@ class CommandTest(unittest.TestCase):
             f"transformers-packed train: interrupted at step 5; {self.output}/checkpoint-4 is complete; --resume "
             "continues from it\n",
         )
-        # What a run leaves that is killed while it writes a checkpoint.
+        # The files of a run that is killed while it writes a checkpoint.
         (self.output / "checkpoint-6").mkdir()
         (self.output / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
 
@@ -481,7 +481,7 @@ class CommandTest(unittest.TestCase):
 
     @contextlib.contextmanager
     def small_disk(self, method, size, after=0):
-        """No file gets larger than `size` bytes within a method of Trainer, from a later call on."""
+        """From a later call of a Trainer method on, limit files to `size` bytes."""
         original, calls = getattr(Trainer, method), []
 
         def limited(trainer, *args, **kwargs):
@@ -540,7 +540,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 0, err)
         self.assertIn("No steps left to train.", out)
         saved = load_file(self.output / "model.safetensors")
-        # A model that is there is not lost when it cannot be written again.
+        # If saving fails, the existing model is kept.
         with self.small_disk("save_model", 20_000):
             self.assertEqual(self.run_command(*command, "--resume")[0], 1)
         self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
@@ -595,7 +595,7 @@ class CommandTest(unittest.TestCase):
         path.write_bytes(path.read_bytes()[:-50])
 
     def test_bfloat16(self):
-        """Autocast: what is trained stays float32, and the base of an adapter is bfloat16."""
+        """Under autocast, trained weights stay float32, and the base of an adapter is bfloat16."""
         for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
             output = self.directory / str(base)
             status, out, err = self.run_command("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)

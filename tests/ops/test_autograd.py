@@ -1,4 +1,4 @@
-"""Second-order gradients of every autograd function of the package: right ones, or an error."""
+"""Second-order gradients of every autograd function of the package: correct, or an error."""
 
 import importlib
 import re
@@ -35,7 +35,7 @@ def random(*shape):
 
 
 def _penalty(x, group, *collectives):
-    """The first-order gradient of a function of what each rank gets, and that of its square."""
+    """Return the first-order gradient of a function of each rank's input, and the gradient of its square."""
     found = []
     for collective in collectives:
         y = collective(x, group)
@@ -85,7 +85,7 @@ class SecondOrderTest(unittest.TestCase):
 
     def test_linear_layers_with_one_input(self):
         def squares(*inputs):
-            # Not only the outputs: one that nobody uses has no gradient.
+            # Not only the outputs, because an unused one has no gradient.
             return tuple(y.pow(3) for y in _SharedInputLinears.apply(*inputs)[:2])
 
         self.check(squares, random(2, 3, 4), random(5, 4), random(1, 4), random(2, 4))
@@ -132,7 +132,7 @@ class SecondOrderTest(unittest.TestCase):
         x = torch.tensor(3.0, requires_grad=True)
         self.assertEqual(float(torch.autograd.grad(Square.apply(x) + x**3, x)[0]), 33.0)
         with self.assertRaisesRegex(ValueError, "expected first-order .* Do something else."):
-            # Its gradient is a constant, which torch's own decorator would give without an error.
+            # The gradient is a constant, which torch's own decorator would return without an error.
             torch.autograd.grad(Square.apply(x) + x**3, x, create_graph=True)
 
 
