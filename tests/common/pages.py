@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "Qwen/Qwen3.5-0.8B"
+# A family without classes of its own in this package.
+OTHER_CHECKPOINT = "LiquidAI/LFM2-350M"
 RECORDS = 12
 # Stop a page that blocks.
 SECONDS = 60
@@ -77,6 +79,8 @@ def make_files(folder: Path) -> None:
     tokenizer = processor.tokenizer
     for part in (tokenizer, processor.image_processor):
         part.save_pretrained(folder / CHECKPOINT)
+    _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
+    tokenizer.save_pretrained(folder / OTHER_CHECKPOINT)
     chats, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
     texts = [" ".join(message["content"] for message in row["messages"]) for row in chats]
     documents = [tokenizer(text)["input_ids"] for text in texts]
@@ -87,6 +91,14 @@ def make_files(folder: Path) -> None:
         ("documents", ({"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in documents)),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _tiny_lfm2(vocab_size: int):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    return Lfm2ForCausalLM(Lfm2Config(vocab_size=vocab_size, **sizes, **layers))
 
 
 def _examples():
