@@ -1,7 +1,7 @@
-"""Audit models of the released shapes, with random weights in bfloat16, on a GPU: who leaks with which kernels.
+"""Audit models with released shapes and random bfloat16 weights on a GPU, for the installed set of kernels.
 
-Run `python benchmarks/audit_gpu.py --output benchmarks/results/audit_gpu.json` once for each set of installed kernels;
-each run puts its own entry into the file. It exits with 1 if a model of this package leaks.
+Run `python benchmarks/audit_gpu.py --output benchmarks/results/audit_gpu.json` once per set of installed kernels. Each
+run adds or replaces one entry in the file. The exit status is 1 if a model of this package leaks.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextF
 from transformers_packed.ops import dispatch, implementations_used
 
 
-# Attention and linear attention are as in the released models. Experts are small: the audit gives each token copies of
-# the weights of its own, so that nothing depends on how many tokens an expert gets.
+# Attention and linear attention have the released sizes. Experts are small because the audit copies expert weights for
+# each token, so that no result depends on the number of tokens per expert.
 QWEN3_5_08B = {
     "vocab_size": 248320,
     "hidden_size": 1024,
@@ -60,7 +60,7 @@ MODELS = {
     "Qwen3-Next": (Qwen3NextForCausalLM, transformers.Qwen3NextForCausalLM, Qwen3NextConfig, EXPERTS),
 }
 KERNELS = ("flash-linear-attention", "flash-qla", "causal-conv1d", "flash-attn", "triton")
-# From one token to many chunks.
+# Documents of one token up to many chunks.
 LENGTHS = [65, 1, 1500, 3, 63, 2, 64, 700, 130]
 
 
@@ -82,7 +82,7 @@ def audit(name: str, ours: bool, attention: str, device: str) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="the JSON file to put the entry of this set of kernels into")
+    parser.add_argument("--output", type=Path, help="JSON file that receives the entry for this set of kernels")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--attn", nargs="+", default=["sdpa", "flex_attention"], help="attention implementations")
     parser.add_argument("--device", default="cuda")

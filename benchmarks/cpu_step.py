@@ -1,12 +1,14 @@
-"""Real tokens per second of packed over padded training steps on the CPU.
+"""Compare the real tokens per second of packed and padded training steps on the CPU.
 
-The same samples go through the same weights twice: as a right-padded batch through Transformers' own class, and as one
-packed row through ours. A step is forward and backward in float32; the optimizer's share is the same in both and left
-out. The two take turns, so that a change of the machine's speed meets both, and each batch counts with its median.
+The same samples go through the same weights twice: as a right-padded batch through the stock class, and as one packed
+row through the packed class. A step is forward and backward in float32. The optimizer step costs the same in both arms
+and is left out. The arms alternate, so that drift in the machine's speed affects both. Each batch counts with its
+median time.
 
-Doing the padded step's work for the real tokens alone makes the ratio padded tokens / real tokens; the benchmark fails
-below `SHARE_OF_IDEAL` of that. The ratio can also be higher, as our torch gated delta rule avoids denormal numbers,
-which slow a CPU down and which the strong decays of a new model make in Transformers' own.
+The ideal ratio is padded tokens / real tokens: the cost per token of the padded step, paid for real tokens only. The
+benchmark fails below `SHARE_OF_IDEAL` of this ratio. The measured ratio can exceed the ideal. The strong decays of a
+newly initialized model produce denormal numbers in the stock torch gated delta rule, which slow down a CPU. The torch
+gated delta rule of this package avoids them.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 
 
-# Transformers' own classes take these whenever they can be imported, also for CPU tensors, where they crash.
+# Stock classes use these packages whenever they can be imported, even for CPU tensors, where they crash.
 for package in ("fla", "causal_conv1d"):
     sys.modules[package] = None
 
@@ -54,14 +56,14 @@ CONFIG = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 when the ratio is below the bar."""
+    """Run the benchmark. The exit status is 1 if the ratio is below the bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="timed steps per batch and arm (default: 3)")
     parser.add_argument(
         "--threads",
         type=int,
         default=1,
-        help="torch threads; with more, other work on the machine disturbs the figures (default: 1)",
+        help="torch threads; with more than 1, other load on the machine disturbs the figures (default: 1)",
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu_step.json")
     args = parser.parse_args(argv)
@@ -134,14 +136,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def draw_lengths() -> list[list[int]]:
-    """The lengths in tokens of the samples of each batch."""
+    """Return the sample lengths of each batch, in tokens."""
     mu = np.log(LENGTHS["mean"]) - LENGTHS["sigma"] ** 2 / 2
     drawn = np.random.default_rng(LENGTHS["seed"]).lognormal(mu, LENGTHS["sigma"], (BATCHES, BATCH_SIZE))
     return drawn.astype(int).clip(LENGTHS["min"], LENGTHS["max"]).tolist()
 
 
 def measure(lengths: list[list[int]], repeats: int) -> dict:
-    """Seconds `{arm: [repeat][batch]}`, the largest relative loss difference and the number of parameters."""
+    """Return the seconds `{arm: [repeat][batch]}`, the largest relative loss difference and the parameter count."""
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     config = Qwen3_5TextConfig(**CONFIG)
@@ -175,7 +177,7 @@ def measure(lengths: list[list[int]], repeats: int) -> dict:
 
 
 def pad(samples: list[dict]) -> dict:
-    """The samples as a right-padded batch; as in a packed row, a sample's first label is ignored."""
+    """Pad the samples on the right. As in a packed row, the first label of each sample is ignored."""
     width = max(len(sample["input_ids"]) for sample in samples)
     batch = {
         "input_ids": torch.zeros(len(samples), width, dtype=torch.long),
@@ -191,7 +193,7 @@ def pad(samples: list[dict]) -> dict:
 
 
 def train_step(model: torch.nn.Module, batch: dict) -> tuple[float, float]:
-    """One forward and backward: its seconds and its loss."""
+    """Run one forward and backward pass and return its seconds and its loss."""
     model.zero_grad()
     start = time.perf_counter()
     loss = model(**batch).loss
@@ -200,7 +202,7 @@ def train_step(model: torch.nn.Module, batch: dict) -> tuple[float, float]:
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
+    """Return the name of the processor as reported by the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,9 +1,14 @@
-"""Planning packed rows: time, memory, fill, balance and order, beside other packers in the same run.
+"""Measure the planning of packed rows (time, memory, fill, balance and order) and compare it with other packers.
 
-Arms: `plan_packing`; `trl.pack_dataset(strategy="bfd")` on token lists of the same lengths, of one byte per token,
-the least that it can copy; plain best-fit decreasing, one document after the other; and `binpacking`, called on
-windows of 1,000 lengths with the last bin carried over, as ms-swift and Twinkle do. A packer that is not installed is
-left out and named in the result.
+Arms:
+
+* `plan_packing`;
+* `trl.pack_dataset(strategy="bfd")` on token lists of the same lengths. Tokens take one byte each, which minimizes the
+  data to copy;
+* plain best-fit decreasing, one document at a time;
+* `binpacking` on windows of 1,000 lengths, with the last bin carried over, as in ms-swift and Twinkle.
+
+A packer that is not installed is skipped and recorded in the result.
 """
 
 import argparse
@@ -36,7 +41,7 @@ BARS = {
     "seconds, 100,000,000 lengths": 60,
     "GiB, 100,000,000 lengths": 4,
 }
-# Qwen3.5's sizes; attention's share, and with it the imbalance, is largest in the smallest.
+# Qwen3.5 sizes. The share of attention in the cost, and with it the imbalance, is largest in the smallest model.
 MODELS = {
     "0.8B": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8},
     "9B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16},
@@ -45,10 +50,10 @@ HEADS = {"0.8B": (2, 16), "9B": (4, 32)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 when a bar is missed."""
+    """Run the benchmark. The exit status is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the lengths, and no figure is a bar")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of plan_packing, of which the best counts")
+    parser.add_argument("--quick", action="store_true", help="use a tenth of the lengths; missed bars do not fail")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of plan_packing; the best one counts")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "packing.json")
     parser.add_argument("--huge", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -84,13 +89,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lognormal(samples: int, mean: float = 400, sigma: float = 0.8, seed: int = 0) -> np.ndarray:
-    """Lengths like those of instruction data, int32 `[samples]`."""
+    """Draw lengths that resemble instruction data, int32 `[samples]`."""
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, samples)
     return drawn.clip(8, MAX_LENGTH).astype(np.int32)
 
 
 def distributions(samples: int) -> dict[str, np.ndarray]:
-    """The six sets of lengths whose fill is compared."""
+    """Return the six sets of lengths for the comparison of fill."""
     rng = np.random.default_rng(1)
     short, long = rng.normal(200, 40, samples), rng.normal(3000, 300, samples)
     sets = {
@@ -105,7 +110,7 @@ def distributions(samples: int) -> dict[str, np.ndarray]:
 
 
 def compare_speed(lengths: np.ndarray, repeats: int, versions: dict[str, str]) -> dict[str, dict]:
-    """Seconds and fill of each packer on the same lengths."""
+    """Return the seconds and the fill of each packer on the same lengths."""
     arms = {}
     for name, world_size in (("plan_packing", 1), ("plan_packing, 64 ranks", 64)):
         seconds = []
@@ -139,7 +144,7 @@ def compare_speed(lengths: np.ndarray, repeats: int, versions: dict[str, str]) -
 
 
 def pack_with_trl(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
-    """Seconds of `pack_dataset`, and the lengths in each row."""
+    """Return the seconds of `pack_dataset` and the lengths in each row."""
     import datasets
     import pyarrow
     from trl import pack_dataset
@@ -156,7 +161,7 @@ def pack_with_trl(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
 
 
 def pack_with_binpacking(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
-    """Seconds of `to_constant_volume` on windows, each with the last bin of the one before, and the rows."""
+    """Return the seconds of `to_constant_volume` and the rows. Each window starts with the previous one's last bin."""
     from binpacking import to_constant_volume
 
     start = time.perf_counter()
@@ -170,7 +175,7 @@ def pack_with_binpacking(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
 
 
 def pack_plainly(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
-    """Seconds of best-fit decreasing, one document after the other, and the rows."""
+    """Return the seconds of best-fit decreasing, one document at a time, and the rows."""
     start = time.perf_counter()
     rooms: list[tuple[int, int]] = []
     rows: list[list[int]] = []
@@ -188,7 +193,7 @@ def pack_plainly(lengths: np.ndarray) -> tuple[float, list[np.ndarray]]:
 
 
 def compare_fill(samples: int) -> dict[str, dict[str, float]]:
-    """Fill of the plan and of plain best-fit decreasing on six sets of lengths."""
+    """Return the fill of the plan and of plain best-fit decreasing on six sets of lengths."""
     fills = {}
     for name, lengths in distributions(samples).items():
         tokens = int(lengths.sum())
@@ -201,10 +206,10 @@ def compare_fill(samples: int) -> dict[str, dict[str, float]]:
 
 
 def compare_balance(lengths: np.ndarray, speed: dict[str, dict]) -> dict[str, dict]:
-    """Imbalance between ranks and the steps' statistics: our plan, our rows without balance, and TRL's rows.
+    """Return the imbalance between ranks and the statistics of steps: the plan, its rows without balance, TRL's rows.
 
-    TRL's rows come as it returns them and in random order, which is how `Trainer` reads them; rows that do not fill a
-    last step are left out there.
+    TRL's rows are measured in the returned order and in random order, as `Trainer` reads them. Rows that do not fill
+    the last step are left out.
     """
     trl = speed["trl.pack_dataset, bfd"].get("rows_in_order")
     rng = np.random.default_rng(0)
@@ -229,7 +234,7 @@ def compare_balance(lengths: np.ndarray, speed: dict[str, dict]) -> dict[str, di
 
 
 def model_config(name: str, sizes: dict[str, int]):
-    """The configuration of a Qwen3.5 model."""
+    """Return the configuration of a Qwen3.5 model."""
     from transformers import Qwen3_5TextConfig
 
     key_value_heads, value_heads = HEADS[name]
@@ -237,7 +242,7 @@ def model_config(name: str, sizes: dict[str, int]):
 
 
 def imbalance_of_rows(rows: list[np.ndarray], cost: PackingCost, world_size: int) -> float:
-    """Slowest rank over mean, less 1, when rank `i` gets every `world_size`-th row."""
+    """Return the cost of the slowest rank over the mean, minus 1. Rank `i` gets every `world_size`-th row."""
     whole = rows[: len(rows) // world_size * world_size]
     begins = np.cumsum([0] + [len(row) for row in whole[:-1]])
     steps = np.add.reduceat(cost.documents(np.concatenate(whole)), begins).reshape(-1, world_size)
@@ -245,7 +250,7 @@ def imbalance_of_rows(rows: list[np.ndarray], cost: PackingCost, world_size: int
 
 
 def order_statistics(plan: PackingPlan, lengths: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
-    """The steps' mean document length: its correlation with their index, and its variance against random orders."""
+    """Return statistics of the mean document length per step: correlation with the index, variance ratios."""
     tokens, documents = plan.row_tokens, plan.documents_per_row
 
     def means(order):
@@ -263,14 +268,14 @@ def order_statistics(plan: PackingPlan, lengths: np.ndarray, rng: np.random.Gene
 
 
 def step_variance(rows: list[np.ndarray], world_size: int) -> float:
-    """The variance of the mean document length of steps of `world_size` rows."""
+    """Return the variance of the mean document length over steps of `world_size` rows."""
     whole = rows[: len(rows) // world_size * world_size]
     sums = np.array([(row.sum(), len(row)) for row in whole]).reshape(-1, world_size, 2).sum(1)
     return float((sums[:, 0] / sums[:, 1]).var())
 
 
 def variance_of_samples(lengths: np.ndarray, world_size: int, rng: np.random.Generator) -> float:
-    """The same for samples in random order, where a step ends after `world_size * MAX_LENGTH` tokens."""
+    """Return the same for samples in random order. A step ends after `world_size * MAX_LENGTH` tokens."""
     variances = []
     for _ in range(10):
         shuffled = rng.permutation(lengths)
@@ -280,13 +285,13 @@ def variance_of_samples(lengths: np.ndarray, world_size: int, rng: np.random.Gen
 
 
 def in_new_process(samples: int) -> dict[str, float]:
-    """Seconds and peak memory of planning `samples` lengths in a process of its own."""
+    """Plan `samples` lengths in a separate process and return its seconds and peak memory."""
     command = [sys.executable, __file__, "--huge", str(samples)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
 
 
 def plan_huge(samples: int) -> dict[str, float]:
-    """What `in_new_process` runs."""
+    """Plan `samples` lengths: the body of `in_new_process`."""
     lengths = np.empty(samples, np.int32)
     for first in range(0, samples, 1_000_000):
         part = lengths[first : first + 1_000_000]
@@ -306,7 +311,7 @@ def plan_huge(samples: int) -> dict[str, float]:
 
 
 def check(result: dict) -> dict[str, dict]:
-    """Each bar with what was measured; for several figures, the worst."""
+    """Compare each bar with its measurement, or with the worst of several."""
     speed, fill, balance = result["speed"], result["fill"], result["balance"].values()
     ours, trl = speed["plan_packing"]["seconds"], speed["trl.pack_dataset, bfd"].get("seconds")
     measured = {

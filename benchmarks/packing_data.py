@@ -1,8 +1,9 @@
-"""What packing costs while data is read: rows of `PackingDataset` against their samples alone, and a packed stream.
+"""Measure the overhead of packing during reading: rows of `PackingDataset` against their samples, and a packed stream.
 
-The reading arm asks the dataset for the samples of the same rows in the same order, by the same call. Arms take
-turns on blocks of rows, and each counts with its best of several runs per block. The share of the packing is bounded for a `datasets.Dataset`, which
-decodes its samples; a list in memory hands out references, and its figures say what a row costs in itself.
+The reading arm requests the samples of the same rows, in the same order and by the same call. The arms alternate on
+blocks of rows, and the best of several runs counts for each block. The bar on the share of packing applies to a
+`datasets.Dataset`, which decodes its samples. A list in memory only hands out references, so its figures show the cost
+of a row itself.
 """
 
 import argparse
@@ -30,7 +31,7 @@ LENGTHS = {"distribution": "lognormal", "mean": 400, "sigma": 0.8, "min": 1, "ma
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 when a bar is missed."""
+    """Run the benchmark. The exit status is 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10, help="runs per arm and block (default: 10)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "packing_data.json")
@@ -77,22 +78,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def draw_samples(number: int) -> list[dict]:
-    """Samples of lognormal lengths with token ids and labels."""
+    """Draw samples of lognormal lengths, with token ids and labels."""
     mu = np.log(LENGTHS["mean"]) - LENGTHS["sigma"] ** 2 / 2
     lengths = np.random.default_rng(LENGTHS["seed"]).lognormal(mu, LENGTHS["sigma"], number)
     tokens = list(range(MAX_LENGTH))
     lengths = np.clip(lengths, LENGTHS["min"], LENGTHS["max"]).astype(int).tolist()
-    if number > SAMPLES["dataset"]:  # one list per length, so that they fit in memory
+    if number > SAMPLES["dataset"]:  # one shared list per length saves memory
         of_length = {length: tokens[:length] for length in set(lengths)}
         return [{"input_ids": of_length[length], "labels": of_length[length]} for length in lengths]
     return [{"input_ids": tokens[:length], "labels": tokens[:length]} for length in lengths]
 
 
 def measure_rows(dataset, repeats: int) -> dict:
-    """Seconds for all rows and for their samples alone."""
+    """Time the reading of all rows and of their samples alone."""
     rows = transformers_packed.PackingDataset(dataset, MAX_LENGTH)
     rows.set_epoch(1)
-    rows[0]  # draws up the order of the epoch, once
+    rows[0]  # computes the order of the epoch outside the timed part
     order = rows.plan.epoch_order(1).tolist()
     many = getattr(dataset, "__getitems__", None)
     seconds = {"reading": 0.0, "rows": 0.0}
@@ -119,7 +120,7 @@ def measure_rows(dataset, repeats: int) -> dict:
 
 
 def measure_stream(samples: list[dict], repeats: int) -> dict:
-    """Samples per second, and how full the rows are."""
+    """Return the samples per second and the fill of the rows."""
     dataset = transformers_packed.IterablePackingDataset(samples, MAX_LENGTH)
 
     def stream():
@@ -136,7 +137,7 @@ def measure_stream(samples: list[dict], repeats: int) -> dict:
 
 
 def best(arms: dict, repeats: int) -> dict[str, float]:
-    """The least seconds of each arm; they take turns."""
+    """Run the arms in turn and return the shortest time of each."""
     seconds = dict.fromkeys(arms, float("inf"))
     for _ in range(repeats):
         for name, run in arms.items():

@@ -1,15 +1,17 @@
-"""A packed row over several GPUs: tokens per second and GPU, and memory, against whole rows on each of them.
+"""Compare packed rows split over several GPUs with whole rows on each GPU, in tokens per second per GPU and memory.
 
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --output benchmarks/results/sequence_parallel.json
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --sizes 4 --one-document 524288
 
-What is measured is forward and backward of one row per group of processes, with random weights in bfloat16 and gradient
-checkpointing. Every process has all weights and gradients and there is no optimizer; gradients are summed over all
-processes at the end of the step, which counts in every arm. At size 1 each process computes a row of its own, at size P
-P of them share one, so tokens per second and GPU are `row / (time * P)`. All rows are the same, so losses and gradient
-norms of all arms are to agree. The time of a step is that of the slowest process, and an arm counts with its median.
+A step is forward and backward of one row per group of processes, with random bfloat16 weights and gradient
+checkpointing. Every process holds all weights and gradients, and no optimizer runs. Each step ends with an all-reduce
+of the gradients over all processes, which is part of the time in every arm.
 
-An arm `state+heads` shares the gated delta rule by states and attention by heads; size 1 has the arm `whole`.
+At size 1 each process computes its own row. At size P a group of P processes shares one row, so tokens per second per
+GPU are `row / (time * P)`. All rows are the same, so the losses and gradient norms of all arms have to agree. The
+slowest process determines the time of a step, and the median step counts for an arm.
+
+The arm `state+heads` splits the gated delta rule by states and attention by heads. Size 1 has the arm `whole`.
 """
 
 import argparse
@@ -36,7 +38,7 @@ ARMS = [f"{rule}+{attention}" for rule in ("state", "heads") for attention in ("
 
 
 def make_batch(lengths: list[int], vocab_size: int, parallel: SequenceParallel, device: str) -> dict:
-    """This process's part of the row, or all of it."""
+    """Return this process's shard of the row, or the whole row at size 1."""
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
     row = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(
@@ -44,7 +46,7 @@ def make_batch(lengths: list[int], vocab_size: int, parallel: SequenceParallel, 
     )
     if parallel.size > 1:
         row = shard_batch(row, parallel.rank, parallel.size, parallel=parallel, minimum=3)
-    # The model takes boundaries from the host to the device by itself.
+    # The model copies boundaries from the host to the device itself.
     keep_on_host = ("cu_seqlens", "boundaries")
     return {
         name: x.to(device) if isinstance(x, torch.Tensor) and name not in keep_on_host else x
@@ -60,7 +62,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
 
 
 def largest(value: float, device: str) -> float:
-    """Over all processes."""
+    """Return the maximum over all processes."""
     value = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
@@ -73,7 +75,7 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
         methods = dict(zip(("gated_delta_rule", "attention"), arm.split("+"), strict=True))
     parallel = SequenceParallel(size, **methods)
     batch = make_batch(lengths, model.config.vocab_size, parallel, device)
-    # Of the rows of all groups, whose gradients are summed.
+    # The targets of all groups, because gradients are summed over all of them.
     targets = (sum(lengths) - len(lengths)) * parallel.data_parallel_size
     losses = []
 
@@ -81,7 +83,7 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
         model.zero_grad(set_to_none=True)
         inputs = dict(batch)
         if size > 1:
-            # They keep the index tensors that layers share, and in training every row has its own.
+            # Boundaries cache the index tensors that layers share. In training every row computes its own.
             inputs["boundaries"] = replace(batch["boundaries"], row=replace(batch["boundaries"].row))
         loss = model(**inputs, num_items_in_batch=targets).loss
         loss.backward()
@@ -131,10 +133,18 @@ def print_arm(arm: dict, baseline: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=one_gpu.MODELS, default=["4B"])
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of the row")
-    parser.add_argument("--one-document", type=int, metavar="TOKENS", help="instead, a row of one such document")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4], help="those that divide the processes run")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="for sizes above 1")
+    parser.add_argument("--tokens", type=int, default=65536, help="length of the row in tokens")
+    parser.add_argument(
+        "--one-document", type=int, metavar="TOKENS", help="use a row of one document of this length instead"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4],
+        help="sizes that do not divide the process count are skipped",
+    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms for sizes above 1")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 
-# The models are tiny and test processes run side by side: more threads would only wait for one another.
+# The models are tiny and test processes run in parallel, so more threads would only contend.
 if not os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,22 +12,22 @@ import pytest
 import torch
 
 
-# Before triton is imported: without a GPU its kernels run in its interpreter.
+# Set before triton is imported. Without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
         from common import interpreter  # noqa: F401
 
 
-# The built-in classes take flash-linear-attention whenever it can be imported, also for CPU tensors, where it crashes.
-# They are the oracle of these tests, so it is hidden from them; what runs with it visible runs in a subprocess. On a
-# GPU the variable lets one machine stand for several environments.
+# Stock classes use flash-linear-attention whenever it can be imported, even for CPU tensors, where it crashes. They
+# are the oracle of these tests, so the package is hidden. Tests with the package visible run in a subprocess. On a GPU
+# the variable simulates several environments on one machine.
 HIDDEN = os.environ.get("TRANSFORMERS_PACKED_TEST_WITHOUT", "").split() if torch.cuda.is_available() else []
 for package in HIDDEN if torch.cuda.is_available() else ("fla", "causal_conv1d"):
     sys.modules.setdefault(package, None)
 
 
-# Files whose tests take longest, each of them or in its set-up: they start first, or one worker ends a minute late.
+# Files with the longest tests or set-up. They start first, so that no worker finishes a minute after the others.
 LONGEST = (
     "tests/models/test_compile.py",
     "tests/training/test_sequence_parallel.py",
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap():
-    """Trainer collects garbage whenever it starts: let it not look at every object of the imported packages."""
+    """Exclude the objects of imported packages from the garbage collection at each start of Trainer."""
     gc.collect()
     gc.freeze()
 

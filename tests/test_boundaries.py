@@ -22,7 +22,7 @@ LENGTHS = [
 
 
 def reference(lengths):
-    """The derived values in plain Python."""
+    """Compute the derived values in plain Python."""
     cu_seqlens, documents, positions = [0], [], []
     for document, length in enumerate(lengths):
         cu_seqlens.append(cu_seqlens[-1] + length)
@@ -32,7 +32,7 @@ def reference(lengths):
 
 
 def padding_masks(lengths):
-    """Masks of the three kinds that all hold `lengths` real tokens: right and left padding, and holes."""
+    """Build masks of three kinds with `lengths` real tokens: right padding, left padding, and holes."""
     width = max(lengths) + 3
     right = torch.zeros(len(lengths), width, dtype=torch.int64)
     left, holes = right.clone(), right.clone()
@@ -94,7 +94,7 @@ class SequenceBoundariesTest(unittest.TestCase):
     @parameterized.expand(LENGTHS)
     def test_from_position_ids(self, _, lengths):
         positions = torch.tensor([reference(lengths)[2]])
-        # The other three rows are image positions, which do not follow the text.
+        # The other three rows are image positions, which differ from the text positions.
         four_rows = torch.cat([positions[None], torch.zeros(3, *positions.shape, dtype=torch.int64)])
         for given in (positions, positions.int(), positions + 2, four_rows):
             self.assert_describes(SequenceBoundaries.from_position_ids(given), lengths)
@@ -141,7 +141,7 @@ class SequenceBoundariesTest(unittest.TestCase):
             ):
                 self.assertEqual(value.dtype, expected_dtype)
                 self.assertEqual(value.shape, shape)
-            # A tensor would cost one synchronisation in every FlashAttention call.
+            # A tensor would cost one host sync in every FlashAttention call.
             self.assertIs(type(boundaries.max_length), int)
             self.assertIs(type(boundaries.total_length), int)
             self.assertIs(type(boundaries.lengths[0]), int)
@@ -183,7 +183,7 @@ class SequenceBoundariesTest(unittest.TestCase):
             self.assertEqual(boundaries.lengths, [2, 3])
 
     def test_derived_values_never_read_the_device(self):
-        # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
+        # A meta tensor has no contents, so any read of values fails, including a host sync.
         on_device = SequenceBoundaries.from_lengths([2, 70, 3], device="meta")
         self.assertEqual(on_device.seq_idx.shape, (1, 75))
         self.assertEqual(on_device.position_ids.shape, (1, 75))
@@ -290,7 +290,7 @@ class PackUnpackTest(unittest.TestCase):
 
         padded = padded.detach().requires_grad_()
         (boundaries.pack(padded, mask) * weight).sum().backward()
-        # Padding gets no gradient, each real token its own.
+        # Padding gets no gradient, and each real token gets its own.
         self.assertTrue(torch.equal(padded.grad, boundaries.unpack(weight, mask)))
 
 
@@ -301,7 +301,7 @@ def ids(*rows):
 make = SequenceBoundaries
 two = SequenceBoundaries.from_lengths([1, 3])
 
-# name, function, then what the message says: expected, got, what to do.
+# Name, function, and parts of the message: expected, got, fix.
 BAD_INPUTS = [
     (
         "cu_seqlens_start",
@@ -495,7 +495,7 @@ BAD_INPUTS = [
         (r"\[1, 3\] real tokens", r"\[2, 2\]", "that these boundaries were built from"),
     ),
     (
-        # With the right counts but another width, tokens would be taken from wrong places.
+        # With correct counts but another width, tokens would be read from the wrong places.
         "pack_mask_of_other_width",
         lambda: two.pack(torch.zeros(2, 5), ids([1, 0, 0, 0], [1, 1, 1, 0])),
         (r"shape \[2, 5\]", r"\[2, 4\]", ""),

@@ -9,7 +9,7 @@ import transformers_packed
 def modules():
     yield transformers_packed
     for info in pkgutil.walk_packages(transformers_packed.__path__, f"{transformers_packed.__name__}."):
-        # A modular file's code is in its modeling file; importing both would register its classes twice.
+        # The code of a modular file is in its modeling file. Importing both would register its classes twice.
         if ".modular_" not in info.name:
             yield importlib.import_module(info.name)
 
@@ -22,7 +22,7 @@ class DoctestsTest(unittest.TestCase):
             with self.subTest(module=module.__name__):
                 self.assertEqual(result.failed, 0, "see the report above")
             attempted[module.__name__.removeprefix("transformers_packed.")] = result.attempted
-        # A fence or a prompt written wrongly would leave examples out silently.
+        # A misspelled fence or prompt would silently exclude examples.
         for name in (
             "audit.probe",
             "boundaries",

@@ -1,4 +1,4 @@
-"""The scripts in `examples/` with their default arguments, as a user runs them."""
+"""The scripts in `examples/` with their default arguments, as users run them."""
 
 import io
 import os
@@ -27,7 +27,7 @@ PADDING_FREE = [
     r"Padding-free: 40 documents with [\d,]+ tokens in ",
 ]
 PACKED = [r"'packing_fill': ", r"Packing: [\d,]+ documents with [\d,]+ tokens in .* fill \d\d\.\d%, "]
-# What each prints, and what it saves.
+# The expected output and saved files of each script.
 SCRIPTS = {
     "trainer": (PADDING_FREE, "model.safetensors"),
     "sft": ([r"Packing on: isolation by ", *PACKED], "model.safetensors"),
@@ -56,12 +56,12 @@ class ExamplesTest(unittest.TestCase):
         return result
 
     def test_two_processes_share_rows(self):
-        """Both make the updates of one process: the same loss, which is rounded to four digits.
+        """Both give the updates of one process: the same loss, rounded to four digits.
 
-        The one test that starts torchrun itself.
+        This is the only test that starts torchrun itself.
         """
         arguments = ["--max-steps", "5", "--batch-size", "2"]
-        # On a machine with a GPU too.
+        # Run on the CPU even if the machine has a GPU.
         variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         alone = self.run_script("sequence_parallel", *arguments, **variables)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -79,7 +79,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertTrue((self.directory / "tuned" / "model.safetensors").is_file())
 
     def test_the_config_of_accelerate(self):
-        """accelerate knows every key, and shards the layer that it names."""
+        """accelerate accepts every key, and shards the named layer."""
         with redirect_stderr(io.StringIO()):
             config = load_config_from_file(str(EXAMPLES / "fsdp2.yaml"))
         self.assertEqual(config.distributed_type, "FSDP")
@@ -95,12 +95,12 @@ class ExamplesTest(unittest.TestCase):
             self.assertRegex(result.stdout, line)
         self.assertTrue((self.directory / "tuned" / saved).is_file())
         if name == "trainer":
-            # With the built-in class, to which nothing is new or missing.
+            # The stock class loads it without new or missing weights.
             _, loading = AutoModelForCausalLM.from_pretrained(self.directory / "tuned", output_loading_info=True)
             self.assertFalse(any(loading.values()), loading)
 
     def run_here(self, name, *arguments):
-        """The exit status and what the script wrote to stderr."""
+        """Return the exit status and the stderr of the script."""
         stderr, argv = io.StringIO(), [f"{name}.py", "--output", str(self.directory), *arguments]
         # The tests have a package of the same name.
         ours = {module: sys.modules.pop(module) for module in [*sys.modules] if module.split(".")[0] == "common"}

@@ -1,4 +1,4 @@
-"""The order of the rooms: imports go one way down, and nothing is hidden where a reader would not look for it."""
+"""The import order of the package's layers, and the absence of hidden lookups."""
 
 import ast
 import importlib.util
@@ -20,12 +20,12 @@ SRC = ROOT / "src" / "transformers_packed"
 
 # Imports of our own modules inside functions: (file, imported module), with the reason.
 LATE_IMPORTS = (
-    ("ops/*", "ops.backends.*"),  # kernels, whose packages are optional
-    ("cli/*", "*"),  # the parser answers before torch is imported
+    ("ops/*", "ops.backends.*"),  # kernels of optional packages
+    ("cli/*", "*"),  # the parser runs before torch is imported
     ("audit/report.py", "audit.plot"),  # matplotlib is optional
-    ("data/collator.py", "data.guard"),  # a collator without model=, the one that adds a callback to every Trainer
+    ("data/collator.py", "data.guard"),  # a collator without model= adds a callback to every Trainer
 )
-# Ways to look where nobody handed anything over.
+# Ways to read state that was not passed as an argument.
 HIDDEN = {
     "_getframe",
     "currentframe",
@@ -36,7 +36,7 @@ HIDDEN = {
     "__code__",
     "co_consts",
 }
-# Each place that does so all the same says in a comment why nothing plainer does it.
+# Each exception has a comment in the code that explains why no simpler way works.
 EXCEPTIONS = {
     ("models/registry.py", "__class__"),
     ("models/registry.py", "getclosurevars"),

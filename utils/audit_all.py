@@ -1,10 +1,15 @@
-"""Audit a tiny model of every causal type of Transformers, built-in and as `patch_model` makes it.
+"""Audit a tiny model of every causal type of Transformers, before and after `patch_model`.
 
-Workers are processes that read model types from standard input and answer each with its entry of the support matrix, a
-line of JSON. A type that crashes, hangs or takes all memory ends its process, which is that type's verdict; a new
-process goes on with the next one. The matrix is the dictionary in `support_matrix.json`: the versions and `types`, by
-model type an entry: `not_built`, a reason, or else `class`, `attention` (the implementation that ran), and under
-`builtin` and `ours` a verdict by source of boundaries, with the `module` and `kind` of what leaks or the `reason`.
+Worker processes read model types from standard input. They answer each with its entry of the support matrix, as a line
+of JSON. A type that crashes, hangs or exhausts the memory ends its process, and this becomes the verdict of the type.
+A new process continues with the next type.
+
+The matrix is the dictionary in `support_matrix.json`: the versions, and `types` with an entry for each model type. An
+entry has either `not_built` with a reason, or:
+
+* `class`;
+* `attention`: the implementation that ran;
+* `builtin` and `ours`: a verdict for each source of boundaries. A leak adds `module` and `kind`, a refusal `reason`.
 
 Usage: python utils/audit_all.py [--types TYPE ...] [--jobs N] [--output FILE.md] [--json FILE]
 """
@@ -31,9 +36,9 @@ from transformers_packed.cli.options import output_file, positive_int
 
 
 SOURCES = ("position_ids", "all")
-# What the collator can give beside position ids.
+# The collator can return these in addition to position ids.
 PARTIAL = ("position_ids+seq_idx", "position_ids+cu_seq_lens")
-# What the page shows of an entry: the model, what it is told of the documents, and the title of the column.
+# The columns of the page: the model and its source of boundaries, and the title.
 COLUMNS = {
     ("builtin", "position_ids"): "stock, `position_ids`",
     ("builtin", "all"): "stock, all",
@@ -65,7 +70,7 @@ result and do not count, unless the model scales the embedding by the length of 
 
 """
 TIME_LIMIT = 180.0
-# A tiny model that needs more is none.
+# No tiny model needs more memory than this.
 MEMORY_LIMIT = 8 * 2**30
 WORKER = (sys.executable, __file__, "--worker")
 
@@ -74,7 +79,7 @@ WORKER = (sys.executable, __file__, "--worker")
 
 
 def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
-    """The entry of the support matrix for a model type: verdicts by source, of the built-in model and of ours."""
+    """Build the support matrix entry of a model type: verdicts by source for the stock and the patched model."""
     from transformers_packed import patch_model
     from transformers_packed.audit.probe import audit_model, conv_width
     from transformers_packed.audit.tiny import load_model
@@ -82,10 +87,10 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
 
     try:
         model = load_model(model_type, seed=seed)
-    except Exception as error:  # Whatever a configuration or a model raises.
+    except Exception as error:  # Configurations and models raise all kinds of errors.
         return {"not_built": message(error)}
     entry: dict[str, Any] = {"class": type(model).__name__, "attention": text_config(model)._attn_implementation}
-    # A single token, less than the convolution, the edges of a chunk of 64, and several chunks; few tokens keep it fast.
+    # One token, fewer than the convolution's width, around a chunk of 64, and several chunks. Few tokens keep it fast.
     lengths = [65, 1, 130, max(conv_width(model) - 1, 1), 64]
 
     def verdicts(inputs: tuple[str, ...]) -> dict[str, dict]:
@@ -93,7 +98,7 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
         return {name: verdict_of(report, name) for name in inputs}
 
     entry["builtin"] = verdicts(SOURCES)
-    # What is between two ends of one verdict has it too.
+    # If both extremes give one verdict, the partial sources between them give the same.
     if {found["verdict"] for found in entry["builtin"].values()} not in ({"isolated"}, {"refused"}):
         entry["builtin"] |= verdicts(PARTIAL)
     try:
@@ -110,12 +115,12 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
 
 
 def unpacking_cause(model: Any) -> str | None:
-    """Why `patch_model` lets this model run its documents one by one; `None` if it runs the row as it is."""
+    """Return the reason why the patched model unpacks its rows, or `None` if it computes the row directly."""
     from transformers import PreTrainedModel
 
     from transformers_packed.models import families
 
-    # Ours derive from the built-in classes, whose modules are named after the family.
+    # Packed classes derive from stock classes, whose modules are named after the family.
     modules = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     homes = (base.__module__ for module in modules for base in type(module).__mro__)
     names = (home.split(".")[-2] for home in homes if home.startswith("transformers.models."))
@@ -123,11 +128,11 @@ def unpacking_cause(model: Any) -> str | None:
 
 
 def verdict_of(report: Any, source: str) -> dict[str, str]:
-    """What the matrix says of one source of an [`AuditReport`]."""
+    """Return the cell of the matrix for one source of an [`AuditReport`]."""
     result = report.sources[source]
     found = {"verdict": result.verdict}
     if result.verdict == "refused":
-        # Figures differ from machine to machine.
+        # Drop the figures, which differ between machines.
         found["reason"] = re.sub(r"^(not causal): .*", r"\1: later tokens change earlier ones", result.reason)
     if result.verdict == "leaks":
         leaks = [leak for leak in report.leaks if leak.source == source]
@@ -139,16 +144,16 @@ def verdict_of(report: Any, source: str) -> dict[str, str]:
 
 
 def message(error: Exception) -> str:
-    """An error in one line, with its type."""
+    """Format an error with its type in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    # The first line of a validator's message only says that it is one.
+    # The first line of a validation error has no details.
     return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
 
 
 def answer() -> None:
-    """What a worker does: answer every line of standard input, a model type, with a line of JSON."""
+    """Run a worker: answer every line of standard input, a model type, with a line of JSON."""
     hide_gpu_packages()
-    # What a model prints must not get between the answers.
+    # Keep the output of models out of the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -166,14 +171,14 @@ def answer() -> None:
 
 
 def causal_types() -> list[str]:
-    """Every type in Transformers' mapping of causal language models."""
+    """List the types in Transformers' mapping of causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def audit_all(types: Sequence[str], jobs: int) -> dict[str, Any]:
-    """The support matrix of these types, measured in `jobs` processes, with a progress bar on stderr."""
+    """Measure the support matrix of these types in `jobs` processes, with a progress bar on stderr."""
     found = {}
     with tqdm(total=len(types), unit="type", file=sys.stderr) as bar:
         for name, entry in run_types(types, jobs):
@@ -187,7 +192,7 @@ def audit_all(types: Sequence[str], jobs: int) -> dict[str, Any]:
 def run_types(
     types: Sequence[str], jobs: int, time_limit: float = TIME_LIMIT, command: Sequence[str] = WORKER
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each type with its entry, in the order in which they finish. `command` starts a worker."""
+    """Yield each type with its entry, in the order of completion. `command` starts a worker."""
     waiting, done = queue.SimpleQueue(), queue.SimpleQueue()
     for name in types:
         waiting.put(name)
@@ -209,7 +214,7 @@ def run_types(
 
 
 class Worker:
-    """A process that audits type after type, and is started again when it has died."""
+    """A process that audits one type after another and restarts after a crash."""
 
     def __init__(self, command: Sequence[str], time_limit: float):
         self.command, self.time_limit = command, time_limit
@@ -218,7 +223,7 @@ class Worker:
         self.lock = threading.Lock()
 
     def run(self, waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
-        """Audit the types that wait, until there are none or `stop` is called."""
+        """Audit the waiting types until none are left or `stop` is called."""
         while not self.stopped:
             try:
                 name = waiting.get_nowait()
@@ -226,12 +231,12 @@ class Worker:
                 break
             try:
                 done.put((name, self.audit(name)))
-            except Exception as error:  # Nobody would ever learn of it in this thread.
+            except Exception as error:  # An error raised in this thread would be lost.
                 done.put(error)
         self.stop()
 
     def audit(self, name: str) -> dict[str, Any]:
-        """The entry of one type."""
+        """Audit one type and return its entry."""
         process = self._start()
         late = threading.Event()
 
@@ -264,7 +269,7 @@ class Worker:
             if self.stopped:
                 raise RuntimeError("stopped")
             if self.process is None:
-                # In a session of its own Ctrl-C does not reach it, and stopping it is up to `stop`.
+                # In its own session the process receives no Ctrl-C. Only `stop` ends it.
                 self.process = subprocess.Popen(
                     self.command,
                     stdin=subprocess.PIPE,
@@ -284,7 +289,7 @@ class Worker:
             return 0
         process.kill()
         status = process.wait()
-        # What it did not read any more.
+        # Closing flushes input that the process did not read.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()
@@ -300,7 +305,7 @@ class Worker:
 
 
 def counts(matrix: dict[str, Any]) -> dict[tuple[str, str], Counter]:
-    """For each of `COLUMNS` how many types have which verdict."""
+    """Count the types per verdict for each of `COLUMNS`."""
     entries = matrix["types"].values()
     return {
         (model, source): Counter("not built" if "not_built" in e else e[model][source]["verdict"] for e in entries)
@@ -309,7 +314,7 @@ def counts(matrix: dict[str, Any]) -> dict[tuple[str, str], Counter]:
 
 
 def summary(matrix: dict[str, Any]) -> str:
-    """One line for each of the columns: how many types have which verdict."""
+    """Format the counts as one line per column."""
     return "\n".join(
         f"{title.replace('`', '')}: " + ", ".join(f"{count} {verdict}" for verdict, count in found.most_common())
         for title, found in zip(COLUMNS.values(), counts(matrix).values(), strict=True)
@@ -317,14 +322,14 @@ def summary(matrix: dict[str, Any]) -> str:
 
 
 def to_json(matrix: dict[str, Any]) -> str:
-    """JSON with a line for each type."""
+    """Format the matrix as JSON with one line per type."""
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in matrix["types"].items())
     head = "".join(f' "{name}": {json.dumps(matrix[name])},\n' for name in ("transformers", "torch"))
     return f'{{\n{head} "types": {{\n{lines}\n }}\n}}\n'
 
 
 def to_markdown(matrix: dict[str, Any]) -> str:
-    """The page `docs/reference/support_matrix.md`."""
+    """Format the matrix as the page `docs/reference/support_matrix.md`."""
     found = counts(matrix)
     lines = [
         INTRODUCTION.format(versions=f"transformers {matrix['transformers']} and torch {matrix['torch']}")
@@ -355,13 +360,13 @@ def _row(*cells: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Audit the types: the exit status is 0, 1 if a model of ours leaks, 130 after Ctrl-C."""
+    """Audit the types. The exit status is 0, 1 if a patched model leaks, and 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--types", nargs="+", metavar="TYPE", help="these types only")
-    add("--jobs", type=positive_int, metavar="N", help="processes (default: one for each core)")
-    add("--output", type=output_file, metavar="FILE.md", help="write the matrix there, not to stdout")
-    add("--json", type=output_file, metavar="FILE", help="write the matrix as JSON")
+    add("--types", nargs="+", metavar="TYPE", help="audit only these types")
+    add("--jobs", type=positive_int, metavar="N", help="number of processes (default: one per core)")
+    add("--output", type=output_file, metavar="FILE.md", help="write the matrix to this file instead of stdout")
+    add("--json", type=output_file, metavar="FILE", help="write the matrix as JSON to this file")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:

@@ -1,13 +1,13 @@
-"""Train random set-ups twice, padded through the built-in class and packed through ours, and compare.
+"""Train random set-ups twice, padded through the stock class and packed through ours, and compare the results.
 
-A set-up is drawn from its seed alone (`draw`): a family, an attention implementation, gradient checkpointing, a PEFT
-method, changes to modules, a way to packed rows, a loop around the model and arguments of Trainer. The oracle is the
-built-in class on padded batches of the same samples, with the same weights (`fuzz_arms.run`). Compared are losses, the
-gradients and weights of every step, an evaluation, and what hooks saw, at real tokens (`errors`).
+The seed alone determines a set-up (`draw`): a family, an attention implementation, gradient checkpointing, a PEFT
+method, changes to modules, a way to enable packing, a training loop and arguments of Trainer. The oracle is the stock
+class on padded batches of the same samples, with the same weights (`fuzz_arms.run`). The comparison covers losses,
+gradients and weights of every step, an evaluation, and the tensors that hooks record at real tokens (`errors`).
 
-A set-up passes when ours equals the oracle, when it ends with an error of this package (`errors.input_error`), or when
-automatic packing says in one line that it stays off, and training then equals the oracle. Everything else is printed,
-with the seed that runs it again. A set-up that the oracle itself cannot run is counted as skipped.
+A set-up passes in one of three cases: the results equal the oracle's; it ends with an error of this package
+(`errors.input_error`); or automatic packing reports in one line that it stays off, and training equals the oracle. All
+other set-ups are printed with the seed that reproduces them. Set-ups that the oracle cannot run count as skipped.
 
 Usage: python utils/fuzz.py [--seed N] [--seconds S] [--count N] [--only] [--shrink]
 """
@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 
-# DDP warns of every set-up in which all parameters are used.
+# DDP warns about every set-up that uses all parameters.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Every set-up has other shapes, and what is kept of each adds up over an hour.
+# Every set-up has other shapes, so the cache would grow over an hour.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 import torch
 import transformers
@@ -44,19 +44,19 @@ from fuzz_arms import CHANGES, CONFIGURED, FAMILIES, HOOKS, PEFT, STOCK, Result,
 import transformers_packed
 
 
-# Relative to the norm of each gradient. Other orders of the same sums stay below a tenth of it in float32, and what
-# leaves out a module or mixes documents is above it tenfold. Where rounding counts for more (experts that change hands,
-# terms that cancel), the oracle shows it: then the bar is `_ROUNDING` times what weights off by half a unit in the last
-# place, or by one or two, change in the oracle itself.
+# Tolerances relative to the norm of each gradient. In float32 a different order of the same sums stays below a tenth
+# of the bar, and a skipped module or a leak between documents exceeds it tenfold. Some set-ups amplify rounding (tokens
+# routed to other experts, terms that cancel), and then the oracle does too. Its sensitivity is measured with weights
+# perturbed by half a unit in the last place, by one and by two. The bar is `_ROUNDING` times the resulting change.
 _BAR, _BF16_BAR, _ROUNDING = 1e-4, 5e-2, 10
-# Gradients below this part of the gradient of all parameters are compared with that part.
+# Relative errors of gradients have this floor, as a share of the norm of the gradient of all parameters.
 _FLOOR = 1e-3
 _HANGS = 180  # seconds
-# The share of set-ups that have to be equal, and of how many that is asked.
+# The share of set-ups that have to be equal, and the number of set-ups from which on this is checked.
 _FEWEST_EQUAL, _ENOUGH = 0.5, 20
-# Methods of PEFT that put tokens before the row.
+# PEFT methods that prepend tokens to the row.
 PROMPTS = ("prompt", "p_tuning", "prefix")
-# The modules that a change is made for, where that is not any.
+# The modules that a change can apply to. Changes not listed apply to any module.
 _FITS = {
     "subclass": r".",  # Trainer looks at the name of the model's own class
     "identity": r"(q_norm|k_norm|layernorm|model\.norm|dropout|drop_path)$",
@@ -68,14 +68,14 @@ _FITS = {
 
 
 def draw(seed: int) -> Setup:
-    """The set-up of a seed."""
+    """Draw the set-up of a seed."""
     rng = random.Random(seed)
 
     def rarely(value: Any, otherwise: Any = None, share: float = 0.1) -> Any:
         return value if rng.random() < share else otherwise
 
     family = rng.choice([*FAMILIES, "qwen3_next", "qwen3_5"])
-    # Stock models need neither of the first two; on the others a collator alone is refused.
+    # Stock families need neither of the first two. For the other families, a collator alone is refused.
     weights = (1, 1, 3, 2, 4) if family in STOCK else (3, 3, 3, 2, 0.2)
     (way,) = rng.choices(("register", "patch", "configure", "packed_trainer", "stock"), weights)
     configured = way in CONFIGURED
@@ -110,10 +110,10 @@ def draw(seed: int) -> Setup:
         config["output_router_logits"] = rarely(True, share=0.3)
     adapter = rarely(rng.choice(list(PEFT)), "", share=0.35)
     if "neftune_noise_alpha" in arguments:
-        # The noise is what the embeddings themselves are not.
+        # The noise is measured as the difference from the embeddings, so nothing else may change them.
         changes, adapter = (), ""
     if loop != "trainer" and adapter in PROMPTS:
-        # PEFT takes position_ids away there, with a warning of its own, before any of this package's code.
+        # Here PEFT drops position_ids with a warning, before any code of this package runs.
         adapter = ""
     bf16 = rng.random() < 0.15
     evaluation = rarely("loss", share=0.3)
@@ -134,7 +134,7 @@ def draw(seed: int) -> Setup:
         config={name: value for name, value in config.items() if value is not None},
         batch_size=rng.choice([1, 2, 2, 3, 4]),
         accumulation=rng.choice([1, 1, 2, 3]),
-        # In bfloat16 a step makes other experts of a tie, and the arms part.
+        # After a step in bfloat16, routers break ties differently and the arms diverge.
         steps=1 if bf16 else rng.choice([1, 2, 2]),
         bf16=bf16,
         evaluation=(evaluation or "") if loop == "trainer" else "",
@@ -144,7 +144,7 @@ def draw(seed: int) -> Setup:
 
 @cache
 def module_names(family: str) -> dict[str, list[str]]:
-    """The names of a family's modules, by name without numbers, so that rare ones are drawn as often as others."""
+    """Group the module names of a family by name without numbers, so that each kind is drawn equally often."""
     groups: dict[str, list[str]] = {}
     for name, _ in build(Setup(0, family=family), ours=False).named_modules():
         groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
@@ -152,7 +152,7 @@ def module_names(family: str) -> dict[str, list[str]]:
 
 
 def _draw_change(rng: random.Random, family: str) -> tuple[str, str]:
-    # Hooks that only look are as frequent as all else together, nearly: they are the most frequent in life.
+    # Hooks that only observe are the most common change in practice, so they get extra weight.
     kind = rng.choice([*HOOKS, *HOOKS, *CHANGES])
     groups = module_names(family)
     likely = [key for key in groups if re.search(_FITS.get(kind, ""), key)]
@@ -160,12 +160,12 @@ def _draw_change(rng: random.Random, family: str) -> tuple[str, str]:
 
 
 def errors(actual: Result, expected: Result) -> dict[str, float]:
-    """By what is compared, the relative error; infinite where there is nothing to compare."""
+    """Return the relative error of each compared value, infinite if its counterpart is missing."""
     found = {}
     for number, (got, want) in enumerate(_pairs(found, "losses", actual.losses, expected.losses)):
         found[f"loss {number}"] = abs(got - want) / max(abs(want), 1e-3)
     for number, (got, want) in enumerate(_pairs(found, "gradients", actual.gradients, expected.gradients)):
-        # All of them may be zero but for rounding, as those of queries are in documents of one token.
+        # All gradients may be zero except for rounding, as for the queries of one-token documents.
         floor = _FLOOR * max(_norm(want.values()), 1.0)
         for name in got.keys() | want.keys():
             pair = [x.get(name, torch.zeros(())) for x in (got, want)]
@@ -176,7 +176,7 @@ def errors(actual: Result, expected: Result) -> dict[str, float]:
         if name not in actual.after or not torch.equal(actual.before[name], expected.before[name]):
             found[f"initial weight {name}"] = float("inf")
         else:
-            # A weight itself is rounded to seven digits.
+            # The weight itself is rounded to seven digits.
             rounding = 2e-3 * expected.after[name].norm().item()
             found[f"weight {name}"] = _error(actual.after[name], expected.after[name], floor + rounding, change)
     for (kind, name), calls in expected.seen.items():
@@ -218,7 +218,7 @@ def _error(got: torch.Tensor, want: torch.Tensor, floor: float, scale: torch.Ten
 
 
 def difference(setup: Setup, actual: Result, expected: Result) -> str:
-    """What differs by more than rounding, the worst first; nothing if all is equal."""
+    """Describe the differences beyond rounding, largest first. Empty if the results are equal."""
     bar = _BF16_BAR if setup.bf16 else _BAR
     found = errors(actual, expected)
     if max(found.values(), default=0.0) <= bar:
@@ -229,12 +229,12 @@ def difference(setup: Setup, actual: Result, expected: Result) -> str:
         moved.before = expected.before
         for name, error in errors(moved, expected).items():
             rounding[name] = max(error, rounding.get(name, 0.0))
-    # A single number may stay where it is by chance.
+    # A single number may be unaffected by chance, so scalars use the largest change of a gradient.
     largest = max(e for name, e in rounding.items() if name.startswith("gradient"))
     over = {}
     for name, error in found.items():
         tensor = name.startswith(("gradient", "weight", "calls"))
-        # Adam makes steps of one size from gradients of any: where one is all rounding, so is the weight.
+        # Adam normalizes the gradient. If the gradient is only rounding, so is the step.
         adaptive = name.startswith("weight") and "optim" in setup.arguments
         if not adaptive and not error <= max(bar, _ROUNDING * (rounding.get(name, 0.0) if tensor else largest)):
             over[name] = error
@@ -250,7 +250,7 @@ class Outcome:
 
 
 def check(setup: Setup) -> Outcome:
-    """Run both arms of a set-up and judge."""
+    """Run both arms of a set-up and return the outcome."""
     ours, error = Result(), None
     try:
         run(setup, ours=True, result=ours)
@@ -270,7 +270,7 @@ def check(setup: Setup) -> Outcome:
     if setup.mode == "auto" and not ours.on and not off:
         return Outcome("failed", "automatic packing is neither on nor off")
     if "neftune_noise_alpha" in setup.arguments:
-        # The padded built-in divides by the padded length, so the paper is the oracle.
+        # The stock model divides the noise by the padded length, so the formula of the paper is the oracle.
         packed = not off and setup.mode != "padded"
         wrong = [f"{x:.2f}" for x in ours.noise if packed and not 0.8 < x < 1.25]
         if wrong:
@@ -283,14 +283,14 @@ def check(setup: Setup) -> Outcome:
 
 
 def _is_refusal(setup: Setup, error: Exception) -> bool:
-    """Whether a model, a Trainer or what configures them refuses, by `errors.input_error`, or the stock model does."""
+    """Check whether an error is a refusal by `errors.input_error`, or a refusal by a stock model."""
     where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     package = Path(transformers_packed.__file__).parent
     if not isinstance(error, ValueError):
         return False
     if not where.is_relative_to(package):
         return setup.way == "stock" and "can't keep packed sequences apart" in str(error)
-    # Errors of these speak to who calls an op, and who trains a model calls none.
+    # Errors of ops and boundaries address callers of ops. Training code calls no ops, so these are failures.
     speaks = not where.is_relative_to(package / "ops") and where != package / "boundaries.py"
     return speaks and bool(re.match(r"expected .+, got .+", str(error), re.DOTALL))
 
@@ -301,11 +301,11 @@ def _short(error: Exception) -> str:
 
 
 def shrink(setup: Setup) -> Setup:
-    """A set-up as plain as possible that still fails."""
+    """Simplify a failing set-up as far as it still fails."""
     plain = Setup(setup.seed)
     for f in fields(setup):
         for value in _plainer(getattr(setup, f.name), getattr(plain, f.name)):
-            # Modes belong to ways.
+            # The valid modes depend on the way.
             other = {"mode": plain.mode} if f.name == "way" else {}
             smaller = replace(setup, **{f.name: value}, **other)
             valid = f.name != "mode" or setup.way not in CONFIGURED
@@ -315,7 +315,7 @@ def shrink(setup: Setup) -> Setup:
 
 
 def _plainer(value: Any, plain: Any) -> Iterator[Any]:
-    """`plain`, or else `value` with less in it."""
+    """Yield `plain`, then `value` with one entry removed."""
     yield plain
     if isinstance(value, dict):
         for name in value:
@@ -327,7 +327,7 @@ def _plainer(value: Any, plain: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _watched(seed: int) -> Iterator[None]:
-    """End the process with all stacks if a set-up takes minutes: one that hangs would say nothing."""
+    """End the process and print all stacks if a set-up hangs."""
 
     def end():
         print(f"seed {seed}: failed: it hangs", flush=True)
@@ -337,7 +337,7 @@ def _watched(seed: int) -> Iterator[None]:
     timer = threading.Timer(_HANGS, end)
     timer.daemon = True
     timer.start()
-    # Where the interpreter itself is held, no thread of it can say anything.
+    # If a thread holds the GIL, the timer above cannot run.
     faulthandler.dump_traceback_later(_HANGS + 10, exit=True)
     try:
         yield
@@ -348,11 +348,11 @@ def _watched(seed: int) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first set-up; the others follow")
-    parser.add_argument("--seconds", type=float, default=120.0, help="begin no set-up after this time")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first set-up; later set-ups count up from it")
+    parser.add_argument("--seconds", type=float, default=120.0, help="start no set-up after this time")
     parser.add_argument("--count", type=int, help="stop after this many set-ups")
-    parser.add_argument("--only", action="store_true", help="run this one set-up, whatever comes out")
-    parser.add_argument("--shrink", action="store_true", help="make set-ups that fail as plain as possible")
+    parser.add_argument("--only", action="store_true", help="run only this set-up and print its outcome")
+    parser.add_argument("--shrink", action="store_true", help="simplify failing set-ups")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -381,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{times:5} {reason}")
     kinds = ", ".join(f"{outcomes[kind]} {kind}" for kind in ("equal", "refused", "off", "skipped", "failed"))
     print(f"seeds {options.seed} to {seed - 1} in {time.monotonic() - start:.0f} s: {kinds}")
-    # A package that refuses everything is never wrong.
+    # A package that refuses everything would pass, so require a share of equal set-ups.
     judged = outcomes.total() - outcomes["skipped"]
     refuses = judged >= _ENOUGH and outcomes["equal"] < _FEWEST_EQUAL * judged
     if refuses:

@@ -1,4 +1,4 @@
-"""The arms of `fuzz.py`: a set-up, trained padded through the built-in class or packed through ours, and what came out."""
+"""The arms of `fuzz.py`: train a set-up padded through the stock class or packed through ours, and record results."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ from typing import Any
 
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import conftest  # noqa: F401  Hides kernels for GPUs from the built-in classes.
+import conftest  # noqa: F401  Hides GPU kernels from the stock classes.
 import peft
 import torch
 import torch.utils.checkpoint
@@ -45,8 +45,8 @@ FAMILIES: dict[str, Callable] = {
     "llama": lambda: tiny_config("llama"),
     "qwen3": lambda: tiny_config("qwen3"),
 }
-STOCK = ("llama", "qwen3")  # these keep documents apart by masks of Transformers
-CONFIGURED = ("configure", "packed_trainer")  # ways in which `configure_packing` decides
+STOCK = ("llama", "qwen3")  # families that keep documents apart by Transformers' masks
+CONFIGURED = ("configure", "packed_trainer")  # ways that use `configure_packing`
 _LORA = {"r": 2, "init_lora_weights": False}
 PEFT: dict[str, Callable] = {
     "lora": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], **_LORA),
@@ -67,34 +67,34 @@ PEFT: dict[str, Callable] = {
     "p_tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
 }
-_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")  # keywords of what goes into a module
+_INPUTS = ("input_ids", "inputs_embeds", "hidden_states", "x")  # keywords of module inputs
 HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One set-up; the defaults are the plainest one."""
+    """One set-up. The defaults are the simplest one."""
 
     seed: int
     family: str = "qwen3_5"
-    # How rows come to be packed: `register`, `patch`, `configure`, `packed_trainer`, or `stock`: a collator, no more.
+    # How packing is enabled: `register`, `patch`, `configure`, `packed_trainer`, or `stock` (a collator only).
     way: str = "patch"
-    # `auto`, `padding_free` or `packing` where `configure_packing` decides; `padded` batches or `rows` otherwise.
+    # `auto`, `padding_free` or `pack` for ways that use `configure_packing`; `padded` batches or `rows` otherwise.
     mode: str = "rows"
     collator: dict = field(default_factory=dict)
-    # `trainer`, or a loop of its own around the model: `plain`, `ddp`, `accelerate`.
+    # `trainer`, or a custom training loop: `plain`, `ddp`, `accelerate`.
     loop: str = "trainer"
     attention: str = "sdpa"
     checkpointing: str = ""
     peft: str = ""
     changes: tuple[tuple[str, str], ...] = ()  # (kind, module)
-    late: bool = False  # whether the changes come after our package
+    late: bool = False  # whether the changes follow the enabling of packing
     config: dict = field(default_factory=dict)
     batch_size: int = 3
     accumulation: int = 1
     steps: int = 2
     bf16: bool = False
-    evaluation: str = ""  # `loss`, `predictions`, or `inputs`, which metrics see too
+    evaluation: str = ""  # `loss`, `predictions`, or `inputs`, which also go to the metrics
     arguments: dict = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Setup:
         return " ".join(f"{name}={value!r}" for name, value in drawn.items())
 
 
-# Changes to a module, each of which matters for the result.
+# Changes to a module. Each one affects the result.
 
 
 def _scaled(output: Any, factor: float = 1.1) -> Any:
@@ -120,7 +120,7 @@ class Scale(nn.Module):
 
 
 class Around(nn.Module):
-    """Another module in a module's place, which is inside."""
+    """A wrapper that replaces a module and calls it."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -173,12 +173,12 @@ def _all(gradients: tuple) -> tuple:
 
 
 class Recorder:
-    """What hooks see of each micro-batch, at its real tokens."""
+    """The tensors that hooks receive for each micro-batch, at its real tokens."""
 
     def __init__(self, setup: Setup):
         self.seen: dict[tuple[str, str], list] = {}
         self.setup = setup
-        self.batch: dict | None = None  # the one that runs
+        self.batch: dict | None = None  # the current micro-batch
 
     def hook(self, model: nn.Module, kind: str, name: str) -> Any:
         if kind == "global":
@@ -186,7 +186,7 @@ class Recorder:
 
             def count(module, *_):
                 if self.batch is not None:
-                    # Functions make modules of their own, such as activations, which nobody can reach.
+                    # Count only modules of the model: functions create temporary modules, such as activations.
                     members.update(members or map(id, model.modules()))
                     seen.extend([type(module).__name__] * (id(module) in members))
 
@@ -195,12 +195,12 @@ class Recorder:
 
         def record(module, *args):
             if self.batch is not None:
-                # The gradients of outputs come last; keywords may hold what goes in, in any order.
+                # The gradients of outputs come last. Inputs may be keywords in any order.
                 values = args[-1] if "backward" in kind else [args[0], [args[1].get(key) for key in _INPUTS]]
-                # Rows of experts are ordered by expert, with those of padding.
+                # Expert inputs are ordered by expert and include padding, so only the calls are compared.
                 tensor = None if ".experts" in name else next(_tensors(values), None)
                 channels_first = isinstance(module, nn.Conv1d)
-                if tensor is not None and ".visual." not in name:  # there patches stand in the place of tokens
+                if tensor is not None and ".visual." not in name:  # patches, not tokens
                     tensor = _real(tensor, self.batch, channels_first)
                 calls.append(None if tensor is None else tensor.detach().clone())
 
@@ -217,7 +217,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
-    """`[real tokens of the batch, ...]`, or `x` itself when it is not laid out by tokens."""
+    """Return `[real tokens of the batch, ...]`, or `x` itself if it has no token dimension."""
     mask = batch.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(batch["input_ids"])
@@ -226,7 +226,7 @@ def _real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
     mask, tokens = mask.bool(), int(mask.sum())
     if channels_first and x.ndim == 3:
         x = x.transpose(1, 2)
-    for rows in (mask, mask.new_ones(1, tokens)):  # ours may have packed a padded batch
+    for rows in (mask, mask.new_ones(1, tokens)):  # our model may pack a padded batch
         size = rows.numel()
         if x.shape[:2] == rows.shape:
             return x[rows]
@@ -236,7 +236,7 @@ def _real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
 
 
 def build(setup: Setup, ours: bool) -> nn.Module:
-    """The model in train mode: large weights, so that every layer shows, and random norms, so that each matters."""
+    """Build the model in train mode. Large weights and random norms make every layer affect the result."""
     torch.manual_seed(setup.seed)
     config = FAMILIES[setup.family]()
     for name, value in setup.config.items():
@@ -253,11 +253,11 @@ def build(setup: Setup, ours: bool) -> nn.Module:
 
 
 def samples(setup: Setup) -> list[dict]:
-    """1 to 70 tokens, with a prompt without loss; some with images or videos."""
+    """Draw samples of 1 to 70 tokens with a prompt without loss, some with images or videos."""
     rng = random.Random(setup.seed)
     made = []
     for number in range(setup.batch_size * setup.accumulation * setup.steps + rng.randrange(3)):
-        # A batch needs a target.
+        # A batch needs at least one target.
         shortest = 1 if setup.batch_size > 1 else 2
         length = rng.choice(
             [shortest, 2, rng.randint(2, 12), *[rng.randint(2, 70) for _ in range(2)], rng.randint(63, 66)]
@@ -280,7 +280,7 @@ def samples(setup: Setup) -> list[dict]:
 
 
 def collate(rows: list) -> dict:
-    """Samples, or rows of samples, as a padded batch."""
+    """Collate samples, or rows of samples, to a padded batch."""
     features = [sample for row in rows for sample in (row if isinstance(row, list) else [row])]
     batch = collate_padded(features)
     if "mm_token_type_ids" in features[0]:
@@ -300,12 +300,12 @@ class Result:
     figures: dict[str, float] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)
     said: str = ""
-    rows: Any = None  # the dataset that our package planned
+    rows: Any = None  # the packed dataset
     on: bool = False  # whether automatic packing is on
 
 
 def run(setup: Setup, ours: bool, rows: Any = None, perturb: float = 0.0, result: Result | None = None) -> Result:
-    """Train: the oracle, or ours. `rows` are those that ours planned, `perturb` is a relative change of all weights."""
+    """Train the oracle or our model, on planned `rows` if given. `perturb` is a relative change of all weights."""
     result = Result() if result is None else result
     recorder = Recorder(setup)
     model = build(setup, ours)
@@ -359,12 +359,12 @@ def _collator(setup: Setup, ours: bool, model: nn.Module) -> Callable:
 
 
 def _train(setup, ours, model, rows, directory, recorder, later, result) -> None:
-    """In Trainer or PackedTrainer."""
+    """Train with Trainer or PackedTrainer."""
     options = {
         **OPTIONS,
         "max_steps": setup.steps,
         "per_device_train_batch_size": setup.batch_size,
-        # All in one: Trainer's mean is over batches.
+        # One batch, because Trainer averages the loss over batches.
         "per_device_eval_batch_size": 8,
         "gradient_accumulation_steps": setup.accumulation,
         "bf16": setup.bf16,
@@ -390,7 +390,7 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
     set_seed(setup.seed)
     trainer = kind(model=model, args=arguments(directory, **options), data_collator=collator, **keywords)
     if setup.family == "qwen3_5_vl" and setup.way in ("register", "patch"):
-        # Ours takes the number of targets of a step where the built-in takes the mean of means.
+        # Our model normalizes by the targets of a step, the stock model by micro-batch.
         trainer.model_accepts_loss_kwargs = True
     if ours and setup.way == "configure":
         length = {"max_length": 128} if setup.mode == "pack" else {}
@@ -431,7 +431,7 @@ def _train(setup, ours, model, rows, directory, recorder, later, result) -> None
 
 def _metrics(prediction) -> dict[str, float]:
     outputs = prediction.predictions if isinstance(prediction.predictions, tuple) else (prediction.predictions,)
-    logits = next(x for x in outputs if x.ndim == 3)  # experts have more outputs
+    logits = next(x for x in outputs if x.ndim == 3)  # mixtures of experts have more outputs
     targets = prediction.label_ids[:, 1:] != -100
     figures = {"targets": float(targets.sum()), "logits": float(abs(logits[:, :-1][targets]).mean())}
     if prediction.inputs is not None:
@@ -446,11 +446,11 @@ def _note(result: Result, loss: torch.Tensor, model: nn.Module) -> None:
 
 
 def _loop(setup, ours, model, rows, directory, recorder, later, result) -> None:
-    """In a loop of one's own, alone or inside of DDP or what accelerate makes of it."""
+    """Train with a custom loop: plain, with DDP or with accelerate."""
     if setup.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": setup.checkpointing == "reentrant"})
     if setup.family in STOCK:
-        model.config.use_cache = False  # as Trainer does: with a cache the built-in makes no mask for packed rows
+        model.config.use_cache = False  # as Trainer does: with a cache, stock models create no mask for packed rows
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=OPTIONS["learning_rate"])
     wrapped = model
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=setup.bf16)
@@ -460,8 +460,8 @@ def _loop(setup, ours, model, rows, directory, recorder, later, result) -> None:
             path = os.path.join(directory, "store")
             torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
             stack.callback(torch.distributed.destroy_process_group)
-            # Work that is over is freed by a thread of the group, which needs the interpreter for that: who frees the
-            # group meanwhile waits for that thread for ever.
+            # A thread of the group frees finished work and needs the GIL for this. Destroying the group meanwhile
+            # waits for that thread and deadlocks.
             stack.callback(time.sleep, 0.1)
             wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
         elif setup.loop == "accelerate":
@@ -487,7 +487,7 @@ def _loop(setup, ours, model, rows, directory, recorder, later, result) -> None:
 
 
 def _listen_to_noise(base: nn.Module, recorder: Recorder, result: Result) -> None:
-    """Put down by how much NEFTune changes the embeddings of each document, as a part of what its paper says."""
+    """Record the noise of NEFTune in the embeddings of each document, relative to the formula of the paper."""
     embed = base.get_input_embeddings()
 
     def listen(module, args, kwargs):
@@ -510,7 +510,7 @@ def _listen_to_noise(base: nn.Module, recorder: Recorder, result: Result) -> Non
 
 
 def _lengths(batch: dict) -> list[int]:
-    """Of the documents of a packed row without its padding."""
+    """Return the document lengths of a packed row, without its padding."""
     row = batch["position_ids"].flatten(0, -2)[0].tolist()
     row = row[: len(row) - batch.get("padding_tokens", 0)]
     starts = [i for i, x in enumerate(row) if i == 0 or x != row[i - 1] + 1]

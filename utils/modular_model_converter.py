@@ -1,15 +1,15 @@
 """Generate `modeling_<family>.py` from `modular_<family>.py`.
 
-A modular file says only what differs. Two kinds of base class appear in it:
+A modular file contains only the differences from its base classes. It uses two kinds of base classes:
 
-* a class of the installed Transformers, written `builtin.Name` after
-  `from transformers.models.<family> import modeling_<family> as builtin`: it stays an imported base class;
-* a class of another modular file of this package: it is unfolded. Its body is copied below the child's own name, names
-  with the sibling's prefix get the child's, methods and attributes of the child replace those of the same name, and
-  `builtin.<SiblingName>` becomes `builtin.<ChildName>`, which has to exist.
+* A class of the installed Transformers, written `builtin.Name` after
+  `from transformers.models.<family> import modeling_<family> as builtin`. It stays an imported base class.
+* A class of another modular file of this package (a sibling). The converter unfolds it: it copies the body under the
+  child's name, and replaces the sibling's prefix in names by the child's. Methods and attributes of the child replace
+  those of the same name. `builtin.<SiblingName>` becomes `builtin.<ChildName>`, which has to exist.
 
-So in a generated file `super()` always means the built-in class. A child's method that calls through `super()` a
-method that the sibling defines would mean something else in the two files: an error.
+In a generated file, `super()` therefore always means the stock class. A call through `super()` in a child to a method
+that the sibling defines is an error, because it would mean different methods in the two files.
 
 Usage: python utils/modular_model_converter.py [--check] [modular files ...]
 """
@@ -37,11 +37,11 @@ HEADER = """\
 
 
 class ConversionError(Exception):
-    """A modular file that cannot be unfolded, with the reason."""
+    """A modular file cannot be unfolded. The message gives the reason."""
 
 
 def member_name(statement: cst.BaseStatement) -> str | None:
-    """What a statement of a class body or a module defines: a function, class, attribute or variable."""
+    """Return the name of the function, class, attribute or variable that a statement defines."""
     if isinstance(statement, cst.FunctionDef | cst.ClassDef):
         return statement.name.value
     if m.matches(statement, m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(target=m.Name())])])):
@@ -79,7 +79,7 @@ class Module:
 
     @cached_property
     def siblings(self) -> dict[str, "Module"]:
-        """The other modular files that this one takes classes from, by imported name."""
+        """The modular files that this one imports classes from, by imported name."""
         found = {}
         for statement in self.imports:
             node = statement.body[0]
@@ -99,7 +99,7 @@ class Module:
 
     @cached_property
     def builtin_classes(self) -> set[str]:
-        """The classes of the built-in modeling file that this module calls `builtin`, read without importing it."""
+        """The classes of the stock modeling file that this module imports as `builtin`, parsed without an import."""
         for statement in self.imports:
             node = statement.body[0]
             if isinstance(node, cst.ImportFrom) and not node.relative:
@@ -122,14 +122,14 @@ class Module:
 
     @cached_property
     def renames(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Sibling class to child class, and sibling prefix to child prefix."""
+        """The mappings from sibling classes to child classes, and from sibling prefixes to child prefixes."""
         pairs = {base: name for name in self.classes if (base := self.sibling_base(name)) is not None}
         prefixes: dict[str, str] = {}
         for sibling, child in pairs.items():
             suffix_length = 0
             while sibling[-1 - suffix_length :] == child[-1 - suffix_length :] and suffix_length < len(child):
                 suffix_length += 1
-            # A suffix is whole words: it starts with a capital letter.
+            # A suffix consists of whole words, so it starts with a capital letter.
             suffix = re.search(r"[A-Z].*$", sibling[len(sibling) - suffix_length :])
             if suffix is None:
                 raise self.error(f"{child} and {sibling} have no common ending, so no prefix to rename")
@@ -154,7 +154,7 @@ class Rename(cst.CSTTransformer):
     def __init__(self, classes: dict[str, str], prefixes: dict[str, str]):
         self.renames = classes | prefixes
         keys = [rf"{re.escape(name)}\b" for name in classes]
-        # Longest first, as one prefix may begin another.
+        # Longest first, because one prefix may be the start of another.
         keys += [re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True)]
         self.pattern = re.compile(rf"\b(?:{'|'.join(keys)})")
 
@@ -175,7 +175,7 @@ class Rename(cst.CSTTransformer):
 
 
 def unfold(module: Module, class_name: str) -> tuple[cst.ClassDef, list[Module]]:
-    """The class without sibling bases, and the modules whose code went into it."""
+    """Replace sibling bases of a class by their code. Return the class and the modules that contribute code."""
     node = module.classes[class_name]
     sibling_name = module.sibling_base(class_name)
     if sibling_name is None:
@@ -219,7 +219,7 @@ def unfold(module: Module, class_name: str) -> tuple[cst.ClassDef, list[Module]]
 
 
 def convert(path: Path) -> str:
-    """The text of the modeling file that belongs to a modular file."""
+    """Generate the text of the modeling file for a modular file."""
     module = load(path)
     unfolded = {name: unfold(module, name) for name in module.classes}
     sources = list(dict.fromkeys([module, *(s for _, used in unfolded.values() for s in reversed(used))]))
@@ -232,7 +232,7 @@ def convert(path: Path) -> str:
         elif statement not in module.imports and not is_docstring(statement):
             body.append(statement)
 
-    # What unfolded code uses of its own module, functions and constants, comes along, closest definition first.
+    # Copy the functions and constants that unfolded code uses from its own module. The closest definition wins.
     needed = set().union(*(names_in(s) for s in body)) - {"builtin"}
     defined = {member_name(s) for s in body}
     for source in sources[1:]:
@@ -241,7 +241,7 @@ def convert(path: Path) -> str:
             carried |= found
             defined |= found
             needed = needed.union(*(names_in(source.definitions[name]) for name in found))
-        # In their own order, as one may use another.
+        # Keep their order, because one definition may use another.
         body[:0] = [statement for name, statement in source.definitions.items() if name in carried]
 
     imports = []
@@ -267,7 +267,7 @@ def convert(path: Path) -> str:
 
 
 def tidy(code: str, path: Path) -> str:
-    """Sort and prune the imports and format, with the repository's ruff settings."""
+    """Sort and prune the imports and format the code, with the ruff settings of the repository."""
     name = str(path.with_name(path.name.replace("modular_", "modeling_")))
     ruff = [sys.executable, "-m", "ruff"]
     for command in (
@@ -283,7 +283,7 @@ def tidy(code: str, path: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Generate modeling files from modular files.")
-    parser.add_argument("files", nargs="*", type=Path, help="modular files; all of the package by default")
+    parser.add_argument("files", nargs="*", type=Path, help="modular files (default: all of the package)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a modeling file is stale")
     arguments = parser.parse_args(argv)
     stale = 0

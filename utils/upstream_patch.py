@@ -1,9 +1,8 @@
 """Write patches for Transformers, each with a test and the text of a pull request.
 
-A patch is an edit of the user's own copy of Transformers, by structure (`upstream/edits.py`): it finds classes,
-functions and calls by name and adds or replaces code that is written here. Nothing of Transformers is kept in this
-repository. A patch whose target changed, or that is no longer needed, says so and makes the command fail; the
-others are written.
+A patch edits a copy of Transformers by structure (`upstream/edits.py`). It finds classes, functions and calls by name,
+and adds or replaces code that the patch contains. This repository stores no code of Transformers. If a target changed
+or is already fixed, the command reports the patch and fails. The other patches are still written.
 
 Usage: python utils/upstream_patch.py [--transformers PATH] [--output FOLDER] [--prove] [--together] [patches ...]
 """
@@ -23,7 +22,7 @@ PAGE = ROOT / "docs" / "reference" / "upstream.md"
 
 
 def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:
-    """Run the tests without the patches, in one process, and with each of them; what went wrong."""
+    """Run the tests without patches in one process, then with each patch, and return the problems."""
     found = []
     before = prove.run(source, {}, [result.name for result in results])
     for result in results:
@@ -40,14 +39,16 @@ def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write patches for Transformers.")
-    parser.add_argument("patches", nargs="*", choices=[*NAMES, []], help="all of them by default")
+    parser.add_argument("patches", nargs="*", choices=[*NAMES, []], help="patches to write (default: all)")
     parser.add_argument(
-        "--transformers", help="a checkout, an unpacked sdist or the package; by default the installed one"
+        "--transformers", help="a checkout, an unpacked sdist or the package (default: the installed one)"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "upstream")
-    parser.add_argument("--prove", action="store_true", help="run each patch's tests without and with it")
+    parser.add_argument("--prove", action="store_true", help="run the tests of each patch without and with it")
     parser.add_argument(
-        "--together", action="store_true", help="apply all and run this package's tests and audit there"
+        "--together",
+        action="store_true",
+        help="apply all patches and run the tests and the audit of this package on the result",
     )
     arguments = parser.parse_args(argv)
 
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         failures += prove_all(source, written, arguments.output)
     if arguments.together:
         failures += together.prove(source, [result.name for result in written])
-    # The page is about the installed release, not about whatever was named.
+    # The page documents the installed release only.
     if arguments.transformers is None and not arguments.patches:
         PAGE.write_text(table(source, results), encoding="utf-8")
     for failure in failures:

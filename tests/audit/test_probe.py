@@ -28,7 +28,7 @@ from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5M
 from transformers_packed.models.qwen3_next import modeling_qwen3_next
 
 
-# With 0.02 a tiny model's layers hardly show in its logits.
+# With 0.02, the layers of a tiny model hardly affect its logits.
 SETTINGS = {**TINY, "initializer_range": 0.15, "num_hidden_layers": 4}
 SETTINGS["layer_types"] = ["linear_attention", "full_attention"] * 2
 EXPERTS = {
@@ -74,7 +74,7 @@ def gpt2():
 
 
 def plant_in_op(module: torch.nn.Module, *ops: str, replace) -> None:
-    """While `module` runs, its ops get the boundaries that `replace` makes of the right ones."""
+    """While `module` runs, pass its ops `replace(boundaries)` instead of the right boundaries."""
     namespace = vars(packed_ops)
     forward = module.forward
 
@@ -93,7 +93,7 @@ def plant_in_op(module: torch.nn.Module, *ops: str, replace) -> None:
 
 
 def plant_in_output(module: torch.nn.Module, change) -> None:
-    """`module` gives `change(output)`; attention's weights stay."""
+    """Replace the output of `module` by `change(output)`, but keep attention weights."""
     forward = module.forward
 
     def planted(*args, **kwargs):
@@ -104,14 +104,14 @@ def plant_in_output(module: torch.nn.Module, change) -> None:
 
 
 def when_packed(model: torch.nn.Module, change):
-    """`change` for a module of `model`, but only while `model` runs with `seq_idx`."""
+    """Apply `change` for a module of `model`, but only while `model` runs with `seq_idx`."""
     packed = []
     model.register_forward_pre_hook(lambda _, args, kwargs: packed.append("seq_idx" in kwargs), with_kwargs=True)
     return lambda x: change(x) if packed[-1] else x
 
 
 def audit_ids(model: torch.nn.Module) -> torch.Tensor:
-    """The tokens of the row that an audit of `model` starts from."""
+    """Return the row of tokens that an audit of `model` starts from."""
     return Probe(model, LENGTHS, 4, None, False, 0, []).ids
 
 
@@ -120,7 +120,7 @@ def no_boundaries(boundaries):
 
 
 def shifted(by: int):
-    """Every inner boundary is `by` tokens late."""
+    """Shift every inner boundary by `by` tokens."""
 
     def replace(boundaries):
         if boundaries is None or boundaries.num_documents != len(LENGTHS):
@@ -133,7 +133,7 @@ def shifted(by: int):
 
 
 class EarlierTokensGetGradients(torch.autograd.Function):
-    """The identity, in whose backward every token takes from all later ones."""
+    """The identity, with a backward in which every token receives gradients from all later tokens."""
 
     @staticmethod
     def forward(ctx, x):
@@ -187,7 +187,8 @@ class PlantedFaultsTest(unittest.TestCase):
         model = qwen3_5()
         plant_in_op(model.model.layers[3].self_attn, "attention", replace=shifted(1))
         report = self.assertFinds(model, "model.layers.3.self_attn", "attention")
-        # Each document's first token is left to the one before; of document 1 that is all, so document 2 loses its own.
+        # The first token of each document goes to the previous one. Document 1 has only one token, so document 2 loses
+        # its own.
         got = {(leak.from_document, leak.to_document): leak.kind for leak in report.leaks}
         self.assertEqual(set(got), {(0, 1), (None, 2), (2, 3), (3, 4), (4, 5), (5, 6)})
         self.assertEqual(got[None, 2], "boundary")
@@ -199,11 +200,11 @@ class PlantedFaultsTest(unittest.TestCase):
         wpe.forward = lambda ids: forward(torch.arange(ids.shape[-1])[None])
         report = self.assertFinds(model, "transformer.wpe", "positions", direction="alone")
         self.assertEqual({leak.direction for leak in report.leaks}, {"alone"})
-        # The first document is where it would be alone.
+        # The first document has the same positions as alone.
         self.assertEqual({leak.to_document for leak in report.leaks}, set(range(1, 7)))
 
     def test_rotary_positions_that_do_not_restart(self):
-        """Rotations tell distances only, so this matters where they are scaled by the length of what they see."""
+        """Rotations encode distances only, so this matters only if they scale with the length of the row."""
 
         def plant(model):
             rotary = model.model.rotary_emb
@@ -251,7 +252,7 @@ class PlantedFaultsTest(unittest.TestCase):
                 namespace["gated_delta_rule"] = rule
 
         layer.forward = planted
-        # Slow decay, so that 64 tokens later something is left.
+        # Slow decay, so that the state persists over 64 tokens.
         with torch.no_grad():
             layer.A_log.fill_(-6.0)
         report = audit_model(model, inputs=("all",), gradients=False)
@@ -275,7 +276,7 @@ class PlantedFaultsTest(unittest.TestCase):
         self.assertEqual((found[0].module, found[0].kind), (f"model.layers.3.{name}", kind))
 
     def test_nothing_causal_in_the_packed_row(self):
-        """What later documents do to earlier ones is no noise when all of them do it."""
+        """The effect of later documents on earlier ones is not noise if all of them have it."""
 
         model = qwen3_5()
         change = when_packed(model, lambda x: x + 0.1 * x.mean(1, keepdim=True))
@@ -284,7 +285,7 @@ class PlantedFaultsTest(unittest.TestCase):
         self.assertEqual(len(report.leaks), 42, report.table())
 
     def test_a_module_that_cannot_run_by_itself(self):
-        """The leak and its module are reported all the same."""
+        """The audit still reports the leak and its module."""
         model = qwen3_5()
         layer = model.model.layers[0].linear_attn
         plant_in_op(layer, "gated_delta_rule", replace=no_boundaries)
@@ -298,7 +299,7 @@ class PlantedFaultsTest(unittest.TestCase):
         model.register_forward_pre_hook(lambda *_: inside.append(True))
         model.register_forward_hook(lambda *_: inside.append(False))
         report = audit_model(model, inputs=("all",), gradients=False)
-        # It is looked for a second time, by itself, when the model is done.
+        # The audit looks for the leak again, separately, after the model.
         found = [(leak.module, leak.kind) for leak in report.leaks if leak.module]
         self.assertEqual(found, [("model.layers.0.linear_attn", "other")])
 
@@ -307,7 +308,7 @@ class PlantedFaultsTest(unittest.TestCase):
         first_token = audit_ids(model)[0]
 
         def change(x):
-            # Document 5 begins at token 332.
+            # Document 5 starts at token 332.
             return x if ids[-1][0, 0] == first_token else x.index_fill(1, torch.tensor([332]), float("nan"))
 
         ids = []
@@ -325,7 +326,7 @@ class NoFalseAlarmTest(unittest.TestCase):
         self.assertTrue(report.ok)
         self.assertEqual([result.verdict for result in report.sources.values()], ["isolated"] * len(inputs))
         for result in report.sources.values():
-            # What is measured is not nothing: a document does change itself.
+            # The measurement is sensitive: a document does change itself.
             self.assertTrue(all(result.influence[i][i] > 0.1 for i in range(len(report.lengths))))
         return report
 
@@ -366,7 +367,7 @@ class NoFalseAlarmTest(unittest.TestCase):
         calls = []
         model.model.layers[0].linear_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
         self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
-        # Seven forwards without and, for each document, one with gradients and one again in backward.
+        # Seven forwards without gradients. For each document, one with gradients and one in backward.
         self.assertEqual(sum(calls), 3 if reentrant else 6)
 
     def test_peft(self):
@@ -394,7 +395,7 @@ class NoFalseAlarmTest(unittest.TestCase):
         else:
             compiled = torch.compile(model, backend="eager", dynamic=True)
         self.assertIsolated(compiled, inputs=("all",), lengths=[9, 1, 20])
-        # Boundaries that it does not look at: the module is found without the compiler.
+        # A module that ignores these boundaries is found without the compiler.
         report = audit_model(compiled, inputs=("cu_seq_lens",), lengths=[9, 1, 20], gradients=False)
         self.assertEqual([leak.module for leak in report.leaks if leak.module], ["model.layers.0.self_attn"])
 
@@ -456,7 +457,7 @@ class RefusalsTest(unittest.TestCase):
         self.assertTrue(report.ok)
 
     def test_no_gradient(self):
-        """Documents that are isolated in forward may not be in backward; what leaks in forward leaks."""
+        """Documents isolated in forward may leak in backward. A leak in forward is a leak."""
         model = llama()
         plant_in_output(model.model.norm, torch.Tensor.detach)
         report = audit_model(model, inputs=("seq_idx", "all"))
@@ -502,7 +503,7 @@ class RefusalsTest(unittest.TestCase):
         model.model.layers[1].mlp.up_proj.to("meta")
         with self.assertRaisesRegex(ValueError, "got model.layers.1.mlp.up_proj on the meta device"):
             audit_model(model)
-        # What accelerate has offloaded is there when its layer runs.
+        # Weights offloaded by accelerate are present while their layer runs.
         model = llama()
         accelerate.cpu_offload(model.model.layers[0], execution_device="cpu")
         self.assertTrue(next(model.model.layers[0].parameters()).is_meta)
@@ -521,7 +522,7 @@ class StateTest(unittest.TestCase):
         model.model.layers[1].train()
         model.model.layers[2].mlp.requires_grad_(False)
         model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
-        # A forward that draws numbers and counts in a buffer.
+        # A forward that draws random numbers and counts in a buffer.
         model.register_buffer("calls", torch.zeros(1))
 
         def count(*_):

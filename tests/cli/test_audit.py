@@ -1,4 +1,4 @@
-"""`transformers-packed audit`, and what becomes of its report."""
+"""`transformers-packed audit`, and the output of its report."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ SHORT = ["--lengths", "20", "1", "30"]
 
 
 def audit(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command in this process, where conftest.py hides GPU packages."""
+    """Run the command in this process, where conftest.py hides GPU packages. Return exit status, stdout and stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
         status = cli.main(["audit", *arguments])
     return status, stdout.getvalue(), stderr.getvalue()
@@ -98,7 +98,7 @@ class AuditCommandTest(unittest.TestCase):
         composite = tiny_config("qwen3_5")
         self.assertIsInstance(composite, Qwen3_5Config)
         self.assertEqual(composite.text_config.hidden_size, text.hidden_size)
-        # Through the configuration's own name for the setting.
+        # Use the configuration's own name for the setting.
         self.assertEqual(tiny_config("gpt2").n_embd, text.hidden_size)
         self.assertEqual(set(tiny_config("lfm2").layer_types), {"conv", "full_attention"})
 

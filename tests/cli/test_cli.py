@@ -1,4 +1,4 @@
-"""What all commands share: where they may write, and how they end."""
+"""Shared behaviour of all commands: permitted output paths, and exit."""
 
 import contextlib
 import io
@@ -81,7 +81,7 @@ class CommandLineTest(unittest.TestCase):
     def test_interrupted_while_torch_is_imported(self, command):
         result = subprocess.run([sys.executable, "-c", INTERRUPTED, *command], capture_output=True, text=True)
         self.assertEqual(result.returncode, 130)
-        self.assertEqual(result.stderr, f"\ntransformers-packed {command[0]}: interrupted\n")
+        self.assertEqual(result.stderr, f"transformers-packed {command[0]}: interrupted\n")
 
     @parameterized.expand(
         [
@@ -94,6 +94,31 @@ class CommandLineTest(unittest.TestCase):
             main(command)
         self.assertEqual(exit.exception.code, 2)
         self.assertRegex(stderr.getvalue(), message)
+
+    @parameterized.expand(
+        [
+            ("train", ["--model", "m", "--data", "d", "--output", "o"]),
+            ("memory", ["--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"]),
+            ("plan", ["--data", "d", "--max-length", "9"]),
+            ("audit", ["llama"]),
+            ("env", []),
+            ("demo", []),
+        ]
+    )
+    def test_unknown_options_show_the_usage_of_the_command(self, command, needed):
+        for arguments in ([command, *needed, "--foo"], [command, "--foo", *needed]):
+            with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()) as stderr:
+                main(arguments)
+            self.assertEqual(exit.exception.code, 2)
+            self.assertRegex(stderr.getvalue(), f"^usage: transformers-packed {command} ")
+            end = f"transformers-packed {command}: error: unrecognized arguments: --foo\n"
+            self.assertTrue(stderr.getvalue().endswith(end), stderr.getvalue())
+
+    def test_unknown_options_before_the_command(self):
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
+            main(["--foo", "env"])
+        self.assertRegex(stderr.getvalue(), "^usage: transformers-packed .*command")
+        self.assertIn("transformers-packed: error: unrecognized arguments: --foo\n", stderr.getvalue())
 
 
 if __name__ == "__main__":

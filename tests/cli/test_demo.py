@@ -114,6 +114,9 @@ def test_demo(tmp_path, monkeypatch, capfd):
     assert os.listdir(tmp_path / "new") == ["demo.png"] and f"Wrote {picture}" in output
 
     lines = output.splitlines()
+    assert re.search(
+        r"; \d+ samples, \d+ of them truncated to 512 tokens; \d+ with longer docstrings dropped\.", output
+    )
     header, padded, packed = (
         next(line for line in lines if line.startswith(word)) for word in ("arm ", "padded ", "packed ")
     )
@@ -180,7 +183,7 @@ def test_ctrl_c(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "run", interrupted)
     assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "\ntransformers-packed demo: interrupted\n"
+    assert capsys.readouterr().err == "transformers-packed demo: interrupted\n"
 
 
 def test_missing_extra(tmp_path, monkeypatch, capsys):

@@ -34,7 +34,7 @@ class EnvironmentTest(unittest.TestCase):
         output = stdout.getvalue()
         self.assertIn(f"torch {torch.__version__}", output)
         lines = output.splitlines()
-        # The CPU comes last, whatever else the machine has.
+        # The CPU comes last on every machine.
         cpu = lines[lines.index("On the CPU, float32, a packed row would train with") + 1 :]
         self.assertEqual(
             [line.split() for line in cpu[:3]],

@@ -23,7 +23,7 @@ class MemoryCommandTest(unittest.TestCase):
         self.config.save_pretrained(self.path)
 
     def command(self, *arguments):
-        """Exit status, and what the command prints to stdout and stderr."""
+        """Return the exit status, and the output to stdout and stderr."""
         with (
             contextlib.redirect_stdout(io.StringIO()) as stdout,
             contextlib.redirect_stderr(io.StringIO()) as stderr,
@@ -40,7 +40,7 @@ class MemoryCommandTest(unittest.TestCase):
         options = ("--model", model, "--max-length", 2**20, "--gpu-memory", 80)
         expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
         self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
-        for part in ("Needed with gradient checkpointing: P = 8", "states in float32", "FSDP2 beside it"):
+        for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
         deprecated = "transformers-packed plan --gpus is deprecated: use transformers-packed memory\n"
         self.assertEqual(self.command("plan", "--gpus", 8, *options), (0, expected, deprecated))

@@ -35,7 +35,7 @@ class PlanCommandTest(unittest.TestCase):
         return str(path)
 
     def command(self, *arguments, status=0):
-        """What the command prints to stdout, or to stderr where it fails."""
+        """Return the output to stdout, or to stderr if the command fails."""
         with (
             contextlib.redirect_stdout(io.StringIO()) as stdout,
             contextlib.redirect_stderr(io.StringIO()) as stderr,
@@ -114,7 +114,7 @@ class PlanCommandTest(unittest.TestCase):
         self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
 
     def test_a_configuration_alone(self):
-        """No tokenizer is looked for where none is needed."""
+        """The command loads no tokenizer if it needs none."""
         path = self.path / "alone"
         Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4).save_pretrained(path)
         ids, text = self.write({"input_ids": [7]}), self.write({"text": "abc"}, name="text.jsonl")
@@ -123,7 +123,10 @@ class PlanCommandTest(unittest.TestCase):
             message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
             self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
         message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
-        self.assertIn(f"--model: cannot read a configuration from {self.path / 'nothing'}", message)
+        self.assertIn(
+            f"--model: expected a local directory or a model on the Hub, got '{self.path / 'nothing'}': no such",
+            message,
+        )
         missing = self.path / "nothing" / "config.json"
         message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
         self.assertIn(f"--model: cannot read a configuration from {missing}: file not found", message)

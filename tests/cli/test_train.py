@@ -89,11 +89,11 @@ class CommandTest(unittest.TestCase):
         self.directory = Path(directory.name)
         self.output = self.directory / "new" / "output"
         self.trainers = []
-        # What other tests ran in this process is not what the command ran.
+        # Clear implementations recorded by other tests in this process.
         dispatch._used.clear()
 
     def run_command(self, *arguments, model="model", data=None, output=None):
-        """Exit status, standard output and error; the Trainer goes to `self.trainers`."""
+        """Run the command. Return status, standard output and error, and append the Trainer to `self.trainers`."""
 
         def make_trainer(*args, **kwargs):
             self.trainers.append(original(*args, **kwargs))
@@ -144,7 +144,11 @@ class CommandTest(unittest.TestCase):
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
         self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
-        self.check_error("cannot read a checkpoint from .*nothing", model="nothing")
+        (self.root / "empty").mkdir()
+        self.check_error("a checkpoint of qwen3_5, .*, got .*/empty: .*[^.][.]$", model="empty")
+        self.check_error(
+            "expected a local directory or a model on the Hub, got '.*/nothing': no such", model="nothing"
+        )
 
     def test_bad_tokenizers(self):
         chat = self.directory / "data.jsonl"
@@ -180,6 +184,23 @@ class CommandTest(unittest.TestCase):
                 self.run_command(flag, value)
             self.assertEqual(exit.exception.code, 2)
 
+    def test_bad_datasets(self):
+        start = "^transformers-packed train: --data: "
+        expected = (
+            f"{start}expected a file, a local directory or a dataset on the Hub, got '{{}}': no such file or directory"
+        )
+        message = "Couldn't reach 'rows.csv' on the Hub"
+        with mock.patch("datasets.load_dataset", side_effect=ConnectionError(message)):
+            self.check_error(f"{expected.format('rows.csv')} [(]{message}[)]. Check the path or", data="rows.csv")
+        missing = self.directory / "missing"
+        self.check_error(f"{expected.format(missing)} [(].+[^.][)]. Check the path or the name.$", data=missing)
+        empty = self.directory / "empty"
+        empty.mkdir()
+        self.check_error(f"{start}cannot read a dataset from {empty}: .*[^.].$", data=empty)
+        parquet = self.directory / "rows.parquet"
+        parquet.write_bytes(b"x" * 100)
+        self.check_error("expected a parquet file, got .*[^.][.]$", data=parquet)
+
     def test_bad_outputs(self):
         (self.directory / "file").write_text("x")
         for output, message in (
@@ -194,7 +215,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 
     def test_training(self):
-        """The first loss is the mean over all targets of the step, by the built-in class on each sample alone."""
+        """The first loss is the mean over all targets of the step, by the stock class on each sample alone."""
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
         status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing")
         self.assertEqual(status, 0, err)
@@ -233,7 +254,7 @@ class CommandTest(unittest.TestCase):
         self.check_saved(trainer.model)
 
     def samples_of_the_first_step(self, arguments):
-        """What the collator was given in the same run of one step."""
+        """Return the inputs of the collator in the same run of one step."""
         seen = []
         original = finetune.DataCollatorWithFlattening.__call__
 
@@ -247,7 +268,7 @@ class CommandTest(unittest.TestCase):
         return [feature for features in seen[:2] for feature in features]
 
     def check_saved(self, trained):
-        """The built-in class loads what was saved, and gives the logits of the model that was trained."""
+        """The stock class loads the saved model and returns the same logits as the trained model."""
         loaded, info = AutoModelForCausalLM.from_pretrained(self.output, output_loading_info=True)
         self.assertEqual(type(loaded).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
         self.assertFalse(any(info.values()), info)
@@ -280,7 +301,7 @@ class CommandTest(unittest.TestCase):
         self.assertLess((trained - model.model.language_model.state_dict()[name]).abs().max(), 0.05)
 
     def test_resume_of_a_composite_checkpoint(self):
-        """Its weights are saved under other names than the language model has in memory."""
+        """Its weights are saved under different names than the language model has in memory."""
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         config = Qwen3_5Config(text_config=TEXT_CONFIG, vision_config=vision)
         self.save("composite", AutoModelForImageTextToText.from_config(config))
@@ -315,7 +336,7 @@ class CommandTest(unittest.TestCase):
         self.assertGreater((got - before).abs().max(), 1e-3)
 
     def test_a_dataset(self):
-        """A directory that `datasets` loads; in its table a record has all columns of the others."""
+        """Create a directory that `datasets` loads. In its table every record has the columns of all others."""
         source = self.directory / "dataset"
         source.mkdir()
         rows = [[user("a"), assistant("b")], [user("c"), assistant("d", reasoning_content="e"), user("f", name="g")]]
@@ -336,7 +357,7 @@ class CommandTest(unittest.TestCase):
 
     @parameterized.expand([("full", []), ("lora", ["--lora", "--gradient-accumulation-steps=2"])])
     def test_resume(self, _, arguments):
-        """A run that was cut short continues to the very weights of an uninterrupted one."""
+        """An interrupted run resumes to exactly the weights of an uninterrupted one."""
         command = [*arguments, "--max-steps=7", "--batch-size=2", "--learning-rate=0.02", "--warmup-steps=2"]
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, output=whole)[0], 0)
@@ -344,15 +365,11 @@ class CommandTest(unittest.TestCase):
         status, out, err = self.interrupted(*command, calls=5 * self.trainers[0].args.gradient_accumulation_steps)
         self.assertEqual(status, 130)
         self.assertEqual(
-            err.split("\n")[1:],
-            [
-                f"Interrupted at step 5: {self.output}/checkpoint-4 is complete; --resume continues from it.",
-                "",
-                "transformers-packed train: interrupted",
-                "",
-            ],
+            err,
+            f"transformers-packed train: interrupted at step 5; {self.output}/checkpoint-4 is complete; --resume "
+            "continues from it\n",
         )
-        # What a run leaves that is killed while it writes a checkpoint.
+        # The files of a run that is killed while it writes a checkpoint.
         (self.output / "checkpoint-6").mkdir()
         (self.output / "checkpoint-6" / "trainer_state.json").write_text('{"epoch": 1')
 
@@ -404,18 +421,67 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
         status, _, err = self.interrupted(*command, calls=1)
         self.assertEqual(status, 130)
-        self.assertIn("Interrupted at step 1: no checkpoint was written.", err)
+        self.assertEqual(
+            err,
+            "transformers-packed train: interrupted at step 1; no checkpoint was written, so the same command starts "
+            "from the beginning\n",
+        )
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
-        self.assertIn("starting from the beginning", out)
+        self.assertIn(f"No checkpoint in {self.output} yet: starting from the beginning.\n", out)
         self.check_same_weights(whole, self.output)
         status, _, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 1)
         self.assertRegex(err, "an unfinished run, or a run with checkpoints, got a finished run")
 
+    def test_starting_over_before_the_first_checkpoint(self):
+        """The folder then holds only the settings, and perhaps an incomplete checkpoint."""
+        command = ["--max-steps=2", "--learning-rate=0.02"]
+        whole = self.directory / "whole"
+        self.assertEqual(self.run_command(*command, output=whole)[0], 0)
+        self.assertEqual(self.interrupted(*command, calls=1)[0], 130)
+        settings = self.output / run_folder.SETTINGS_FILE
+        before = settings.read_bytes()
+
+        status, _, err = self.run_command(*command, "--seed=5")
+        self.assertEqual(status, 1)
+        self.assertRegex(
+            err,
+            f"--output: expected the settings of the run in {self.output}, got seed 5 instead of 0. Use the command of "
+            f"that run, choose another --output, or delete {settings} to start over.\n",
+        )
+        other = self.output / "notes.txt"
+        other.write_text("x")
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(
+            err, "a new or empty directory, got .*/output, which holds other files [(]notes.txt[)]. Remove them"
+        )
+        self.assertEqual((other.read_text(), settings.read_bytes()), ("x", before))
+        other.unlink()
+
+        (self.output / "partial" / "checkpoint-2").mkdir(parents=True)
+        status, out, err = self.run_command(*command)
+        self.assertEqual(status, 0, err)
+        self.assertIn(f"The earlier run in {self.output} wrote no checkpoint: starting over.\n", out)
+        self.assertNotIn("starting over", self.run_command(*command, output=self.directory / "first")[1])
+        self.check_same_weights(whole, self.output)
+        self.assertFalse((self.output / "partial").exists())
+
+        status, _, err = self.run_command(*command)
+        self.assertEqual(status, 1)
+        self.assertRegex(err, "which holds a finished run. Choose another --output.")
+
+    def test_a_kill_while_the_settings_are_written(self):
+        self.output.mkdir(parents=True)
+        (self.output / run_folder._PARTIAL_SETTINGS).write_text("{")
+        status, _, err = self.run_command("--max-steps=1")
+        self.assertEqual(status, 0, err)
+        self.assertFalse((self.output / run_folder._PARTIAL_SETTINGS).exists())
+
     @contextlib.contextmanager
     def small_disk(self, method, size, after=0):
-        """No file gets larger than `size` bytes within a method of Trainer, from a later call on."""
+        """From a later call of a Trainer method on, limit files to `size` bytes."""
         original, calls = getattr(Trainer, method), []
 
         def limited(trainer, *args, **kwargs):
@@ -474,7 +540,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 0, err)
         self.assertIn("No steps left to train.", out)
         saved = load_file(self.output / "model.safetensors")
-        # A model that is there is not lost when it cannot be written again.
+        # If saving fails, the existing model is kept.
         with self.small_disk("save_model", 20_000):
             self.assertEqual(self.run_command(*command, "--resume")[0], 1)
         self.assertEqual(load_file(self.output / "model.safetensors").keys(), saved.keys())
@@ -486,6 +552,17 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertIn("; no checkpoint was written", err)
         self.assertEqual([path.name for path in output.iterdir()], [run_folder.SETTINGS_FILE])
+
+    def test_ctrl_c_while_the_model_is_written(self):
+        command = ["--max-steps=2", "--batch-size=2", "--save-steps=2"]
+        with mock.patch.object(run_folder.RunFolderTrainer, "save_to_folder", side_effect=KeyboardInterrupt):
+            status, _, err = self.run_command(*command)
+        self.assertEqual(status, 130)
+        self.assertEqual(
+            err,
+            f"transformers-packed train: interrupted at step 2; {self.output}/checkpoint-2 is complete; --resume "
+            "continues from it\n",
+        )
 
     @parameterized.expand(["model.safetensors", "optimizer.pt", "trainer_state.json"])
     def test_a_truncated_checkpoint_is_named(self, name):
@@ -518,7 +595,7 @@ class CommandTest(unittest.TestCase):
         path.write_bytes(path.read_bytes()[:-50])
 
     def test_bfloat16(self):
-        """Autocast: what is trained stays float32, and the base of an adapter is bfloat16."""
+        """Under autocast, trained weights stay float32, and the base of an adapter is bfloat16."""
         for arguments, base in (([], torch.float32), (["--lora"], torch.bfloat16)):
             output = self.directory / str(base)
             status, out, err = self.run_command("--dtype=bfloat16", "--max-steps=1", *arguments, output=output)

@@ -1,4 +1,4 @@
-"""Tiny models of the families in `families.MIXERS` and `families.UNPACKED`; each has all kinds of its layers."""
+"""Tiny models of the families in `families.MIXERS` and `families.UNPACKED`, each with every kind of its layers."""
 
 import inspect
 
@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 
 LENGTHS = (65, 1, 3, 70, 2)
-# What a configuration takes of this is set. Weights are large, so that every layer shows in the logits.
+# Each configuration uses those that it supports. Large weights make every layer affect the logits.
 _TINY = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -41,7 +41,7 @@ _TINY = {
     "mamba_chunk_size": 16,
     "block_size": 16,
     "sliding_window": 24,
-    # Functional dropout is in no module that could be changed later.
+    # Functional dropout has no module and cannot be changed later.
     "dropout": 0.0,
     "attention_dropout": 0.0,
     "activation_dropout": 0.0,
@@ -74,7 +74,7 @@ _DECODER = {
     "init_std": 0.15,
     "max_position_embeddings": 512,
 }
-# Family: its model type, if that is another name, and what it needs besides.
+# By family: its model type if the name differs, and further settings.
 _SPECIAL = {
     "bailing_hybrid": (None, {"layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4, "first_k_dense_replace": 1}),
     "bamba": (None, {"attn_layer_indices": [1], **_MAMBA2}),
@@ -152,7 +152,7 @@ _SPECIAL = {
     "openai": ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "opt": (None, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "deepseek_v4": (None, {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}),
-    # Its cache rounds the sizes of heads up to a multiple of 64 over all heads.
+    # The cache rounds the total size of all heads up to a multiple of 64.
     "xlstm": (None, {"num_heads": 4, "hidden_size": 128}),
     "zamba": (None, {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "zamba2": (None, {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 8}),
@@ -173,7 +173,7 @@ _NOT_TEXT = {
 
 
 def tiny_config(family: str, **options):
-    """The configuration of a model of the family with two layers, or as many as show all their kinds."""
+    """Build a configuration of the family with two layers, or with one of each kind if there are more kinds."""
     model_type, special = _SPECIAL.get(family, (None, {}))
     cls = CONFIG_MAPPING[model_type or family]
     values = _values(cls)
@@ -194,7 +194,7 @@ def _values(cls: type, tiny: dict = _TINY) -> dict:
 
 
 def tiny_model(family: str, attn_implementation: str | None = None, **options) -> torch.nn.Module:
-    """A built-in language model of the family in train mode, without dropout, with random norms and biases."""
+    """Build a stock language model of the family in train mode, without dropout, with random norms and biases."""
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if family == "glm5_next" else AutoModelForCausalLM
     model = auto.from_config(

@@ -1,4 +1,4 @@
-"""The fused ops, each with inputs at any number of tokens: what the tests on the CPU and on a GPU share."""
+"""The fused ops, with inputs for any number of tokens. The tests on the CPU and on a GPU share them."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -23,17 +23,18 @@ from transformers_packed.ops.linear import shared_input_linears
 from transformers_packed.ops.projection import Adapter, Projection
 
 
-# The lengths of the last documents of a row, from its end; these repeat towards its start.
+# The lengths of the last documents of a row, from its end. They repeat towards its start.
 LAST_DOCUMENTS = (1, 31, 2, 40, 3, 300)
 TAIL = sum(LAST_DOCUMENTS)
 
 
 class Case(NamedTuple):
-    """An op with its inputs: first `per_token` ones `[1, tokens, ...]`, then parameters, then `constants` without gradient.
+    """An op with its inputs: `per_token` inputs `[1, tokens, ...]`, then parameters, then `constants` without
+    gradient.
 
-    `op(impl, *inputs)` calls it. `make(normal, tokens, **size)` makes the inputs from `normal(*shape)`. The tests on the
-    CPU take the sizes `small`, those on a GPU `released`, from the released models. `fused` is the implementation that
-    they compare with the reference.
+    `op(impl, *inputs)` calls it. `make(normal, tokens, **size)` creates the inputs from `normal(*shape)`. The tests on
+    the CPU use the sizes `small`, those on a GPU the sizes `released` of the released models. `fused` is the
+    implementation that they compare with the reference.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     fused: str = "triton"
 
     def inputs(self, tokens: int, device="cpu", dtype=torch.float32, **size) -> list[torch.Tensor]:
-        """Random numbers that every dtype of the tests can hold, in `dtype`."""
+        """Draw random numbers that are exact in every dtype of the tests, in `dtype`."""
         generator = torch.Generator(device).manual_seed(tokens)
 
         def normal(*shape):
@@ -55,7 +56,7 @@ class Case(NamedTuple):
         return cast(self.make(normal, tokens, **size), dtype)
 
     def run(self, impl: str, inputs: list[torch.Tensor], upstream=None) -> list[torch.Tensor]:
-        """The outputs and the gradients of all inputs but the constants, for `upstream` gradients of the outputs."""
+        """Return the outputs, and the gradients of all inputs except the constants for `upstream` output gradients."""
         leaves = self.leaves(inputs)
         outputs = self.outputs(impl, leaves)
         upstream = self.upstream(outputs) if upstream is None else upstream
@@ -82,7 +83,7 @@ def cast(inputs: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference as a share of the norm of `expected`, in float64."""
+    """Return the norm of the difference relative to the norm of `expected`, in float64."""
     actual, expected = actual.double(), expected.double()
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
@@ -93,7 +94,7 @@ def errors(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> list[flo
 
 @lru_cache
 def boundaries_of(tokens: int, device: torch.device) -> SequenceBoundaries | None:
-    """Documents that are the same at the end of each row: its last `TAIL` tokens have those of a row of `TAIL` tokens."""
+    """Build boundaries whose last `TAIL` tokens have the same documents for rows of any length."""
     lengths, lasting = [], cycle(LAST_DOCUMENTS)
     while sum(lengths) < tokens:
         lengths.append(min(next(lasting), tokens - sum(lengths)))
@@ -101,7 +102,7 @@ def boundaries_of(tokens: int, device: torch.device) -> SequenceBoundaries | Non
 
 
 def _convolved(impl, x, weight, *, key_heads, dim):
-    # Only one row can be packed.
+    # Only a batch of one row can be packed.
     boundaries = boundaries_of(x.shape[1], x.device) if len(x) == 1 else None
     options = {"key_heads": key_heads, "key_dim": dim, "value_dim": dim, "boundaries": boundaries}
     return causal_conv1d_qkv(x, weight, **options, impl=impl)
@@ -113,7 +114,7 @@ def _make_convolved(normal, tokens, *, heads, dim, width=4):
 
 def _make_rotary(normal, tokens, *, heads, key_heads, dim, rotary):
     row = normal(1, tokens, heads, 2 * dim), normal(1, tokens, key_heads, dim), normal(dim), normal(dim)
-    # Cosines and sines of no angle, and not the same in both halves: the formula holds for any numbers.
+    # Arbitrary numbers instead of cosines and sines, different in both halves: the formula holds for any numbers.
     return [*row, normal(1, tokens, rotary), normal(1, tokens, rotary)]
 
 
@@ -153,7 +154,7 @@ def _make_adapted_linears(normal, tokens, *, width, wide, narrow, rank):
 
 
 def _row_and_weight(normal, tokens, *, width, rows=1):
-    """`rows` rows of inputs, each of which is a token's."""
+    """Create `rows` inputs with a row per token, and a weight."""
     return [*(normal(1, tokens, width) for _ in range(rows)), normal(width)]
 
 
@@ -304,7 +305,8 @@ CASES = [
         constants=2,
     ),
 ]
-# The head's weight makes this one expensive at any number of tokens, and tests/ops/test_cross_entropy.py has it on the CPU.
+# The weight of the head makes this op expensive for any number of tokens. tests/ops/test_cross_entropy.py tests it on
+# the CPU.
 LOSS = Case(
     "linear_cross_entropy",
     lambda impl, hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, impl=impl),
@@ -317,7 +319,7 @@ LOSS = Case(
 
 
 def named(cases) -> list[tuple]:
-    """Each tuple with a name in front, for the names of the tests."""
+    """Prepend a name to each tuple, for the names of the tests."""
 
     def plain(value) -> str:
         if isinstance(value, dict):
@@ -340,7 +342,7 @@ _MARGIN = 1 << 14
 
 @contextmanager
 def guarded_buffers():
-    """New buffers come filled with NaN, with NaN on both sides, where nothing may be written."""
+    """Fill new buffers with NaN, and check that nothing is written to the margins on both sides."""
     buffers = []
 
     def guarded(make):

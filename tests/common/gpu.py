@@ -1,4 +1,4 @@
-"""What the GPU tests share. The figures that they measure, `make test-gpu` prints and writes to a file."""
+"""Shared helpers of the GPU tests. `make test-gpu` prints their measured figures and writes them to a file."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-# What deterministic matrix products need.
+# Required for deterministic matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PACKAGES = ("flash-linear-attention", "flash-qla", "tilelang", "causal-conv1d", "flash-attn", "triton")
@@ -24,7 +24,7 @@ FIGURES: list[dict] = []
 
 
 def report(test: str, **figures) -> None:
-    """Keep the figures of one check."""
+    """Record the figures of one check."""
     FIGURES.append({"test": test, **figures})
 
 
@@ -34,7 +34,7 @@ def hidden(package: str) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """The machine and the versions of what can be imported."""
+    """Return the machine and the versions of the packages that can be imported."""
     versions = {}
     for package in ("torch", "transformers", *PACKAGES):
         try:
@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
 
 
 def write_summary(write_line, outcome: dict[str, int]) -> None:
-    """Print the figures, and put them into the JSON file that the environment variable names, if one does."""
+    """Print the figures, and write them to the JSON file in the environment variable, if it is set."""
     machine = environment()
     write_line(", ".join(f"{name} {version}" for name, version in machine.items()))
     for figure in FIGURES:
@@ -60,7 +60,7 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
         write_line(f"  {figure['test']:<52} {rest}")
     target = os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY")
     if target:
-        # By set of packages and command: a run replaces the last one of its own environment and command.
+        # A run replaces the previous one with the same set of packages and the same command.
         path = Path(target)
         label = "+".join(package for package in PACKAGES if package in machine)
         entries = json.loads(path.read_text()) if path.exists() else {}
@@ -70,10 +70,10 @@ def write_summary(write_line, outcome: dict[str, int]) -> None:
 
 
 def kept(name: str, make: Callable[[], Any]) -> Any:
-    """What `make()` returns: references that take minutes on a CPU.
+    """Return `make()`, cached on disk, for references that take minutes on a CPU.
 
-    They are kept in the folder that `TRANSFORMERS_PACKED_TEST_CACHE` names, so that runs in several environments on one
-    machine make them once. Delete it when the tests change.
+    `TRANSFORMERS_PACKED_TEST_CACHE` is the folder of the cache. Runs in several environments on one machine share it.
+    Delete it when the tests change.
     """
     folder = os.environ.get("TRANSFORMERS_PACKED_TEST_CACHE")
     if not folder:
@@ -86,7 +86,7 @@ def kept(name: str, make: Callable[[], Any]) -> Any:
 
 
 def lengths_of(documents: int) -> list[int]:
-    """`documents` lengths from 1 that add up to `TOTAL`."""
+    """Draw `documents` lengths of at least 1 with the sum `TOTAL`."""
     generator = torch.Generator().manual_seed(documents)
     cuts = torch.randperm(TOTAL - 1, generator=generator)[: documents - 1].sort().values + 1
     if documents > 1:
@@ -95,10 +95,10 @@ def lengths_of(documents: int) -> list[int]:
 
 
 def compile_one_configuration() -> None:
-    """Let flash-linear-attention run each kernel in the one of its configurations that has the fewest stages.
+    """Restrict each flash-linear-attention kernel to its configuration with the fewest stages.
 
-    Otherwise it compiles all of them, up to a dozen for each set of types and shapes, to find the fastest. To be called
-    before anything is computed.
+    Otherwise autotuning compiles up to a dozen configurations for each set of types and shapes. Call this before any
+    computation.
     """
     from importlib import import_module
 

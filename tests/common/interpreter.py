@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to replace the language once for a launch and not again for each function called in it."""
+"""Make Triton's interpreter patch the language once per launch, not again for each function that a kernel calls."""
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -8,7 +8,7 @@ _patch_language = interpreter._patch_lang
 
 
 def _patch_language_once(function):
-    """What the interpreter does for a launch, and without end for each call; only a launch undoes it."""
+    """Patch the language unless it is patched. The interpreter patches it in every call and undoes only the launch."""
     seen = [module for module in (tl, tl.core) if any(x is module for x in function.__globals__.values())]
     if any(tl.core.is_builtin(module.load) for module in seen):
         return _patch_language(function)

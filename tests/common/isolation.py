@@ -1,6 +1,6 @@
-"""Whether the documents of a row stay apart when several processes compute it: to be called in each of them.
+"""Check that documents stay apart in a row on several ranks. Call it in each process.
 
-It needs nothing but a process group, so that it runs alike on gloo and on NCCL.
+It needs only a process group, so it runs on gloo and on NCCL.
 """
 
 import torch
@@ -13,10 +13,11 @@ from transformers_packed.parallel.collectives import all_gather
 def find_leaks(
     model: torch.nn.Module, parallel: SequenceParallel, lengths: list[int], tolerance: float = 0.0
 ) -> list[tuple[str, int, int]]:
-    """What one document of a row does to the others: (how, from document, to document), empty on every rank if nothing.
+    """Find leaks between documents: (how, from document, to document). Empty on every rank if there are none.
 
-    Each document in turn is replaced by another, gets a NaN, and is the only one with a gradient. The logits of all others
-    and the gradients at their embeddings have to be what they were, for the last one zero.
+    Each document in turn is replaced, gets a NaN, and is the only one with a gradient. The logits of all other
+    documents and the gradients at their embeddings have to stay unchanged. In the third case these gradients have to
+    be zero.
 
     Args:
         model (`torch.nn.Module`):
@@ -24,13 +25,14 @@ def find_leaks(
         parallel ([`SequenceParallel`]):
             The ranks that share the row.
         lengths (`list[int]`):
-            The documents, whose sum is a multiple of the ranks; where the cuts fall decides what is looked at.
+            The document lengths. The sum is a multiple of the number of ranks. The positions of the cuts determine the
+            tested cases.
         tolerance (`float`, *optional*, defaults to 0.0):
-            The change, relative to the largest value of that document, that is none. The grouped products of experts change
-            in shape with what other documents hold, and round differently then.
+            The largest ignored change, relative to the largest value of the document. Grouped products of experts
+            change shape with the contents of other documents, and round differently then.
 
     Raises:
-        `AssertionError`: a document that does not notice its own change: the comparison would say nothing.
+        `AssertionError`: a change of a document does not affect the document itself, so the check cannot find leaks.
     """
     weight = model.get_input_embeddings().weight
     total, generator = sum(lengths), torch.Generator().manual_seed(0)
@@ -48,7 +50,7 @@ def find_leaks(
     part = slice(shard.start, shard.start + shard.total_length)
 
     def run(tokens, targets):
-        """Logits and gradients at the embeddings of the whole row, on every rank."""
+        """Return the logits and the gradients at the embeddings of the whole row, on every rank."""
         embeddings = tokens[:, part].clone().requires_grad_()
         logits = model(inputs_embeds=embeddings, boundaries=shard, use_cache=False).logits
         model.zero_grad()

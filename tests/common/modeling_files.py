@@ -1,4 +1,4 @@
-"""Imports every modeling file that `register` replaces classes of, and registers nothing."""
+"""Import every modeling file with classes that `register` replaces, without registering."""
 
 from transformers_packed.models import registry
 

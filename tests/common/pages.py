@@ -1,9 +1,9 @@
-"""The code blocks of the documentation's pages: found in the Markdown, and run as a reader would type them.
+"""Find the code blocks in the Markdown of the documentation, and run them.
 
-As a script it runs the `python` blocks of pages, `python pages.py FOLDER PAGE...`, and prints a line of JSON for each:
-the page, its seconds, and the traceback if it failed. What a reader has, lies in the working directory: a tiny
-checkpoint under the name of a real one, and small data. Each page runs in a fork of its own, so that what one registers
-or patches is unknown to the next.
+As a script, `python pages.py FOLDER PAGE...`, it runs the `python` blocks of pages. For each page it prints a line of
+JSON with the page, its seconds, and the traceback of a failure. The working directory has the files that a reader has:
+a tiny checkpoint under the name of a real one, and small data. Each page runs in its own fork, so registrations and
+patches do not affect the next page.
 """
 
 import contextlib
@@ -27,11 +27,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "Qwen/Qwen3.5-0.8B"
+# A family without classes of its own in this package.
+OTHER_CHECKPOINT = "LiquidAI/LFM2-350M"
 RECORDS = 12
-# A page that waits for something is stopped.
+# Stop a page that blocks.
 SECONDS = 60
 
-# A fence, which content of a tab or a list indents, with the line above it.
+# A fence, which may be indented in a tab or a list, with the line above it.
 _FENCE = re.compile(
     r"^(?P<above>[^\n]*)\n+(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.M | re.S
 )
@@ -39,7 +41,7 @@ _NOT_RUN = re.compile(r"^ *<!-- not run: (.*?) -->")
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its code, the line on which that begins, and why it is not run, if it is not."""
+    """A fenced block: its language, its code, the first line of the code, and the reason if it does not run."""
 
     language: str
     code: str
@@ -48,13 +50,13 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """The Markdown pages of the documentation, as paths from the root of the repository."""
+    """List the Markdown pages of the documentation, as paths from the root of the repository."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page that name a language."""
-    # The first line may be a fence, too.
+    """Find the fenced blocks of a page that have a language."""
+    # The first line may also be a fence.
     for found in _FENCE.finditer("\n" + text):
         reason = _NOT_RUN.match(found["above"])
         line = text.count("\n", 0, found.start("code") - 1) + 1
@@ -62,7 +64,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def run_blocks(page: str, text: str) -> None:
-    """Run the `python` blocks of a page in one namespace; tracebacks name its lines."""
+    """Run the `python` blocks of a page in one namespace. Tracebacks show the lines of the page."""
     namespace = {"__name__": "__main__"}
     for block in blocks(text):
         if block.language == "python" and block.not_run is None:
@@ -70,13 +72,15 @@ def run_blocks(page: str, text: str) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """What a reader is taken to have: a checkpoint with everything that goes with it, and data."""
+    """Create the files that a reader is assumed to have: a complete checkpoint, and data."""
     examples = _examples()
     made, processor = examples.tiny_vision_checkpoint()
     shutil.copytree(made, folder / CHECKPOINT)
     tokenizer = processor.tokenizer
     for part in (tokenizer, processor.image_processor):
         part.save_pretrained(folder / CHECKPOINT)
+    _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
+    tokenizer.save_pretrained(folder / OTHER_CHECKPOINT)
     chats, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
     texts = [" ".join(message["content"] for message in row["messages"]) for row in chats]
     documents = [tokenizer(text)["input_ids"] for text in texts]
@@ -89,8 +93,16 @@ def make_files(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _tiny_lfm2(vocab_size: int):
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    return Lfm2ForCausalLM(Lfm2Config(vocab_size=vocab_size, **sizes, **layers))
+
+
 def _examples():
-    """The module that the examples share, which has the name of the tests' own."""
+    """Load the shared module of the examples, whose name is also that of the tests' `common`."""
     spec = importlib.util.spec_from_file_location("examples_common", ROOT / "examples" / "common.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -98,11 +110,11 @@ def _examples():
 
 
 def _stand_in() -> None:
-    """Make up for what a reader's machine has: torchvision, and a GPU, which TRL's configurations expect."""
+    """Replace requirements of a reader's machine: torchvision, and the GPU that TRL's configurations expect."""
     from transformers import AutoProcessor, TrainingArguments
 
     if importlib.util.find_spec("torchvision") is None:
-        # The processor of the examples does without videos.
+        # The processor of the examples supports no videos and needs no torchvision.
         examples = _examples()
         AutoProcessor.from_pretrained = lambda *args, **kwargs: examples.tiny_vision_checkpoint()[1]
     check = TrainingArguments.__post_init__
@@ -115,7 +127,7 @@ def _stand_in() -> None:
 
 
 def _run_page(page: str, folder: str) -> dict:
-    """The result of a page, which runs in a fork in a copy of the folder."""
+    """Run a page in a fork, in a copy of the folder, and return its result."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as work:
         result, work = Path(work) / "result", Path(work) / "work"
@@ -127,7 +139,7 @@ def _run_page(page: str, folder: str) -> dict:
             try:
                 with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
                     run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
-            except BaseException:  # a page may also exit
+            except BaseException:  # includes SystemExit
                 failed = f"{written.getvalue()[-2000:]}\n{traceback.format_exc()}"
             result.write_text(failed)
             os._exit(0)
@@ -137,8 +149,8 @@ def _run_page(page: str, folder: str) -> dict:
 
 
 def main(names: list[str]) -> None:
-    """Make the files and run the pages."""
-    # Once for all of them. Nothing is computed here, so that autograd has no threads when a page forks.
+    """Create the files and run the pages."""
+    # Imported once for all pages. Nothing is computed here, so autograd has no threads at a fork.
     import datasets
     import peft  # noqa: F401
     import trl  # noqa: F401

@@ -1,6 +1,6 @@
-"""Functions in several processes that form a group, and scripts in one process or several. Rows to cut.
+"""Run functions in several processes that form a group, and scripts in one or more processes. Also rows to shard.
 
-The processes are forks of a server that has imported what they need, so that they cost their work and no imports.
+The processes are forks of a server with all imports done, so they pay no import time.
 """
 
 import gc
@@ -25,11 +25,11 @@ import torch.multiprocessing as mp
 
 # Longer than any test takes on a busy machine, and less than a minute.
 TIMEOUT = timedelta(seconds=45)
-# Where one process may compile kernels while the others wait.
+# For runs in which one process may compile kernels while the others wait.
 GPU_TIMEOUT = timedelta(seconds=240)
 
 TESTS = Path(__file__).resolve().parents[1]
-# What the server imports. First of all conftest.py, which hides packages from the modeling files.
+# The imports of the server. conftest.py is first, because it hides packages from the modeling files.
 multiprocessing.set_forkserver_preload(
     [
         "conftest",
@@ -42,7 +42,7 @@ multiprocessing.set_forkserver_preload(
     ]
 )
 
-# The environment in which accelerate shards without GPUs.
+# Environment variables that make accelerate shard without GPUs.
 FSDP_ON_CPU = {
     "ACCELERATE_USE_FSDP": "true",
     "ACCELERATE_USE_CPU": "false",
@@ -51,7 +51,7 @@ FSDP_ON_CPU = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5DecoderLayer",
 }
-# Of a tiny model whose routers count in the loss.
+# A tiny mixture of experts with a router loss.
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -60,7 +60,7 @@ EXPERTS = {
     "router_aux_loss_coef": 0.5,
     "output_router_logits": True,
 }
-# Rows of 24 tokens; with two ranks they are cut at 12, with four at 6, 12 and 18.
+# Rows of 24 tokens. Two ranks cut them at 12, four ranks at 6, 12 and 18.
 ROWS = {
     "aligned": [12, 6, 6],
     "cut": [5, 9, 3, 7],
@@ -74,20 +74,20 @@ ROWS = {
 
 
 def run_processes(function, processes: int, *args, backend: str = "gloo") -> list:
-    """`function(*args)` of a module in each process; a failure in any of them is raised here, with its traceback.
+    """Run `function(*args)` of a module in each process. An error in any of them is raised here with its traceback.
 
-    With the backend `"nccl"` each process has a GPU of its own.
+    With the backend `"nccl"` each process has its own GPU.
     """
     _start_server()
     with tempfile.TemporaryDirectory() as folder:
-        # What was imported before a fork may have asked CUDA something, and then it does not work in the child.
+        # Imports before a fork may have initialized CUDA, which then fails in the child.
         start = "spawn" if backend == "nccl" else "forkserver"
         mp.start_processes(_run, (function, processes, folder, args, backend), processes, start_method=start)
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(processes)]
 
 
 def run_once(function, processes: int, *args, backend: str = "gloo") -> list:
-    """As [`run_processes`], for tests that look at different parts of what one run returned, or fail as it did."""
+    """Like [`run_processes`], but cached, for tests of different parts of one result. Errors are raised again."""
     found = _kept(function, processes, *args, backend=backend)
     if isinstance(found, Exception):
         raise found
@@ -109,7 +109,7 @@ def _run(rank: int, function, processes: int, folder: str, args: tuple, backend:
     if backend == "nccl":
         torch.cuda.set_device(rank)
         options["timeout"] = GPU_TIMEOUT
-    # How accelerate knows of them.
+    # accelerate reads these variables.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes, **options)
@@ -120,7 +120,7 @@ def _run(rank: int, function, processes: int, folder: str, args: tuple, backend:
 
 
 class Finished(NamedTuple):
-    """How a process ended: its exit status, and what it wrote."""
+    """The exit status and the output of a process."""
 
     status: int
     stdout: str
@@ -130,10 +130,10 @@ class Finished(NamedTuple):
 def run_script(
     path: Path | str, *arguments: str, processes: int = 1, folder: Path | str | None = None, **variables: str
 ):
-    """`path` as `python` runs it, or as torchrun does with several `processes`: a [`Finished`] of each.
+    """Run `path` as with `python`, or with several `processes` as with torchrun. Return a [`Finished`] for each.
 
-    `folder` is the working directory, `variables` are of the environment. A process begins with nothing registered or
-    patched, but with the modules imported that the server has.
+    `folder` is the working directory, `variables` are environment variables. Processes start with the imports of the
+    server, and with nothing registered or patched.
     """
     _start_server()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | variables
@@ -151,7 +151,7 @@ def run_script(
             call = (str(path), arguments, folder or os.getcwd(), environment | ranks, f"{written}/{rank}")
             running.append(context.Process(target=_run_as_main, args=call))
             running[-1].start()
-        # One that fails leaves the others waiting for it.
+        # If one process fails, the others wait for it.
         while (alive := [x for x in running if x.exitcode is None]) and not any(x.exitcode for x in running):
             multiprocessing.connection.wait([x.sentinel for x in alive])
         failed = any(process.exitcode for process in running)
@@ -173,7 +173,7 @@ def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, wr
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).parent)]
-    # Of the tests there may be modules with the names of those beside the script.
+    # Modules of the tests may have the same names as modules beside the script.
     for name in [x.stem for x in Path(path).parent.glob("*.py")]:
         sys.modules.pop(name, None)
     runpy.run_path(path, run_name="__main__")
@@ -181,14 +181,14 @@ def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, wr
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    # Its own processes start as anyone's do, and not from another server.
+    # Child processes start by the default method, not from another server.
     multiprocessing.set_start_method(None, force=True)
-    # Trainer collects garbage whenever it starts: let it not look at every object of the imported packages.
+    # Exclude the objects of imported packages from the garbage collection at each start of Trainer.
     gc.freeze()
 
 
 def _start_server() -> None:
-    """Start it where it can import modules of the tests, and without a network."""
+    """Start the server with the test modules on its path and without network access."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}):
         forkserver.ensure_running()

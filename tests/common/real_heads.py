@@ -7,7 +7,7 @@ from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3
 from transformers_packed.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 
-# The kernels are made for these.
+# Kernels support these dimensions.
 REAL_HEADS = {
     "vocab_size": 97,
     "hidden_size": 256,

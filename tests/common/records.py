@@ -8,14 +8,14 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The same text. What it marks ends before the line break.
+# Renders the same text, but marked generations end before the line break.
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# As Qwen3.5: reasoning is shown after the last question only, and the generation prompt opens it. Content is trimmed.
+# As in Qwen3.5: replies after the last question show reasoning, the generation prompt opens it, content is trimmed.
 THINKING = (
     "{% set last = namespace(user=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
@@ -27,7 +27,7 @@ THINKING = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
-# No special tokens around turns, and the end token behind the whole conversation only.
+# No special tokens around turns, and one end token after the whole conversation.
 PLAIN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ eos_token }}{% endif %}"
@@ -44,7 +44,7 @@ def assistant(content, **more):
 
 
 def make_tokenizer(template: str | None = CHATML, **special) -> PreTrainedTokenizerFast:
-    """One token per byte, so that a text has the same tokens whole and in parts."""
+    """Build a tokenizer with one token per byte, so that a text and its parts have the same tokens."""
     symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,6 +1,6 @@
-"""Sizes of released models, as configurations take them."""
+"""Sizes of released models, as arguments of their configurations."""
 
-# As in benchmarks/step.py; the configuration's own is that of 9B.
+# As in benchmarks/step.py. The defaults of the configuration are the sizes of 9B.
 SIZE_4B = {
     "hidden_size": 2560,
     "intermediate_size": 9216,

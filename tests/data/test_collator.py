@@ -14,7 +14,7 @@ import transformers_packed
 from transformers_packed import SequenceBoundaries
 
 
-# No model trains on these batches, so none is judged.
+# No model trains on these batches, so skip the check for leaks.
 DataCollatorWithFlattening = partial(transformers_packed.DataCollatorWithFlattening, on_leak="ignore")
 
 
@@ -23,7 +23,7 @@ LOGGER = "transformers_packed.data.collator"
 
 
 def make_features(kind="lists", labels=True, lengths=(3, 1, 5)):
-    """Samples with distinct tokens, and labels that differ from them."""
+    """Create samples with distinct tokens, and labels that differ from them."""
     features, token = [], 10
     for length in lengths:
         feature = {"input_ids": KINDS[kind](list(range(token, token + length)))}
@@ -85,7 +85,7 @@ class SameAsBuiltinTest(unittest.TestCase):
         self.assert_same_batch(DataCollatorWithFlattening()(features), BuiltinDataCollatorWithFlattening()(features))
 
     def test_is_a_builtin_collator(self):
-        # Trainers look for the class.
+        # Trainers check for the class.
         self.assertIsInstance(DataCollatorWithFlattening(), BuiltinDataCollatorWithFlattening)
 
 
@@ -126,7 +126,7 @@ class PaddingTest(unittest.TestCase):
 
     @parameterized.expand(itertools.product(KINDS, ("pt", "np"), (-100, 7)))
     def test_padding_is_one_document(self, kind, return_tensors, separator_id):
-        # Elsewhere: empty or one-token documents at the end of a row break kernels.
+        # Elsewhere: empty or one-token documents at the end of a row crash kernels.
         batch = self.collate(
             make_features(kind), return_tensors=return_tensors, separator_id=separator_id, position_ids_start=2
         )
@@ -235,7 +235,7 @@ class TokenColumnsTest(unittest.TestCase):
         self.assertEqual(batch["weight"].tolist(), [[0.5, 1.0, 2.0] + [0.0] * padding])
         self.assertEqual(batch["keep"].tolist(), [[True, False, True] + [False] * padding])
         for name, dtype in self.DTYPES.items():
-            # Padding must not change a column's dtype from batch to batch.
+            # Padding must not change the dtype of a column between batches.
             self.assertEqual(str(batch[name].dtype).removeprefix("torch."), dtype)
             self.assertIs(type(batch[name]), type(batch["input_ids"]))
 
@@ -288,7 +288,7 @@ def collate(features, **arguments):
     return lambda: DataCollatorWithFlattening(**arguments)(features)
 
 
-# name, function, then what the message says: expected, got, what to do.
+# Name, function, and parts of the message: expected, got, fix.
 BAD_INPUTS = [
     ("empty_batch", collate([]), ("at least one sample", "an empty batch", "")),
     (
@@ -376,7 +376,7 @@ class BadInputTest(unittest.TestCase):
         samples = [dict.fromkeys(names, [1, 1, 1]) for _ in range(4)]
         for value, got in ((None, "None"), ([1, None, 1], "None at token 1")):
             for first in (2, 0):
-                # In one sample of a row, or in all of them.
+                # In one sample of a row, or in all samples.
                 bad = [{**s, name: value} if i == 2 or not first else s for i, s in enumerate(samples)]
                 pattern = f"{name} without missing values in sample {first}, got {got}[.]"
                 with self.subTest(value=value, first=first), self.assertRaisesRegex(ValueError, pattern):
@@ -391,7 +391,7 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
     @parameterized.expand(KINDS)
     def test_left_out_columns_are_named_once(self, kind):
         make = KINDS[kind]
-        # The warning is shown once per text, so each kind has a name of its own.
+        # The warning appears once per text, so each kind has its own name.
         name = f"reward_{kind}"
         features = [
             {
@@ -435,7 +435,7 @@ class DataCollatorWithFlatteningTest(unittest.TestCase):
     def test_as_collate_fn(self):
         lengths = [3, 1, 5, 2, 4]
         collator = DataCollatorWithFlattening(return_cu_seqlens=True, pad_to_multiple_of=4, pad_token_id=0)
-        # Workers get the collator pickled.
+        # Workers receive a pickled collator.
         collator = pickle.loads(pickle.dumps(collator))
         loader = DataLoader(make_features("tensors", lengths=lengths), batch_size=2, collate_fn=collator)
         batches = list(loader)

@@ -19,7 +19,7 @@ from transformers_packed import PackingDataset, pack_dataset, plan_packing
 from transformers_packed.data.dataset import sample_lengths
 
 
-# No model trains on these batches, so none is judged.
+# No model trains on these batches, so skip the check for leaks.
 DataCollatorWithFlattening = partial(packed.DataCollatorWithFlattening, on_leak="ignore")
 
 
@@ -64,7 +64,7 @@ class PackingDatasetTest(unittest.TestCase):
 
     @parameterized.expand([("right", [0, 1, 2, 3]), ("left", [6, 7, 8, 9])])
     def test_truncates_every_per_token_column(self, side, kept):
-        # Elsewhere: most tokens are lost to truncation, silently: it has to be asked for and is counted.
+        # Elsewhere: truncation silently drops most tokens. Here it is opt-in and counted.
         ids = list(range(10))
         sample = {
             "input_ids": ids,
@@ -86,7 +86,7 @@ class PackingDatasetTest(unittest.TestCase):
             self.assertIs(cut[name], sample[name])
 
     def test_splits_and_drops(self):
-        # Elsewhere: conversations are cut in two: it has to be asked for.
+        # Elsewhere: conversations are cut in two. Here this is opt-in.
         samples = samples_of([3, 150, 20])
         parts = collections.defaultdict(list)
         for row in PackingDataset(samples, MAX_LENGTH, overlong="split"):
@@ -114,7 +114,7 @@ class PackingDatasetTest(unittest.TestCase):
             collator([[]])
 
     def test_as_twinkle_documents_it(self):
-        """Positions restart in every document of what the model gets."""
+        """Positions restart in every document of a batch."""
         from scripts.trainer_arms import CONFIGS
 
         samples = [{"input_ids": [1 + i % 60] * n} for i, n in enumerate(LENGTHS)]
@@ -167,7 +167,7 @@ class PackingDatasetTest(unittest.TestCase):
             PackingDataset(Dataset.from_list(wrong), MAX_LENGTH, length_column="n")
 
     def check_refused(self, lengths, message, **arguments):
-        """One of the three samples, of 5, 50 and 30 tokens, is named when its row is read."""
+        """Check that reading a row raises an error with the sample's number. The samples have 5, 50 and 30 tokens."""
         samples = [{**sample, "n": n} for sample, n in zip(samples_of([5, 50, 30]), lengths, strict=True)]
         stale = plan_packing(lengths, 8, **arguments)
         for dataset in (samples, Dataset.from_list(samples)):
@@ -181,7 +181,7 @@ class PackingDatasetTest(unittest.TestCase):
             pack_dataset(Dataset.from_list(samples).remove_columns("n"), 8, plan=stale, **arguments)
 
     def test_lengths_that_are_wrong_cut_nothing(self):
-        """Also where the plan's part would be one that `overlong` may make of a longer sample."""
+        """This includes a planned part that `overlong` could produce from a longer sample."""
         named = "expected sample 1 to have tokens {} to {}, as planned, got a sample of 50 tokens"
         self.check_refused([5, 3, 8], "expected sample (1|2) to have tokens 0 to (3|8), as planned")
         for overlong in ("truncate", "split", "drop"):
@@ -189,7 +189,7 @@ class PackingDatasetTest(unittest.TestCase):
         self.check_refused([5, 8, 30], named.format(0, 8), overlong="drop")
         self.check_refused([5, 16, 30], named.format("(0|8)", "(8|16)"), overlong="split")
         self.check_refused([5, 40, 30], named.format(32, 40), overlong="truncate", truncation_side="left")
-        # A shorter sample than planned, of which a part happens to have the right length.
+        # A sample shorter than planned, with a part of the right length by coincidence.
         self.check_refused([5, 50, 38], "sample 2 to have .* got a sample of 30 tokens", overlong="split")
 
     def test_missing_tokens_are_named(self):
@@ -260,7 +260,7 @@ class PackingDatasetTest(unittest.TestCase):
 
     @parameterized.expand([(shuffle, workers) for shuffle in (False, True) for workers in (0, 2)])
     def test_through_accelerate_resumed_in_the_second_epoch(self, shuffle, workers):
-        """As Trainer does it: sequential reading follows the plan; random reading works on its own."""
+        """As in Trainer: sequential reading follows the plan, and random reading works separately."""
         samples = samples_of(LENGTHS)
 
         def loader():

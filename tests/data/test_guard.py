@@ -1,4 +1,4 @@
-"""Before the first step Trainer stops, or warns, when its model would mix the documents of our collator's batches."""
+"""Before the first step, Trainer stops or warns if its model would mix the documents of a packed batch."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def prompt_learning(model, method: str) -> peft.PeftModel:
 
 
 class GuardTest(unittest.TestCase):
-    """Of a collator without `model=`, save where a test says otherwise."""
+    """Uses a collator without `model=`, unless a test sets one."""
 
     def setUp(self):
         warnings.filterwarnings("ignore", "DataCollatorWithFlattening", FutureWarning)
@@ -126,7 +126,7 @@ class GuardTest(unittest.TestCase):
         )
 
     def test_label_smoothing(self):
-        """Trainer shifts labels by the name of the class: for heads that want no shift it is right."""
+        """Trainer shifts labels according to the class name. This is correct for heads without a shift."""
         args = TrainingArguments(self.directory, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
         model = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5"))
         collator = DataCollatorWithFlattening()
@@ -162,7 +162,7 @@ class GuardTest(unittest.TestCase):
         warning.assert_not_called()
 
     def test_a_cache_in_a_stock_model(self):
-        """With one it makes no mask of documents; the model's own setting is what the Trainer's became."""
+        """With a cache, the model creates no document mask. The Trainer's setting is copied to the model."""
         message = (
             "got LlamaForCausalLM with config.use_cache=True, and with a cache its attention mask ignores documents. "
             "Set model.config.use_cache = False"
@@ -175,7 +175,7 @@ class GuardTest(unittest.TestCase):
         self.check_trains(self.trainer(patch_model(build()), DataCollatorWithFlattening(), use_cache=True))
 
     def test_a_cache_under_gradient_checkpointing(self):
-        """Training makes none, evaluation does."""
+        """Training creates no cache, evaluation does."""
         trainer = self.trainer(
             build("llama"), DataCollatorWithFlattening(), use_cache=True, gradient_checkpointing=True
         )
@@ -187,7 +187,7 @@ class GuardTest(unittest.TestCase):
     def test_prompt_learning(self, method):
         for model in (build("llama"), patch_model(build())):
             if method == "prefix_tuning" and model.config.model_type != "llama":
-                continue  # PEFT makes no prefix for a recurrent state
+                continue  # PEFT supports no prefix for a recurrent state
             model = prompt_learning(model, method)
             self.check_stops(
                 model, DataCollatorWithFlattening(), "got PEFT prompt learning .*virtual tokens once per row"
@@ -211,7 +211,7 @@ class GuardTest(unittest.TestCase):
         )
         with self.quiet() as warning:
             self.check_trains(trainer)
-        # Once for the training batches, once for those of the evaluation.
+        # One for the training batches, one for the evaluation batches.
         self.assertEqual(warning.call_count, 2)
         self.assertIn("Qwen3_5GatedDeltaNet", warning.call_args[0][0])
 
@@ -254,7 +254,7 @@ class GuardTest(unittest.TestCase):
 
 
 class BuiltWithModelTest(unittest.TestCase):
-    """`model=` is judged when the collator is built, and nothing of it, of torch or of Transformers changes."""
+    """The collator checks `model=` on construction, and changes nothing in the model, torch or Transformers."""
 
     def setUp(self):
         self.callbacks = list(transformers.trainer.DEFAULT_CALLBACKS)
@@ -304,7 +304,7 @@ class BuiltWithModelTest(unittest.TestCase):
                 self.assertIs(collator.config, model.config)
 
     def test_a_cache_is_a_warning(self):
-        """Trainer turns it off afterwards; a model of ours makes none on packed rows."""
+        """Trainer disables the cache later. Our models create none on packed rows."""
         with mock.patch.object(collator_module.logger, "warning_once") as warning:
             DataCollatorWithFlattening(model=patch_model(build()))
             warning.assert_not_called()

@@ -1,4 +1,4 @@
-"""NEFTune: each document of a packed row gets the noise that the built-in class gives it alone."""
+"""NEFTune: each document of a packed row gets noise of the same size as alone in the stock class."""
 
 import tempfile
 import unittest
@@ -26,7 +26,7 @@ from transformers_packed.parallel.shard import RowShard
 
 ALPHA = 5.0
 STOCK = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-# Rows of other documents and as many tokens, which a compiler traces once.
+# Rows of the same number of tokens with other documents. A compiler traces them once.
 SAME_TOTAL = {
     "dataset": [{"input_ids": [1 + n % 60] * n, "labels": [1 + n % 60] * n} for n in (40, 5, 17, 30, 3, 50, 22, 17)],
     "train_sampling_strategy": "sequential",
@@ -51,7 +51,7 @@ class NeftuneTest(unittest.TestCase):
         return cls(model, args, train_dataset=dataset or Samples(16), data_collator=collator)
 
     def check_noise(self, trainer: Trainer):
-        """Train, and compare what the first layer gets with the embeddings of the tokens."""
+        """Train, and compare the inputs of the first layer with the embeddings of the tokens."""
         model = trainer.model.get_base_model() if isinstance(trainer.model, peft.PeftModel) else trainer.model
         text = model.model
         batches, seen = [], []
@@ -66,7 +66,7 @@ class NeftuneTest(unittest.TestCase):
         trainer.train()
         for handle in handles:
             handle.remove()
-        # Gradient checkpointing leaves one of its own.
+        # Gradient checkpointing leaves a hook of its own.
         left = [hook.__qualname__ for hook in text.embed_tokens._forward_hooks.values()]
         self.assertFalse([name for name in left if "make_inputs_require_grads" not in name])
         self.assertFalse(trainer.model._forward_pre_hooks)
@@ -75,7 +75,7 @@ class NeftuneTest(unittest.TestCase):
     def check_documents(self, trainer: Trainer):
         batches, seen, weight = self.check_noise(trainer)
         self.assertGreaterEqual(len(batches), 2)
-        # A layer may run on documents alone, or once more in backward.
+        # A layer may run on documents alone, or again in backward.
         rows = [x for x in seen if x.shape[0] == 1][:: len(seen) // len(batches)]
         self.assertEqual(len(rows), len(batches))
         documents = 0
@@ -128,7 +128,7 @@ class NeftuneTest(unittest.TestCase):
 
     @parameterized.expand(["qwen3_5", "llama", "gpt_oss"])
     def test_documents_alone_get_the_built_in_noise(self, model_type):
-        """Rows of one document: the same random numbers, hence the updates of the built-in class."""
+        """Rows of one document use the same random numbers as the stock class, and thus get its updates."""
         updates = []
         for packed in (False, True):
             trainer = self.trainer(make(model_type), collate_padded, per_device_train_batch_size=1)
@@ -139,7 +139,7 @@ class NeftuneTest(unittest.TestCase):
         self.assertLess(total_relative_error(updates[1], updates[0]), 1e-5)
 
     def test_padded_batches_through_our_model(self):
-        """They keep the noise of padded batches, although our model could leave out the padding."""
+        """Padded batches keep their noise, although our model could skip the padding."""
         updates = []
         for ours in (False, True):
             model = make()

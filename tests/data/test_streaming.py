@@ -17,7 +17,7 @@ import transformers_packed
 from transformers_packed import IterablePackingDataset
 
 
-# No model trains on these batches, so none is judged.
+# No model trains on these batches, so skip the check for leaks.
 DataCollatorWithFlattening = partial(transformers_packed.DataCollatorWithFlattening, on_leak="ignore")
 
 
@@ -35,7 +35,7 @@ def read_shards(shards):
 
 
 class Rereadable:
-    """What can be iterated over and nothing else."""
+    """An iterable without any other method."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -45,7 +45,7 @@ class Rereadable:
 
 
 class Stateful(Rereadable):
-    """Tells and takes its place, and keeps to the one it took, as the datasets of `datasets` do."""
+    """A source that saves and restores its position and continues from it, like the datasets of `datasets`."""
 
     loaded = 0
 
@@ -103,7 +103,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
         st.integers(0, 40),
     )
     def test_packs_and_resumes_anywhere(self, lengths, buffer_size, overlong, side, stop):
-        """All that is kept comes once, in order within a sample; a state after any row brings the rest, row by row."""
+        """Every kept token comes once, in order within a sample. A state after any row yields the remaining rows."""
         samples = samples_of(lengths)
 
         def dataset():
@@ -135,13 +135,13 @@ class IterablePackingDatasetTest(unittest.TestCase):
         resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
         self.assertEqual(begun + list(resumed), rows)
         self.assertEqual(resumed.counts, counted)
-        # The pass after a resumed one begins at the beginning.
+        # The pass after a resumed one starts at the beginning.
         self.assertEqual(list(resumed), rows)
 
     @parameterized.expand(SOURCES)
     def test_every_source_resumes_twice(self, source):
-        """With states of the source behind it, too: more samples than lie between two of them."""
-        # Elsewhere: a second resume of a stream starts at zero, or a sample in flight is lost.
+        """The source also has states, with more samples than lie between two of them."""
+        # Elsewhere: a second resume of a stream starts at zero, or loses a sample in flight.
         samples = samples_of(LENGTHS)
 
         def dataset():
@@ -158,7 +158,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
             state = resumed.state_dict()
             self.assertEqual(state["source"] is not None, source in ("stateful", "hf_stream"))
         self.assertEqual(names(got), names(rows))
-        # The next pass begins at the beginning.
+        # The next pass starts at the beginning.
         self.assertEqual(names(resumed), names(rows))
 
     @parameterized.expand(["stateful", "hf_stream"])
@@ -179,7 +179,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
         list(itertools.islice(iter(dataset), 350))
         state = dataset.state_dict()
         self.assertGreaterEqual(state["source"][0], 256)
-        source = Stateful([None] * 256 + samples[256:])  # reading one of the first would fail
+        source = Stateful([None] * 256 + samples[256:])  # reading one of the first samples would fail
         resumed = IterablePackingDataset(source, MAX_LENGTH, buffer_size=8)
         resumed.load_state_dict(state)
         list(resumed)
@@ -193,7 +193,7 @@ class IterablePackingDatasetTest(unittest.TestCase):
 
     @parameterized.expand(SOURCES)
     def test_ranks_share_the_samples(self, source):
-        # Elsewhere: training hangs at the end of an epoch, as processes have different numbers of rows.
+        # Elsewhere: training hangs at the end of an epoch, because processes have different numbers of rows.
         samples = samples_of(LENGTHS[:90])
         rows = []
         for rank in range(3):
@@ -218,7 +218,8 @@ class IterablePackingDatasetTest(unittest.TestCase):
     def test_a_row_closes_the_fullest_open_one(self):
         lengths = [10, 12, 9, 3, 16, 13]
         rows = list(IterablePackingDataset(samples_of(lengths), MAX_LENGTH, buffer_size=2))
-        # 9 fits nowhere and closes 12; 3 joins 10, the better fit; 16 is a row at once, but needs a place: 10 + 3 goes.
+        # 9 fits nowhere and closes 12. 3 joins 10, the better fit. 16 is a row at once, but needs a slot, so 10 + 3 is
+        # emitted.
         self.assertEqual([[len(s["input_ids"]) for s in row] for row in rows], [[12], [10, 3], [16], [13], [9]])
 
     @parameterized.expand([(0, "list"), (0, "iterable"), (2, "list"), (2, "iterable"), (2, "hf_stream")])

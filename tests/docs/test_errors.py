@@ -1,4 +1,4 @@
-"""The messages of `docs/reference/errors.md`, provoked."""
+"""Raise the errors of `docs/reference/errors.md` and compare the messages."""
 
 import tempfile
 import unittest

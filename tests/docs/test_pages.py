@@ -1,4 +1,4 @@
-"""The code blocks of the documentation: Python runs, and commands name what exists."""
+"""The code blocks of the documentation: Python blocks run, and commands refer to existing files and options."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from parameterized import parameterized
 from transformers_packed import cli
 
 
-# Why a block of Python is not run. A reason that is not here is no reason yet.
+# Permitted reasons for not running a Python block.
 REASONS = {
     "needs a GPU",
     "needs two GPUs",
@@ -33,14 +33,14 @@ WITH_PYTHON = [
     if any(block.language == "python" and block.not_run is None for block in pages.blocks(text))
 ]
 COMMANDS = (cli.demo, cli.train, cli.plan, cli.memory, cli.audit, cli.env)
-# Scripts of the reader's own.
+# Scripts that readers write themselves.
 OWN_SCRIPTS = {"train.py"}
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
 @cache
 def results() -> dict[str, dict]:
-    """What became of each page with Python. All run in one process, which imports once what they need."""
+    """Return the result of each page with Python. One process runs all pages and imports shared modules once."""
     script, names = pages.ROOT / "tests" / "common" / "pages.py", WITH_PYTHON
     with tempfile.TemporaryDirectory() as folder:
         (done,) = run_script(script, *names, folder=folder, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
@@ -51,7 +51,7 @@ def results() -> dict[str, dict]:
 
 
 def commands(text: str):
-    """The commands of the `bash` blocks of a page, as lists of words without what a shell does with their output."""
+    """Yield the commands of the `bash` blocks of a page as lists of words, without pipes and redirections."""
     for block in pages.blocks(text):
         if block.language != "bash" or block.not_run is not None:
             continue
@@ -63,7 +63,7 @@ def commands(text: str):
 
 
 def wrong_with(words: list[str]) -> str | None:
-    """Why a command would fail at once, if that can be seen."""
+    """Return the error if a command would fail immediately, as far as this is detectable."""
     if "transformers-packed" in words:
         stderr = io.StringIO()
         with redirect_stderr(stderr), ExitStack() as stack:
@@ -94,7 +94,7 @@ class PagesTest(unittest.TestCase):
 
     @parameterized.expand(PAGES)
     def test_commands_name_what_exists(self, name):
-        # A file that a command is to write must not exist as a folder.
+        # An output file of a command must not exist as a folder.
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
             for words in commands(PAGES[name]):
                 with self.subTest(command=shlex.join(words)):
@@ -107,7 +107,7 @@ class PagesTest(unittest.TestCase):
 
 
 class BlocksTest(unittest.TestCase):
-    """A fence that is not found would not be run, either."""
+    """The parser finds every fence, because blocks that it misses would not run."""
 
     TEXT = '```python\na = 1\n```\n\nText\n\n=== "Tab"\n\n    ```python\n    a += 1\n    b = a / (a - 2)\n    ```\n'
 

@@ -1,4 +1,4 @@
-"""The API reference: each public name stands on one page, and docstrings become Markdown."""
+"""The API reference: each public name is on one page, and docstrings become Markdown."""
 
 import importlib
 import re

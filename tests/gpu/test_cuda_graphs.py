@@ -1,4 +1,4 @@
-"""Layers run as CUDA graphs against the same layers without, on a GPU: `make test-gpu`."""
+"""Layers that run as CUDA graphs on a GPU, against the same layers without graphs: `make test-gpu`."""
 
 import copy
 import unittest
@@ -23,7 +23,7 @@ from transformers_packed.ops import dispatch, implementations_used
 
 
 ROW_LENGTH = 1024
-# Full rows first, of which each number is to be the same.
+# Full rows, whose results have to be identical with and without graphs, and short rows.
 FULL = {"several": [300, 1, 63, 64, 596], "one": [1024], "thirty": [34] * 29 + [38]}
 SHORT = {"one": [700], "several": [3, 500, 64, 1], "six": [20] * 6}
 
@@ -35,7 +35,7 @@ def row_of(lengths, seed=1):
 
 
 def rule(name):
-    """Only this implementation of the gated delta rule, or whatever comes first."""
+    """Allow only this implementation of the gated delta rule, or any if none is given."""
     from importlib import import_module
 
     table = import_module("transformers_packed.ops.gated_delta_rule").IMPLEMENTATIONS
@@ -43,7 +43,7 @@ def rule(name):
 
 
 def models_of(family="qwen3_5", dtype=torch.bfloat16):
-    """One with graphs, and one without."""
+    """Build a model with graphs and one without."""
     cls, config_class, options = FAMILIES[family]
     set_seed(0)
     plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
@@ -51,13 +51,13 @@ def models_of(family="qwen3_5", dtype=torch.bfloat16):
 
 
 def steps_under_ddp():
-    """The losses and gradients of a few rows of this rank's own, with graphs and without, and what was warned of."""
+    """Return losses and gradients for some rows of this rank, with graphs and without, and the warnings."""
     warnings, results = [], []
     with mock.patch.object(cuda_graphs.logger, "warning_once", warnings.append):
         for model in models_of():
             wrapped, losses = DistributedDataParallel(model, device_ids=[dist.get_rank()]), []
             for number, lengths in enumerate((*FULL.values(), *SHORT.values())):
-                # The first ones only add up.
+                # The first rows only accumulate gradients.
                 with wrapped.no_sync() if number < 2 else nullcontext():
                     loss = wrapped(**row_of(lengths, seed=2 * number + dist.get_rank())).loss
                     loss.backward()
@@ -84,9 +84,9 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         return loss.item(), {name: x.grad.float() for name, x in model.named_parameters() if x.requires_grad}
 
     def compare(self, graphed, plain, rows):
-        """The largest difference of the loss, and that of the gradients together, over all rows."""
+        """Return the largest difference of the loss and of all gradients together, over all rows."""
         losses, gradients = [], []
-        # Losses of earlier rows may still be held when another graph is recorded.
+        # Losses of earlier rows may still be held during the next recording.
         with self.precision:
             held = [model(**row_of([64])).loss for model in (graphed, plain)]
         for loss in held:
@@ -103,7 +103,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         graphed, plain = models_of(family)
         with rule(kernel):
             full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
-            # Once more: each of these has its graph by now.
+            # Run again: each of these rows has a graph by then.
             again = self.compare(graphed, plain, FULL.values())
         graphs = vars(graphed.model)["_layer_graphs"]._graphs
         self.assertEqual(len(graphs), 2)
@@ -113,7 +113,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             **{"full rows, loss": full[0], "full rows, gradients": full[1]},
             **{"shorter rows, loss": short[0], "shorter rows, gradients": short[1]},
         )
-        # Backward of attention adds up in any order; without graphs gradients differ by as much from run to run.
+        # The backward of attention adds up in any order. Without graphs, gradients differ as much between runs.
         self.assertEqual((full[0], again[0]), (0, 0))
         for loss, gradient in (full, short, again):
             self.assertLess(loss, 1e-3)
@@ -133,7 +133,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         graphed, plain = models_of(dtype=torch.float32)
         self.precision = torch.autocast("cuda", torch.bfloat16)
         figures = self.compare(graphed, plain, FULL.values())
-        # Weights are cast anew by each replay.
+        # Each replay casts the weights again.
         for model in (graphed, plain):
             with torch.no_grad():
                 model.model.layers[0].mlp.up_proj.weight.mul_(3)
@@ -169,7 +169,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             self.assertEqual(warnings, [])
             worst = max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True))
             figures.append((worst, total_relative_error(found, expected)))
-            # Both ranks have the mean of theirs.
+            # Both ranks have the average of their gradients.
             self.assertEqual(total_relative_error(found, results[0][1]), 0)
         loss, gradient = (max(x) for x in zip(*figures, strict=True))
         report("CUDA graphs: two GPUs under DistributedDataParallel", loss=loss, gradients=gradient)

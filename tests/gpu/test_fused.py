@@ -1,4 +1,4 @@
-"""The layers' fused ops on a GPU, with the widths of the released models: `make test-gpu`."""
+"""The fused ops of layers on a GPU, with the widths of released models: `make test-gpu`."""
 
 import unittest
 from contextlib import contextmanager
@@ -27,21 +27,21 @@ from transformers_packed.ops.projection import Adapter, Projection
 DEVICE = "cuda"
 TOKENS = (1, 65, 1000, 65536)
 MANY_TOKENS = 2**18
-# What an error may be at most, and what is no more than the last bit of a result: twice the reference's error is no
-# bar where the reference happens to be exact.
+# The largest allowed error, and the error of a result's last bit. The latter applies if the reference is nearly exact,
+# because twice its error would be too strict.
 BARS = {torch.bfloat16: (1e-2, 3e-3), torch.float32: (1e-5, 2e-6)}
 RELEASED = [(case, size) for case in (*CASES, LOSS) for size in case.released]
 ONE_SIZE = [(case, case.released[-1]) for case in (*CASES, LOSS) if case.released]
 
 
 def tokens_of(case):
-    """The logits of 65,536 tokens are too many for the loss's reference."""
+    """The reference of the loss cannot hold the logits of 65,536 tokens."""
     return TOKENS[:-1] if case is LOSS else TOKENS
 
 
 @contextmanager
 def compiled_kernels():
-    """The names of the kernels of this package that Triton compiles, or loads from its cache of files."""
+    """Collect the names of this package's kernels that Triton compiles, or loads from its file cache."""
     import triton
 
     names = []
@@ -112,7 +112,7 @@ class FusedTest(unittest.TestCase):
         outputs = case.outputs(case.fused, leaves)
         upstream = case.upstream(outputs)
         with synchronising_is_an_error():
-            # The loss counts its targets, once.
+            # The loss counts its targets once.
             if case is not LOSS:
                 outputs = case.outputs(case.fused, leaves)
             torch.autograd.backward(outputs, upstream)
@@ -172,8 +172,8 @@ def _convolved(x, weight):
     return causal_conv1d_qkv(x, weight, key_heads=16, key_dim=128, value_dim=128, boundaries=boundaries, impl="triton")
 
 
-# Of each op: a call, the shapes of its inputs for each token, and those of its parameters. The width of a row, or its
-# distance from the next, is so large that the last of 262,144 tokens lies behind 2^31 elements.
+# For each op: a call, the shapes of its inputs per token, and those of its parameters. Rows are so wide, or so far
+# apart, that the last of 262,144 tokens lies beyond 2^31 elements.
 LARGE = [
     ("rms_norm", lambda x, r, w: rms_norm(x, w, residual=r, impl="triton"), [(12288,)] * 2, [(12288,)]),
     ("gated_rms_norm", lambda *x: gated_rms_norm(*x, impl="triton"), [(72, 128)] * 2, [(128,)]),
@@ -186,20 +186,20 @@ LARGE = [
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class LargeTest(unittest.TestCase):
-    """A row of 262,144 tokens ends with what its last tokens, which are whole documents, give alone."""
+    """The last tokens of a row of 262,144 tokens are whole documents and give the same result alone."""
 
     def setUp(self):
         torch.cuda.empty_cache()
         self.addCleanup(torch.cuda.empty_cache)
 
     def row(self, *shape):
-        """Bfloat16, random in the last tokens alone, which is fast: a wrong place shows as well."""
+        """Create bfloat16 inputs, random only in the last tokens for speed. Wrong offsets still show."""
         row = torch.zeros(1, MANY_TOKENS, *shape, dtype=torch.bfloat16, device=DEVICE)
         row[:, -TAIL:].normal_()
         return row
 
     def check(self, name, call, rows, parameters, constants=()):
-        """Outputs and gradients in the last tokens of `rows` against those of these tokens alone."""
+        """Compare outputs and gradients in the last tokens of `rows` with those of these tokens alone."""
         self.assertGreater(MANY_TOKENS * rows[0].stride(1), 2**31)
         results = []
         for start in (0, -TAIL):

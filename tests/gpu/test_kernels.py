@@ -25,14 +25,14 @@ BARS = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-4, 1e-4)}
 
 
 def tilelang_serves() -> bool:
-    """Whether flash-linear-attention hands parts of its backward to TileLang."""
+    """Check whether flash-linear-attention uses TileLang for parts of its backward."""
     from fla.ops.common.backends.tilelang import CommonTileLangBackend
 
     return CommonTileLangBackend.can_use()
 
 
 class RuleCase:
-    """Inputs and call of the gated delta rule; the cases of the other ops have the same methods."""
+    """Inputs and call of the gated delta rule. The cases of other ops have the same methods."""
 
     name = "gated_delta_rule"
     output_shape = (VALUE_HEADS, DIM)
@@ -49,7 +49,7 @@ class RuleCase:
         ]
 
     def cast(self, inputs, device, dtype):
-        """To the device and the type, but for the decay, which is float32 in every model."""
+        """Move to the device and the dtype, except the decay, which is float32 in every model."""
         return [x.to(device, torch.float32 if i == 3 else dtype) for i, x in enumerate(inputs)]
 
     def run(self, impl, inputs, boundaries):
@@ -113,7 +113,7 @@ RULE_CASE, CONV_CASE, SDPA_CASE, FLEX_CASE = (
     AttentionCase("flex_attention"),
 )
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-# What there is, and in which types. On a GPU the reference is an implementation like the others.
+# All implementations with their dtypes. On a GPU the reference is an implementation like any other.
 KERNELS = [
     *((RULE_CASE, impl, BFLOAT16) for impl in RULE),
     (RULE_CASE, "reference", FLOAT32),
@@ -126,13 +126,13 @@ KERNELS = [
 
 
 def named(cases):
-    """Each case with a name in front, for the names of the tests."""
+    """Prepend a name to each case, for the names of the tests."""
     plain = lambda x: str(x).removeprefix("torch.").replace("(", "_").replace(")", "")  # noqa: E731
     return [("_".join(plain(getattr(x, "name", x)) for x in case).replace(" ", ""), *case) for case in cases]
 
 
 def run_with_gradients(case, impl, inputs, weight, boundaries):
-    """The output and the gradients of its sum weighted by `weight`."""
+    """Return the output, and the gradients of its sum weighted by `weight`."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = case.run(impl, leaves, boundaries)
     return [output.detach(), *torch.autograd.grad((output.float() * weight).sum(), leaves)]
@@ -140,7 +140,7 @@ def run_with_gradients(case, impl, inputs, weight, boundaries):
 
 @lru_cache
 def reference(case, documents):
-    """Inputs rounded to bfloat16, the weight, and what the float32 reference makes of them on the CPU."""
+    """Return inputs rounded to bfloat16, the weight, and the result of the float32 reference on the CPU."""
     boundaries = SequenceBoundaries.from_lengths(lengths_of(documents))
     inputs = [x.float() for x in case.cast(case.make(TOTAL), "cpu", BFLOAT16)]
     weight = torch.randn(1, TOTAL, *case.output_shape, generator=torch.Generator().manual_seed(1))
@@ -159,7 +159,7 @@ def relative(actual, expected) -> float:
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class KernelsTest(unittest.TestCase):
     def need(self, case, impl, dtype):
-        """Skip what this environment does not have, with the reason that a user would read."""
+        """Skip implementations missing in this environment, with the reason that a user would read."""
         inputs = [x.requires_grad_() for x in case.cast(case.make(4), "cuda", dtype)]
         try:
             case.run(impl, inputs, SequenceBoundaries.from_lengths([1, 3], device="cuda"))
@@ -171,7 +171,7 @@ class KernelsTest(unittest.TestCase):
             (*kernel, documents)
             for kernel in KERNELS
             for documents in (1, 34, 1000)
-            # SDPA itself would hold the matrix of all pairs of 65,536 tokens.
+            # SDPA itself would allocate the matrix of all pairs of 65,536 tokens.
             if (*kernel[1:], documents) != ("per_document(sdpa)", FLOAT32, 1)
         )
     )
@@ -181,7 +181,7 @@ class KernelsTest(unittest.TestCase):
         boundaries = SequenceBoundaries.from_lengths(lengths_of(documents), device="cuda")
         self.assertEqual((boundaries.num_documents, boundaries.total_length), (documents, TOTAL))
         actual = run_with_gradients(case, impl, case.cast(inputs, "cuda", dtype), weight.cuda(), boundaries)
-        # Each document counts for itself in the output, so that a short one cannot hide behind the others.
+        # Compare each document separately, so that long documents cannot hide errors in short ones.
         pairs = zip(actual[0].split(boundaries.lengths, 1), expected[0].split(boundaries.lengths, 1), strict=True)
         output = max(relative(a, b) for a, b in pairs)
         gradient = max(relative(a, b) for a, b in zip(actual[1:], expected[1:], strict=True))
@@ -201,11 +201,11 @@ class KernelsTest(unittest.TestCase):
     @parameterized.expand(named(KERNELS))
     def test_no_document_sees_another(self, _, case, impl, dtype):
         self.need(case, impl, dtype)
-        # FlashAttention's backward adds up in any order otherwise; new buffers come filled with NaN.
+        # Otherwise the backward of FlashAttention adds up in any order. New buffers are filled with NaN.
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
-        # Flex attention and TileLang in the backward of flash-linear-attention multiply what is not the document's by
-        # zero, and zero times NaN is NaN.
+        # Flex attention, and TileLang in the backward of flash-linear-attention, multiply values of other documents by
+        # zero. Zero times NaN is NaN.
         multiplies = impl == "flex_attention" or (case.name, impl) == ("gated_delta_rule", "fla") and tilelang_serves()
         poisons = (0.5,) if multiplies else (0.5, float("nan"))
         boundaries = SequenceBoundaries.from_lengths(SMALL, device="cuda")
@@ -243,7 +243,7 @@ class KernelsTest(unittest.TestCase):
         self.need(case, impl, dtype)
         inputs = case.cast(case.make(TOTAL), "cuda", dtype)
         weight = torch.randn(1, TOTAL, *case.output_shape, device="cuda")
-        # The first row compiles and tunes; the second is new to every cache.
+        # The first row compiles and tunes. The second one is new to every cache.
         run_with_gradients(case, impl, inputs, weight, SequenceBoundaries.from_lengths(lengths_of(34), device="cuda"))
         boundaries = SequenceBoundaries.from_lengths(lengths_of(35), device="cuda")
         with synchronising_is_an_error():

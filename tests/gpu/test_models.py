@@ -41,10 +41,10 @@ class CudaModelsTest(unittest.TestCase):
         dispatch._used.clear()
 
     def models(self, family, dtype, attention="sdpa"):
-        """A float32 model on the CPU, whose documents alone are the oracle, and one on the GPU with its weights."""
+        """Build a float32 model on the CPU, the oracle on documents alone, and one on the GPU with its weights."""
         cls, config_class, options = FAMILIES[family]
         if "num_experts" in options and dtype == torch.bfloat16:
-            # All experts take all tokens: which ones a router chooses may change with the rounding of its input.
+            # All experts process all tokens, because rounding may change the experts that a router chooses.
             options = {**options, "num_experts_per_tok": options["num_experts"]}
         set_seed(0)
         oracle = cls._from_config(config_class(**REAL_HEADS, **options), attn_implementation="sdpa")
@@ -147,10 +147,10 @@ class CudaModelsTest(unittest.TestCase):
             lengths = lengths_of(documents)
             boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
             input_ids = torch.cat(make_documents(lengths))[None].cuda()
-            # The loss without logits waits once, for the number of targets.
+            # The loss without logits costs one host sync for the number of targets.
             batch = {"input_ids": input_ids, "labels": input_ids, "boundaries": boundaries, "skip_logits": False}
             if documents == 34:
-                # Compiles and tunes.
+                # Compile and tune.
                 model(**batch).loss.backward()
                 continue
             with synchronising_is_an_error():
@@ -158,7 +158,7 @@ class CudaModelsTest(unittest.TestCase):
 
     @parameterized.expand([(family,) for family in FAMILIES])
     def test_padding_is_packed(self, family):
-        """The packed row's results, and one wait for the mask."""
+        """A padded batch gives the results of the packed row, with one host sync for the mask."""
         _, model = self.models(family, torch.bfloat16)
         documents = make_documents(LENGTHS)
         row = on_gpu(packed_batch(documents))
@@ -239,7 +239,7 @@ class CudaModelsTest(unittest.TestCase):
         output.loss.backward()
 
     def test_generates_as_on_the_cpu(self):
-        """The cached path: a prefill in chunks, then one token after the other."""
+        """The cached path: a chunked prefill, then one token at a time."""
         oracle, model = self.models("qwen3_5", torch.bfloat16)
         (prompt,) = make_documents([70])
         logits = oracle(prompt[None]).logits[0]

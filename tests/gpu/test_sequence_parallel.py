@@ -1,8 +1,8 @@
-"""Rows over two GPUs (NCCL): the ops on parts of a row against the whole row, documents that stay apart, and training.
+"""Rows over two GPUs (NCCL): the ops on parts of a row against the whole row, isolation of documents, and training.
 
-The heads are those of a model of 4B parameters, also in the small models. Kernels take longer to compile than all of this
-to compute, so the rows are such that few are needed: FlashQLA has three for a row's numbers of heads and of documents,
-and with six documents or more, three on each of two ranks, they need one of these.
+The small models also have the heads of a model of 4B parameters. Compilation of kernels takes longer than all
+computation, so the rows are chosen to need few kernels. FlashQLA has three kernels by the numbers of heads and
+documents of a row. With at least six documents, three on each of two ranks, the rows need only one of them.
 """
 
 import os
@@ -34,7 +34,7 @@ from transformers_packed.parallel import RowShard, SequenceParallel, ops_for
 
 
 SIZE = 2
-# On a CPU, to try this file out: `TRANSFORMERS_PACKED_TEST_SP_ON_CPU=1`, with gloo and few heads.
+# To try this file on a CPU: `TRANSFORMERS_PACKED_TEST_SP_ON_CPU=1`, with gloo and few heads.
 ON_CPU = bool(os.environ.get("TRANSFORMERS_PACKED_TEST_SP_ON_CPU"))
 DEVICE, BACKEND = ("cpu", "gloo") if ON_CPU else ("cuda", "nccl")
 KEY_HEADS, VALUE_HEADS, DIM = (2, 4, 16) if ON_CPU else (16, 32, 128)
@@ -57,7 +57,7 @@ CONFIG = {
     "pad_token_id": 0,
     "use_cache": False,
 }
-# Rows that are cut in the middle.
+# Rows that are cut in the middle of a document.
 ROWS = {
     "aligned": [40 * UNIT, 48 * UNIT, 40 * UNIT, 64 * UNIT, 50 * UNIT, 14 * UNIT],
     "cut": [40 * UNIT, 30 * UNIT, 35 * UNIT, 46 * UNIT + 1, 7 * UNIT, 9 * UNIT, 89 * UNIT - 1],
@@ -66,10 +66,10 @@ ROWS = {
     "shorter than the halo around the cut": [60 * UNIT, 68 * UNIT - 4, 1, 2, 2, 1, 3, 128 * UNIT - 5],
     "one token behind": [1, 1, 1, TOTAL - 5, 1, 1],
 }
-# Those of which flash-linear-attention computes whole parts.
+# Rows whose whole parts flash-linear-attention computes.
 WHOLE_PARTS = ("cut in long pieces", "one long", "one token behind")
 LEAKING = ("cut", "cut in long pieces", "shorter than the halo around the cut")
-# Largest errors of outputs and of gradients, relative to the whole row in float32.
+# Largest errors of outputs and gradients, relative to the whole row in float32.
 BARS = {torch.bfloat16: (2e-2, 5e-2), torch.float32: (1e-4, 1e-4)}
 
 
@@ -106,13 +106,13 @@ def _attention(tensors, weights, boundaries, impl):
     module.config = SimpleNamespace(_attn_implementation="sdpa")
     module.num_key_value_groups, module.is_causal = query.shape[1] // key.shape[1], True
     options = {"eager": eager_attention_forward, "scaling": HEAD_DIM**-0.5, "boundaries": boundaries}
-    # The reference of attention has another name.
+    # The reference of attention has a different name.
     impl = "per_document(sdpa)" if impl == "reference" else impl
     return [ops_for(boundaries).attention(module, query, key, value, None, impl=impl, **options)[0]]
 
 
 STATES, WHOLE = "states of cut documents", "fla with cp_context"
-# Name: methods, inputs, op, and what has to have run for bfloat16 on GPUs that have all packages.
+# By name: methods, inputs, op, and the required implementations for bfloat16 on GPUs with all packages.
 CASES = {
     "rule by states": ({"gated_delta_rule": "state"}, _rule_inputs, _rule, {STATES, WHOLE, "flash_qla", "fla"}),
     "rule by heads": ({"gated_delta_rule": "heads"}, _rule_inputs, _rule, {"flash_qla"}),
@@ -127,7 +127,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class _Draw:
-    """Random tensors `[1, TOTAL, *shape]`, and weights."""
+    """Draw random tensors `[1, TOTAL, *shape]`, and weights."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -141,7 +141,7 @@ class _Draw:
 
 @cache
 def _inputs(case, dtype, seed=0):
-    """On the device, with what `dtype` can hold; the decay stays float32, as in every model. Not to be written to."""
+    """Move values representable in `dtype` to the device, read-only. The decay stays float32, as in every model."""
     tensors, weights = CASES[case][1](_Draw(seed))
     cast = lambda x: x.to(DEVICE).to(dtype)  # noqa: E731
     tensors = [x.to(DEVICE) if case.startswith("rule") and i == 3 else cast(x) for i, x in enumerate(tensors)]
@@ -149,7 +149,7 @@ def _inputs(case, dtype, seed=0):
 
 
 def _compute(case, inputs, cotangents, boundaries, impl="auto"):
-    """Outputs, and gradients of tokens and weights for these gradients of the outputs."""
+    """Return outputs, and the gradients of tokens and weights for these gradients of the outputs."""
     tensors, weights = ([x.detach().contiguous().requires_grad_() for x in part] for part in inputs)
     outputs = CASES[case][2](tensors, weights, boundaries, impl)
     gradients = torch.autograd.grad(outputs, tensors + weights, cotangents(outputs))
@@ -170,7 +170,7 @@ def _error(a, b):
 
 
 def _errors(found, expected, part):
-    """The largest of outputs, and of gradients, of this rank's part; weights' gradients are summed over the ranks."""
+    """Return the largest errors of outputs and gradients in this rank's part. Weight gradients are sums over ranks."""
     outputs, tokens, weights = found
     outputs = max(_error(a, part(b)) for a, b in zip(outputs, expected[0], strict=True))
     gradients = [_error(a, part(b)) for a, b in zip(tokens, expected[1], strict=True)]
@@ -186,7 +186,7 @@ def _summed(weights):
 
 
 def _figures(case, dtype, lengths, parallel):
-    """Errors of the parts, and of the whole row in the same type, both relative to the whole row in float32."""
+    """Return the errors of the parts, and of the whole row in the same dtype, relative to the whole row in float32."""
     whole = SequenceBoundaries.from_lengths(lengths, device=DEVICE)
     shard = RowShard.cut(whole, parallel.rank, SIZE, parallel)
     part = lambda x: x[:, shard.start : shard.start + shard.total_length]  # noqa: E731
@@ -201,9 +201,10 @@ def _figures(case, dtype, lengths, parallel):
 
 
 def _spread(case, dtype, lengths, parallel, document, value):
-    """Which documents' outputs change when one document's tokens do, and where gradients of its outputs alone arrive.
+    """Find documents whose outputs change with a document's tokens, and documents reached by gradients of its outputs.
 
-    On the parts of a row, and on the whole row. `value` is what the document's tokens become, by default other numbers.
+    Runs on the parts of a row and on the whole row. `value` replaces the document's tokens, by default with other
+    numbers.
     """
     whole = SequenceBoundaries.from_lengths(lengths, device=DEVICE)
     shard = RowShard.cut(whole, parallel.rank, SIZE, parallel)
@@ -221,7 +222,7 @@ def _spread(case, dtype, lengths, parallel, document, value):
         numbers = part(whole.seq_idx)[0]
         before, gradients, _ = _compute(case, ([part(x) for x in tensors], weights), cotangents, boundaries)
         after, _, _ = _compute(case, ([part(x) for x in changed], weights), cotangents, boundaries)
-        # Not equal also where it is not a number.
+        # NaN also counts as a change.
         touched = [~(a == b) for a, b in zip(after, before, strict=True)]
         reached = [~(x == 0) for x in gradients]
         return [
@@ -233,7 +234,7 @@ def _spread(case, dtype, lengths, parallel, document, value):
     return run(shard, lambda x: x[:, start : start + shard.total_length]), run(whole, lambda x: x)
 
 
-# What the rule's kernels are compiled for: a part of the heads, a row, the implementation, and whether it has states.
+# The rule's kernels depend on the number of heads in a part, the row, the implementation, and the use of states.
 COMPILED = [
     (1, "cut", "flash_qla", False),
     (1, "one long", "flash_qla", False),
@@ -245,7 +246,7 @@ COMPILED = [
 
 
 def _compile(job):
-    """One of these, all at the same time, to have the kernels on the disk before two processes want one after the other."""
+    """Compile these kernels in parallel. Otherwise two processes would later compile them one after the other."""
     share, row, implementation, states = COMPILED[job]
     try:
         if not ON_CPU:
@@ -261,15 +262,15 @@ def _compile(job):
         found = ops.gated_delta_rule(*tensors, **options, impl="reference" if ON_CPU else implementation)
         sum(x.float().sum() for x in found if x is not None).backward()
     except Exception:
-        # Where it fails a test does too, which says more.
+        # If this fails, a test fails too, with more details.
         traceback.print_exc()
 
 
 def _run_all():
-    """All figures of this rank, or what went wrong, by case, type and row."""
+    """Return all figures of this rank, or the error, by case, dtype and row."""
     if _kernels_are_there():
         compile_one_configuration()
-    # The convolutions of the reference would have TF32's precision.
+    # The reference convolutions would have the precision of TF32.
     torch.backends.cudnn.allow_tf32 = False
     results = {}
 
@@ -297,7 +298,7 @@ def _run_all():
 
 
 def _kernels_are_there():
-    """Whether all packages with kernels are, so that each case has one way."""
+    """Check whether all packages with kernels are present, so that each case has one implementation."""
     import importlib.util
 
     return not ON_CPU and all(importlib.util.find_spec(x) for x in ("fla", "tilelang", "flash_qla"))
@@ -306,7 +307,7 @@ def _kernels_are_there():
 @pytest.mark.gpu
 @unittest.skipUnless(ON_CPU or torch.cuda.device_count() >= SIZE, f"needs {SIZE} CUDA devices")
 class ParallelOpsOnGpusTest(unittest.TestCase):
-    """All cases run in the same two processes, which take longer to start than to compute."""
+    """All cases run in the same two processes, because starting processes takes longer than the computation."""
 
     @classmethod
     def setUpClass(cls):
@@ -348,7 +349,8 @@ class ParallelOpsOnGpusTest(unittest.TestCase):
     def test_documents_stay_apart(self, _, case):
         for row in LEAKING:
             for document in range(len(ROWS[row])):
-                # Other numbers go nowhere else. Of NaN that is asked as far as the kernel holds it on a whole row.
+                # Other numbers reach no other document. For NaN this is required as far as the kernel ensures it on a
+                # whole row.
                 for value in ("0.0", "nan"):
                     found = [result for result, _ in self.results(case, row, document, value)]
                     for number, what in enumerate(("outputs", "gradients")):
@@ -361,10 +363,10 @@ class ParallelOpsOnGpusTest(unittest.TestCase):
 
 
 def _leaks_of_a_model(methods):
-    """What documents do to each other in a whole model whose row is cut inside of one, and what computed it."""
+    """Return the leaks in a whole model whose row is cut inside a document, and the implementations used."""
     if _kernels_are_there():
         compile_one_configuration()
-    # Or attention's backward adds up in any order.
+    # Otherwise the backward of attention adds up in any order.
     torch.use_deterministic_algorithms(True)
     set_seed(0)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG, initializer_range=0.1))
@@ -392,7 +394,7 @@ class ParallelModelsOnGpusTest(unittest.TestCase):
 @unittest.skipUnless(ON_CPU or torch.cuda.device_count() >= SIZE, f"needs {SIZE} CUDA devices")
 class ParallelTrainingOnGpusTest(unittest.TestCase):
     def train(self, processes: int, *arms: str) -> dict:
-        """What the arms of `sequence_parallel_arms.py` logged, sharded by FSDP2 through accelerate."""
+        """Return the logs of the arms of `sequence_parallel_arms.py`, sharded by FSDP2 through accelerate."""
         root = Path(__file__).parents[2]
         script = root / "tests" / "scripts" / "sequence_parallel_arms.py"
         with tempfile.TemporaryDirectory() as folder:
@@ -424,7 +426,7 @@ class ParallelTrainingOnGpusTest(unittest.TestCase):
                 errors = (a - b).abs() / b
                 figures |= {f"{what}, first": errors[0].item(), f"{what}, largest": errors.max().item()}
             report(f"sequence parallel: 20 steps of training, {name}", **figures, ran=str(found["implementations"]))
-            # accelerate has the loss rounded to bfloat16, to 0.4%; steps make more of what rounding did before them.
+            # accelerate rounds the loss to bfloat16, to 0.4%. Later steps amplify earlier rounding.
             self.assertLess(figures["losses, largest"], 1e-2)
             self.assertLess(figures["grad_norms, first"], 1e-2)
             self.assertLess(figures["grad_norms, largest"], 5e-2)

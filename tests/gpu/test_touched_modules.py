@@ -1,4 +1,4 @@
-"""What hooks into modules, derives a second time or reads logits meets this package's kernels: `make test-gpu`."""
+"""Hooks, second derivatives and reads of logits work with the kernels of this package: `make test-gpu`."""
 
 import unittest
 
@@ -20,7 +20,7 @@ class CudaTouchedModulesTest(unittest.TestCase):
     def model_and_batch(self, family: str):
         cls, config_class, options = FAMILIES[family]
         if "num_experts" in options:
-            # All experts take all tokens: which ones a router chooses may change with the rounding of its input.
+            # All experts process all tokens, because rounding may change the experts that a router chooses.
             options = {**options, "num_experts_per_tok": options["num_experts"]}
         set_seed(0)
         model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
@@ -36,7 +36,7 @@ class CudaTouchedModulesTest(unittest.TestCase):
         for name, module in model.named_modules():
             parts = name.split(".")
             layers = len(parts) > 3 and parts[2] in ("0", "3")
-            # How often the activation inside of experts runs is for Transformers to say.
+            # The number of calls of the activation inside experts is up to Transformers.
             if not (layers or name == "lm_head") or name.endswith(("conv1d", "experts.act_fn")):
                 continue
             calls = []

@@ -15,7 +15,7 @@ UPDATE_BAR = 1e-6
 
 
 def said(call, *args, **kwargs) -> tuple[str, object]:
-    """What was printed, and what was returned."""
+    """Return the printed text and the returned value."""
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         result = call(*args, **kwargs)
     return stdout.getvalue(), result
@@ -37,7 +37,7 @@ class ConfigureTestCase(unittest.TestCase):
         return build(kind, *args, directory=self.directory, **kwargs)
 
     def trainer(self, model=None, dataset=None, collator=None, args=None, **kwargs) -> Trainer:
-        """A Trainer that could be packed, save for what is given."""
+        """Build a Trainer that supports packing, except for the given changes."""
         options = {"per_device_train_batch_size": 3, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
         options |= {"max_steps": 1, "save_strategy": "no"}
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model

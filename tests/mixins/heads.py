@@ -44,7 +44,7 @@ class PackedHeadsTesterMixin:
         self.assertLess(relative_error(together.loss, loss), 1e-5)
         self.check_gradients(builtin, packed, loss, together.loss)
 
-        # A document of tail padding is one more row, which -100 keeps out of the loss.
+        # Tail padding forms one more row, which -100 excludes from the loss.
         padded = self.row([*documents, torch.zeros(7, dtype=torch.long)])
         again = packed(**padded, labels=torch.cat([labels, torch.tensor([-100])]))
         self.assertLess(relative_error(again.loss, loss), 1e-5)
@@ -53,7 +53,7 @@ class PackedHeadsTesterMixin:
         with self.assertRaisesRegex(ValueError, "labels for the row's 4 documents"):
             packed(**self.row(documents), labels=labels[:3])
 
-        # A padded batch goes the built-in's way.
+        # A padded batch takes the stock path.
         two = torch.stack([documents[3][:64], documents[2]])
         self.assertLess(relative_error(packed(two).logits, builtin(two).logits), 1e-5)
 
@@ -70,7 +70,7 @@ class PackedHeadsTesterMixin:
 
     @parameterized.expand(["left", "right"])
     def test_padded_batch(self, side):
-        """Without a cache the heads give what the built-in ones give for the same padded batch."""
+        """Without a cache, the heads return the same as the stock heads for the same padded batch."""
         for head in self.heads:
             builtin, packed = self.models(head, classifier_dropout=0.0, use_cache=False)
             batch = padded_batch(self.documents(), side)
@@ -84,6 +84,6 @@ class PackedHeadsTesterMixin:
                 targets = {"labels": labels}
             want, got = builtin(**batch, **targets), packed(**batch, **targets)
             self.assertLess(relative_error(got.loss, want.loss), 1e-5, head)
-            # All together: those of the biases of answer spans cancel.
+            # Compare all together, because the gradients of the biases of answer spans cancel.
             actual, expected = gradients(packed, got.loss), gradients(builtin, want.loss)
             self.assertLess(total_relative_error(actual, expected), 1e-5, head)

@@ -1,6 +1,6 @@
-"""What every family of packed models has to satisfy, run by `tests/models/<family>/test_modeling_<family>.py`.
+"""Requirements on every family of packed models. `tests/models/<family>/test_modeling_<family>.py` runs these tests.
 
-The oracle is always the built-in class of Transformers on each document alone.
+The oracle is always the stock class of Transformers on each document alone.
 """
 
 import copy
@@ -32,7 +32,7 @@ def total_relative_error(actual: dict, expected: dict) -> float:
 
 
 def packed_batch(documents: list, source: str = "all", **arguments) -> dict:
-    """The collator's row with only the given kind of boundaries; documents are tokens `[n]` or features."""
+    """Collate a row and keep only the given kind of boundaries. Documents are tokens `[n]` or features."""
     collator = DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_seq_idx=True, return_cu_seqlens=True, on_leak="ignore", **arguments
     )
@@ -48,7 +48,7 @@ def packed_batch(documents: list, source: str = "all", **arguments) -> dict:
 
 
 def padded_batch(documents: list[torch.Tensor], side: str) -> dict:
-    """A padded batch; the first token of each document is no target, as it is not one in the document alone."""
+    """Collate a padded batch. As in a document alone, the first token of each document is no target."""
     input_ids = pad_sequence(documents, batch_first=True, padding_value=PAD_TOKEN, padding_side=side)
     mask = pad_sequence([torch.ones_like(d) for d in documents], batch_first=True, padding_side=side)
     labels = [torch.cat([torch.tensor([-100]), document[1:]]) for document in documents]
@@ -63,7 +63,10 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 
 
 def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each document's logits `[n, vocab]`, and the mean loss over all targets; documents are `[n]` or batches of one."""
+    """Return the logits `[n, vocab]` of each document and the mean loss over all targets.
+
+    Documents are tokens `[n]` or batches of one.
+    """
     batches = [d if isinstance(d, dict) else {"input_ids": d[None]} for d in documents]
     logits, loss, targets = [], 0.0, sum(batch["input_ids"].shape[1] - 1 for batch in batches)
     for batch in batches:
@@ -75,9 +78,10 @@ def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], 
 
 
 class PackedModelTesterMixin:
-    """Set `builtin_class`, `packed_class`, `get_config()`, and for mixtures of experts `is_moe`.
+    """Tests of a model class. Set `builtin_class`, `packed_class`, `get_config()`, and `is_moe` for mixtures of
+    experts.
 
-    Documents are tensors of tokens `[n]` here; the methods up to `changed` say all that the tests know of them.
+    Documents are tensors of tokens `[n]`. Override the methods up to `changed` for other kinds of documents.
     """
 
     builtin_class: type
@@ -105,22 +109,22 @@ class PackedModelTesterMixin:
         cls.oracles = {}
 
     def single(self, document) -> dict:
-        """A document alone, as a batch of one."""
+        """Return a document alone, as a batch of one."""
         return {"input_ids": document[None]}
 
     def padded(self, documents, side: str) -> dict:
         return padded_batch(documents, side)
 
     def two_rows(self) -> dict:
-        """Two documents of 130 tokens, as an ordinary batch; whatever is not text is in the first 80 tokens."""
+        """Return two documents of 130 tokens as a plain batch, with images and videos in the first 80 tokens only."""
         return {"input_ids": torch.stack([self.documents[-1][:130], self.documents[-2]])}
 
     def shares(self, name: str) -> tuple:
-        """How many rows of an input `[*, features]` each document has."""
+        """Return the number of rows of an input `[*, features]` for each document."""
         return self.lengths
 
     def changed(self, document):
-        """Copies of a document, each with one change."""
+        """Yield copies of a document, each with one change."""
         document, place = document.clone(), len(document) // 2
         document[place] = document[place] % (VOCAB_SIZE - 1) + 1
         yield document
@@ -129,19 +133,19 @@ class PackedModelTesterMixin:
         return alone(model, [self.single(document) for document in self.documents])
 
     def leaves(self, model) -> tuple[dict, dict]:
-        """The packed row with embeddings for tokens, and its inputs that can have gradients."""
+        """Return the packed row with embeddings instead of tokens, and its inputs that can have gradients."""
         batch = packed_batch(self.documents, model=model)
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
         return batch, {n: x for n, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
 
     def models(self, attn_implementation: str = "sdpa", **kwargs):
-        """The built-in model and ours with the same weights, in train mode."""
+        """Build the stock model and ours with the same weights, in train mode."""
         set_seed(0)
         builtin = self.builtin_class._from_config(
             self.get_config(), attn_implementation=attn_implementation, dtype=torch.float32, **kwargs
         )
-        # Norm weights and biases start as constants; random ones make every gradient count. Large output weights make
-        # the loss depend on what the layers compute.
+        # Norm weights and biases are constants initially. Random values make every gradient relevant. Large output
+        # weights make the loss depend on the layers.
         with torch.no_grad():
             for name, parameter in builtin.named_parameters():
                 if "norm" in name or "dt_bias" in name:
@@ -154,7 +158,7 @@ class PackedModelTesterMixin:
         return builtin.train(), packed.train()
 
     def oracle(self, attn_implementation: str):
-        """The built-in's logits, loss and gradients on documents alone, and the bar of each parameter."""
+        """Return the stock model's logits, loss and gradients on documents alone, and the bar of each parameter."""
         if attn_implementation not in self.oracles:
             builtin, _ = self.models(attn_implementation)
             logits, loss = self.alone(builtin)
@@ -179,12 +183,12 @@ class PackedModelTesterMixin:
         ]
     )
     def test_alone_equals_together(self, _, source, attention, checkpointing):
-        # Elsewhere: boundaries reach the convolution and not the delta rule, or the other way round.
+        # Elsewhere: boundaries reach the convolution but not the delta rule, or vice versa.
         logits, loss, expected, bars = self.oracle(attention)
         _, model = self.models(attention)
         if checkpointing != "no_checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-        # `A_log` and `dt_bias` magnify rounding, so the bars hold for the built-in's order of it, with logits.
+        # `A_log` and `dt_bias` amplify rounding. The bars assume the stock order of operations, which computes logits.
         output = model(**packed_batch(self.documents, source), skip_logits=False)
         self.assertIsNone(output.past_key_values)
         for got, want in zip(output.logits[0].split(self.lengths), logits, strict=True):
@@ -219,7 +223,7 @@ class PackedModelTesterMixin:
         targets = int((batch["labels"] != -100).sum())
         halved = model(**batch, num_items_in_batch=2 * targets)
         self.assertLess(relative_error(2 * halved.loss, loss), 0.05 if self.is_moe else self.logits_bar)
-        # Evaluation, part of the logits, another loss and another head have their logits.
+        # Evaluation, partial logits, skip_logits=False, another loss and a head with a hook keep the logits.
         for kwargs, change in (
             ({}, lambda: model.eval()),
             ({"logits_to_keep": torch.arange(3)}, lambda: model.train()),
@@ -237,7 +241,7 @@ class PackedModelTesterMixin:
 
     @parameterized.expand(ATTENTION)
     def test_without_boundaries_every_bar_is_broken(self, attention):
-        """The comparison above can fail: a hundredfold, for the same row without its boundaries."""
+        """The comparison above can fail: the same row without boundaries exceeds every bar a hundredfold."""
         logits, loss, expected, bars = self.oracle(attention)
         _, model = self.models(attention)
         batch = packed_batch(self.documents, "position_ids")
@@ -252,7 +256,7 @@ class PackedModelTesterMixin:
 
     @parameterized.expand(ATTENTION)
     def test_base_model(self, attention):
-        """The class without a head, built on its own."""
+        """The class without a head also works on its own."""
         builtin, model = self.models(attention)
         base = type(model.model)._from_config(model.config, attn_implementation=attention)
         base.load_state_dict(builtin.model.state_dict())
@@ -266,7 +270,7 @@ class PackedModelTesterMixin:
         self.assertLess(total_relative_error(got, want), self.gradient_bar)
 
     def test_labels_with_targets_at_document_starts(self):
-        """`labels=input_ids` on a packed row has no target across documents, as the documents alone have none."""
+        """`labels=input_ids` on a packed row creates no targets across documents."""
         _, loss, *_ = self.oracle("sdpa")
         _, model = self.models()
         batch = packed_batch(self.documents)
@@ -276,11 +280,11 @@ class PackedModelTesterMixin:
         given = model(**batch, shift_labels=shifted)
         self.assertLess(relative_error(given.loss, loss), self.logits_bar)
 
-    # Exactly zero leak
+    # No leaks, bit for bit
 
     @parameterized.expand(ATTENTION)
     def test_no_leak_forward(self, attention):
-        """Bit for bit; experts in groups see matrices of other shapes, so there it is a small difference."""
+        """Equal bit for bit. Experts use batched_mm, because grouped products depend on the shapes of the groups."""
         experts = {"experts_implementation": "batched_mm"} if self.is_moe else {}
         _, model = self.models(attention, **experts)
         model.eval()
@@ -339,7 +343,7 @@ class PackedModelTesterMixin:
         got, want = (gradients(model, output.loss) for output in (packed, padded))
         self.assertLess(total_relative_error(got, want), self.gradient_bar)
 
-    # Nothing else changed
+    # Other behaviour is unchanged
 
     @parameterized.expand(ATTENTION)
     def test_unpacked_forward_is_the_builtin(self, attention):
@@ -351,7 +355,7 @@ class PackedModelTesterMixin:
         self.assertIsNotNone(actual.past_key_values)
         want, got = gradients(builtin, expected.loss), gradients(model, actual.loss)
         self.assertLess(total_relative_error(got, want), self.gradient_bar)
-        # A cache filled in two steps of several tokens, then token by token.
+        # Fill a cache in two steps of several tokens, then token by token.
         want = got = None
         for start, end in ((0, 80), (80, 128), (128, 129), (129, 130)):
             first = {n: x[:, :end] if x.shape == input_ids.shape else x for n, x in batch.items()}
@@ -463,7 +467,7 @@ class PackedModelTesterMixin:
             model(**packed_batch(self.documents), output_attentions=True)
 
     def test_padding_beside_position_ids_alone(self):
-        """What the collator gives by default when it fills up rows."""
+        """By default the collator returns only position ids and padding_tokens for padded rows."""
         _, model = self.models()
         outputs = {}
         for source in ("position_ids", "all"):
@@ -486,10 +490,10 @@ class PackedModelTesterMixin:
             model(**batch)
 
     def test_attention_that_is_not_causal(self):
-        """A padded batch attends in both directions then, as in the built-in; a packed row is refused."""
+        """A padded batch attends in both directions, as in the stock model. A packed row is refused."""
         batch = self.padded(self.documents, "right")
         real = batch["attention_mask"].bool()
-        # The built-in would hand the argument to the vision tower too, which has one of its own.
+        # The stock model would also pass the argument to the vision tower, which sets its own.
         for arguments in ({"is_causal": False}, {})[self.has_vision :]:
             builtin, model = self.models()
             for each in (builtin, model):
@@ -499,14 +503,14 @@ class PackedModelTesterMixin:
             with self.assertRaisesRegex(ValueError, "causal attention for a packed row.*got is_causal=False"):
                 model(**packed_batch(self.documents), **arguments)
         builtin, model = self.models()
-        model.config.get_text_config().is_causal = None  # not said
+        model.config.get_text_config().is_causal = None  # not set
         model(**packed_batch(self.documents))
         next(module for module in model.modules() if hasattr(module, "q_norm")).is_causal = False
         with self.assertRaisesRegex(ValueError, "a causal attention layer for a packed row.*is_causal=False"):
             model(**packed_batch(self.documents))
 
     def test_sdpa_builds_no_mask_over_the_row(self):
-        """No op of a packed forward returns a tensor of T x T elements in its last two dimensions."""
+        """No op of a packed forward returns a tensor whose last two dimensions are T x T."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         total, shapes = sum(self.lengths), []
@@ -546,8 +550,8 @@ class PackedModelTesterMixin:
             model(**packed_batch(self.documents))
 
     def test_boundaries_are_made_once_for_all_layers(self):
-        """On a GPU each time would be a wait for the device."""
-        # Elsewhere: metadata is made again in every layer.
+        """On a GPU each computation would cost a host sync."""
+        # Elsewhere: every layer computes the metadata again.
         _, model = self.models("sdpa")
         made = mock.Mock(wraps=SequenceBoundaries._checked)
         with mock.patch.object(SequenceBoundaries, "_checked", made):
@@ -555,7 +559,7 @@ class PackedModelTesterMixin:
         self.assertEqual(made.call_count, 1)
 
     def test_bad_input(self):
-        # Elsewhere: a layer overwrites the boundaries when there is an attention mask, too.
+        # Elsewhere: with an attention mask, a layer overwrites the boundaries.
         total, longest = sum(self.lengths), max(self.lengths)
         batch = packed_batch(self.documents)
         bounds = batch["cu_seqlens"]

@@ -1,4 +1,4 @@
-"""What every op owes to a packed row, written once: test classes of ops mix [`PackedOpTesterMixin`] in."""
+"""Requirements on every op for packed rows. Test classes of ops mix in [`PackedOpTesterMixin`]."""
 
 import torch
 from common.fused import errors
@@ -17,7 +17,7 @@ LENGTHS = [
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference as a share of the largest entry; differences below 1e-2 of unit scale count less."""
+    """Return the largest difference relative to the largest entry or 1e-2, whichever is larger."""
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-2))
 
@@ -25,7 +25,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 class PackedOpTesterMixin:
     """Tests of isolation between documents.
 
-    A test class gives `make_inputs(length)`, a list of tensors `[1, length, ...]`, and
+    A test class defines `make_inputs(length)`, which returns a list of tensors `[1, length, ...]`, and
     `run_op(*inputs, boundaries=None)`, which returns `[1, length, ...]`.
     """
 
@@ -35,7 +35,7 @@ class PackedOpTesterMixin:
         torch.manual_seed(0)
 
     def run_with_gradients(self, inputs, weight, boundaries=None):
-        """The output, and the gradients of its sum weighted by `weight`, all without history."""
+        """Return the output and the gradients of its sum weighted by `weight`, all detached."""
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         output = self.run_op(*leaves, boundaries=boundaries)
         gradients = torch.autograd.grad((output * weight).sum(), leaves)
@@ -48,11 +48,11 @@ class PackedOpTesterMixin:
         return boundaries, inputs, weight
 
     def cut(self, tensors, lengths):
-        """One list of tensors per document."""
+        """Split tensors into one list per document."""
         return list(zip(*(x.split(lengths, dim=1) for x in tensors), strict=True))
 
     def error_against_documents_alone(self, lengths, boundaries):
-        """The errors of the output and of each gradient of a row that runs with `boundaries`."""
+        """Return the errors of the output and of each gradient for a row that runs with `boundaries`."""
         _, inputs, weight = self.make_row(lengths)
         packed = self.run_with_gradients(inputs, weight, boundaries)
         alone = [
@@ -68,7 +68,7 @@ class PackedOpTesterMixin:
 
     @parameterized.expand(LENGTHS)
     def test_without_boundaries_documents_leak(self, _, lengths):
-        # The comparison above must be able to fail: outputs leak forward, gradients backward.
+        # Shows that the comparison above can fail: outputs leak forward, gradients backward.
         output_error, *gradient_errors = self.error_against_documents_alone(lengths, None)
         self.assertGreater(output_error, 100 * self.tolerance)
         self.assertGreater(max(gradient_errors), 100 * self.tolerance)
@@ -121,7 +121,7 @@ class PackedOpTesterMixin:
 
 
 class BuiltinTesterMixin:
-    """An op's reference against the built-in module that it stands for: bit for bit in float32."""
+    """Compare the reference of an op with the stock module that it replaces, bit for bit in float32."""
 
     def setUp(self):
         super().setUp()
@@ -131,7 +131,7 @@ class BuiltinTesterMixin:
         return torch.randn(shape, generator=self.generator)
 
     def assert_same(self, ours, theirs, inputs, summed=()):
-        """Equal outputs; where sums may run in another order, in those of `summed` and in gradients, to 1e-6."""
+        """Check that outputs are equal bit for bit. Gradients and outputs in `summed` may differ by 1e-6."""
         results = []
         for function in (ours, theirs):
             leaves = [x.detach().requires_grad_() for x in inputs]
@@ -143,5 +143,5 @@ class BuiltinTesterMixin:
             self.assertTrue(i in summed or torch.equal(a, b), f"output {i}")
 
     def call(self, module, **weights):
-        """The module as a function of its inputs and weights."""
+        """Wrap the module as a function of its inputs with the given weights."""
         return lambda *inputs: torch.func.functional_call(module, weights, inputs)

@@ -1,4 +1,4 @@
-"""Padded batches that run as packed rows, for every family. The oracle is the built-in class on the same batch."""
+"""Padded batches that run as packed rows, for every family. The oracle is the stock class on the same batch."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -19,13 +19,13 @@ AttentionMaskInterface.register("attention_of_the_users_own", sdpa_mask)
 
 
 def without_packing():
-    """The models as they are without this feature."""
+    """Disable the packing of padded batches."""
     return mock.patch.object(PaddedBatch, "from_attention_mask", return_value=None)
 
 
 @contextmanager
 def computed_tokens(model: torch.nn.Module):
-    """The numbers of tokens that enter the linear layers of the decoder."""
+    """Record the numbers of tokens that enter the linear layers of the decoder."""
     seen, handles = set(), []
     for name, module in model.named_modules():
         if "layers." in name and isinstance(module, torch.nn.Linear):
@@ -40,7 +40,7 @@ def computed_tokens(model: torch.nn.Module):
 
 
 def with_a_row_of_padding(batch: dict) -> dict:
-    """One row more, without a real token, in the middle of those of a padded batch."""
+    """Insert a row without real tokens into a padded batch."""
     shape = batch["input_ids"].shape
     return {
         name: torch.cat([x[:1], torch.full_like(x[:1], -100 if name == "labels" else 0), x[1:]])
@@ -51,18 +51,18 @@ def with_a_row_of_padding(batch: dict) -> dict:
 
 
 class PackedPaddingTesterMixin:
-    """Next to `PackedModelTesterMixin`, of whose attributes and methods it makes use."""
+    """Tests of padded batches. Requires the attributes and methods of `PackedModelTesterMixin`."""
 
     def text_model(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.model.language_model if self.has_vision else model.model
 
     def text_batch(self, side: str = "left") -> dict:
-        """What every text model takes: images are tokens like others here."""
+        """Return the inputs of every text model. Image tokens are plain tokens here."""
         batch = self.padded(self.documents, side)
         return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
     def check_like_builtin(self, batch: dict, attention: str = "sdpa", packs: dict | None = None, **kwargs):
-        """Logits at real tokens, loss and gradients of `batch`, which ours may get in another form, `packs`."""
+        """Compare logits at real tokens, loss and gradients with the stock model. Ours runs on `packs` if given."""
         builtin, model = self.models(attention)
         packs = batch if packs is None else packs
         real, expected_real = (b["attention_mask"].bool() for b in (packs, batch))
@@ -97,7 +97,7 @@ class PackedPaddingTesterMixin:
 
     @parameterized.expand(["left", "right"])
     def test_gradients_of_embeddings(self, side):
-        """And position ids that are given, for each row or for all of them; the gradient at padding is zero."""
+        """Also covers given position ids, per row or shared. The gradient at padding is zero."""
         builtin, model = (self.text_model(m) for m in self.models())
         batch = self.text_batch(side)
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -131,7 +131,7 @@ class PackedPaddingTesterMixin:
 
     @parameterized.expand([(True,), (False,)])
     def test_padding_under_gradient_checkpointing(self, use_reentrant):
-        """In training no cache is kept then, whatever the configuration says."""
+        """With gradient checkpointing, training keeps no cache, regardless of the configuration."""
         _, model = self.models()
         batch = self.padded(self.documents, "right")
         want = gradients(model, model(**batch, use_cache=False).loss)
@@ -157,7 +157,7 @@ class PackedPaddingTesterMixin:
         self.assertTrue(torch.equal(actual, expected))
 
     def test_the_mask_is_looked_at_once(self):
-        """On a GPU each time would be a wait for the device."""
+        """On a GPU each inspection would cost a host sync."""
         _, model = self.models()
         looked = mock.Mock(wraps=PaddedBatch.from_attention_mask)
         made = mock.Mock(wraps=SequenceBoundaries._checked)
@@ -168,10 +168,10 @@ class PackedPaddingTesterMixin:
             model(**self.padded(self.documents, "left"), use_cache=False)
         self.assertEqual((looked.call_count, made.call_count), (1, 1))
 
-    # Off
+    # Packing of padded batches is off
 
     def check_off(self, model: torch.nn.Module, batch: dict, **kwargs):
-        """To the bit what the model gives without the feature, with all tokens computed."""
+        """Check that all tokens are computed, and that the result equals the one without the feature bit for bit."""
         kwargs = {"use_cache": False, **kwargs}
         with computed_tokens(model) as seen, torch.no_grad():
             actual = model(**batch, **kwargs)
@@ -252,7 +252,7 @@ class PackedPaddingTesterMixin:
                 model(**inputs, use_cache=False)
 
     def test_switch(self):
-        """Set on a whole model or a part of it, and taken back."""
+        """The option applies to a whole model or a part of it, and can be reverted."""
         _, model = self.models()
         text = self.text_model(model)
         self.assertTrue(model.packs_padding and text.packs_padding)
@@ -287,11 +287,11 @@ class PackedPaddingTesterMixin:
 
 
 class PackedPaddingRouterTesterMixin(PackedPaddingTesterMixin):
-    """The same for mixtures of experts."""
+    """The same tests for mixtures of experts."""
 
     @parameterized.expand(["left", "right"])
     def test_router_logits_of_padded_rows(self, side):
-        """A row of the batch for each token, and the auxiliary loss of the real ones."""
+        """Router logits have a row per token of the batch, and the auxiliary loss covers real tokens only."""
         batch = self.padded(self.documents, side)
         real = batch["attention_mask"].bool().flatten()
         for change in (lambda b: b, with_a_row_of_padding):

@@ -1,4 +1,4 @@
-"""Live models for the tests of `patch_model`: the oracle is the model itself, before it was patched."""
+"""Live models for the tests of `patch_model`. The oracle is the same model before patching."""
 
 import copy
 import unittest
@@ -43,7 +43,7 @@ LENGTHS = (1, 5, 64, 70)
 
 
 def builtin_model(family: str = "qwen3_5", head: str | None = None, config=None) -> torch.nn.Module:
-    """A model of the built-in class with random norms and biases."""
+    """Build a model of the stock class with random norms and biases."""
     set_seed(0)
     if head is None:
         head = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family] + "ForCausalLM"
@@ -61,13 +61,13 @@ def documents() -> list[torch.Tensor]:
 
 
 def ours(model: torch.nn.Module) -> set[str]:
-    """The names of the modules that are of our classes, without those of classes that are only faster."""
+    """List the names of modules of our classes, except classes that only add speed."""
     classes = set(REPLACEMENTS.values()) - FAST_PATHS
     return {name for name, module in model.named_modules() if type(module) in classes}
 
 
 def snapshot(model: torch.nn.Module) -> dict:
-    """Everything that patching may not touch, and the classes that it changes."""
+    """Record everything that patching must not change, and the classes that it changes."""
     return {
         "classes": [type(module) for module in model.modules()],
         "tensors": [(name, id(x), x.data_ptr()) for name, x in [*model.named_parameters(), *model.named_buffers()]],
@@ -79,7 +79,7 @@ def snapshot(model: torch.nn.Module) -> dict:
 
 class PatchTestCase(unittest.TestCase):
     def check_packed_is_alone(self, model, expected, gradient_bar=1e-6):
-        """A packed row through `model` against the built-in's (logits, loss, gradients) of documents alone."""
+        """Compare a packed row through `model` with the stock (logits, loss, gradients) of documents alone."""
         logits, loss, grads = expected
         packed = model(**packed_batch(documents()))
         self.assertLess(relative_error(packed.logits[0], torch.cat(logits)), 1e-5)
@@ -98,7 +98,7 @@ class PatchTestCase(unittest.TestCase):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     def assert_refused(self, call, model, pattern: str):
-        """A `ValueError` that matches, and a model in which nothing at all has changed."""
+        """Check that the call raises a matching `ValueError` and leaves the model unchanged."""
         before = snapshot(model)
         forwards = [vars(module).get("forward") for module in model.modules()]
         with self.assertRaisesRegex(ValueError, f"(?s)^expected .*{pattern}"):

@@ -1,4 +1,4 @@
-"""Runs this package's Triton kernels on a CPU, in Triton's interpreter, which conftest.py turns on."""
+"""Run the Triton kernels of this package on a CPU, in Triton's interpreter. conftest.py enables it."""
 
 import unittest
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from parameterized import parameterized
 class InterpretedKernelsTest(unittest.TestCase):
     def setUp(self):
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
-        # What a convolution's program does for its runs of many tokens, it does for runs of a few too.
+        # The convolution works the same for short runs of tokens, which are cheaper to interpret.
         self.enterContext(
             mock.patch.multiple("transformers_packed.ops.backends.triton.convolution", _TOKENS=4, _RUNS=16)
         )
@@ -21,12 +21,12 @@ class InterpretedKernelsTest(unittest.TestCase):
     def check_what_the_kernel_does_not_serve(self, call, message):
         with self.assertRaisesRegex(ValueError, message):
             call("triton")
-        # It is the kernel alone that does not.
+        # Only the kernel refuses the call.
         call("auto")
 
 
 def bad_input_tests(shapes: list[tuple], unserved: list[tuple]) -> type[InterpretedKernelsTest]:
-    """Tests of what an op refuses, and of what its kernel leaves to the reference: (name, call, message) each."""
+    """Build tests of refused calls, and of calls that only the reference supports: (name, call, message) each."""
 
     class BadInputTests(InterpretedKernelsTest):
         @parameterized.expand(shapes)

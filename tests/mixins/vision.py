@@ -1,4 +1,4 @@
-"""Images and videos in packed rows, for every vision-language family. The oracle is the built-in class, alone."""
+"""Images and videos in packed rows, for every vision-language family. The oracle is the stock class, alone."""
 
 import torch
 from mixins.model import VOCAB_SIZE, PackedModelTesterMixin, packed_batch, padded_batch, relative_error
@@ -57,7 +57,7 @@ def vision_config(text: dict) -> dict:
 
 
 def document(length: int, seed: int, images: tuple = (), videos: tuple = ()) -> dict:
-    """`length` text tokens with images and videos in the middle; grids in patches (time, height, width)."""
+    """Build `length` text tokens with images and videos in the middle. Grids are in patches (time, height, width)."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(1, 90, (length,), generator=generator)
     ids, types = text[: length // 2].tolist(), [0] * (length // 2)
@@ -70,7 +70,7 @@ def document(length: int, seed: int, images: tuple = (), videos: tuple = ()) -> 
         vision(IMAGE, 1, time * height * width // 4)
     for time, height, width in videos:
         for frame in range(time):
-            ids.append(10 + frame)  # a timestamp stands before each frame
+            ids.append(10 + frame)  # each frame follows a timestamp
             types.append(0)
             vision(VIDEO, 2, height * width // 4)
     ids += text[length // 2 :].tolist()
@@ -91,13 +91,13 @@ def alone_batch(feature: dict) -> dict:
 
 
 class PackedVisionTesterMixin(PackedModelTesterMixin):
-    """All that text families satisfy, with images and videos in the documents; set the same attributes."""
+    """The requirements on text families, for documents with images and videos. Set the same attributes."""
 
     has_vision = True
-    # The terms of the decay's gradients nearly cancel here: norms of 1e-4, where other parameters have 1e-1. What is
-    # left shows the rounding of the delta rule, which is in float32 in float64 models too.
+    # The terms of the decay's gradients nearly cancel here: their norms are 1e-4, those of other parameters 1e-1. The
+    # rest shows the rounding of the delta rule, which runs in float32 even in float64 models.
     decay_bar = 1e-4
-    # A generated image token would ask for an image.
+    # A generated image token would require an image.
     suppress_tokens = (IMAGE, VIDEO, VISION_START, VISION_END)
     lora_targets = (*PackedModelTesterMixin.lora_targets, "qkv")
 
@@ -136,8 +136,8 @@ class PackedVisionTesterMixin(PackedModelTesterMixin):
     def changed(self, document):
         """A text token, the pixels of images, the pixels of videos.
 
-        The vision tower computes all patches of a row in one go, and attention image by image. Shapes and order do not
-        depend on pixels, so the bits of other images do not move.
+        The vision tower computes all patches of a row at once, with attention per image. Shapes and order do not
+        depend on pixels, so the bits of other images do not change.
         """
         ids = document["input_ids"]
         yield {**document, "input_ids": [ids[0] % 89 + 1, *ids[1:]]}
@@ -147,9 +147,9 @@ class PackedVisionTesterMixin(PackedModelTesterMixin):
 
     @parameterized.expand(["collator", "config"])
     def test_position_ids_of_the_collator(self, positions):
-        """Made by the collator for a model or its configuration: those that the model makes, to the bit.
+        """The collator computes the same positions as the model, from a model or its configuration.
 
-        Beside explicit boundaries the row that counts text tokens can be missing.
+        With explicit boundaries, the row of text positions may be missing.
         """
         _, model = self.models()
         batch = packed_batch(self.documents, model={"collator": model, "config": model.config}[positions])
@@ -160,7 +160,7 @@ class PackedVisionTesterMixin(PackedModelTesterMixin):
         self.assertTrue(torch.equal(model(**three).logits, expected))
 
     def test_the_comparison_can_fail(self):
-        """The built-in model, given the same row with two-dimensional position ids, is far off."""
+        """The stock model is far off on the same row with two-dimensional position ids."""
         builtin, _ = self.models()
         logits, _ = self.alone(builtin)
         batch = packed_batch(self.documents, "position_ids")

@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on the Hub: in shards, with experts stored one by one or fused, text and composite."""
+"""Checkpoints in the formats of the Hub: sharded, with separate or fused experts, text-only and composite."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ from transformers_packed.models.families import FAMILIES
 from transformers_packed.models.registry import modeling_module
 
 
-# Family, whether the checkpoint is a composite one, and whether each expert has tensors of its own.
+# Family, whether the checkpoint is composite, and whether each expert has separate tensors.
 STORED = [
     ("qwen3_next", False, True),
     ("qwen3_next", False, False),
@@ -43,20 +43,20 @@ CASES = [
 
 
 def source(family: str, composite: bool) -> torch.nn.Module:
-    """The built-in model whose checkpoint it is."""
+    """Build the stock model of the checkpoint."""
     head = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}.get(family, "") + "ForConditionalGeneration"
     return builtin_model(family, head, COMPOSITE[family]).eval() if composite else builtin_model(family).eval()
 
 
 def store(model: torch.nn.Module, directory: str, unfused: bool) -> dict:
-    """Save in shards; the index, which says where each tensor is."""
+    """Save in shards. The index has the location of each tensor."""
     model.save_pretrained(directory, max_shard_size="20KB", save_original_format=unfused)
     return json.loads(Path(directory, "model.safetensors.index.json").read_text())["weight_map"]
 
 
 class CheckpointTest(PatchTestCase):
     def load(self, loader, directory: str, unused: frozenset = frozenset()):
-        """The model in `directory`, which has a weight for everything and nothing that finds no place but `unused`."""
+        """Load the model in `directory`. Every weight is present, and only `unused` is left over."""
         model, report = loader.from_pretrained(directory, output_loading_info=True)
         self.assertFalse(report["missing_keys"] | report["mismatched_keys"])
         self.assertEqual(report["unexpected_keys"], unused)
@@ -64,7 +64,7 @@ class CheckpointTest(PatchTestCase):
 
     @parameterized.expand(CASES)
     def test_trainer_resumes_from_what_is_saved(self, _, family, composite, unfused, auto_name):
-        """Trainer loads the file that `save_pretrained` wrote with `load_state_dict(..., strict=False)`."""
+        """Trainer loads the saved file by `load_state_dict(..., strict=False)`."""
         auto_class = getattr(transformers, auto_name)
         with tempfile.TemporaryDirectory() as directory, torch.no_grad(), transformers_packed.registered():
             source(family, composite).save_pretrained(f"{directory}/base", save_original_format=unfused)
@@ -91,7 +91,7 @@ class CheckpointTest(PatchTestCase):
         if composite and auto_name != "AutoModelForCausalLM":
             batch = alone_batch(FEATURE)
         auto_class = getattr(transformers, auto_name)
-        # A base model leaves the head's weights where they are.
+        # A base model ignores the weights of the head.
         unused = {"lm_head.weight"} if auto_name == "AutoModel" else set()
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():
             stored = store(builtin, f"{directory}/builtin", unfused)
@@ -103,11 +103,11 @@ class CheckpointTest(PatchTestCase):
             with transformers_packed.registered():
                 model = self.load(auto_class, f"{directory}/builtin", unused)
             self.assertIn("", ours(model))
-            # All of it is ours: there is nothing left to convert.
+            # All modules are ours, so nothing is left to convert.
             self.assertEqual(ours(transformers_packed.patch_model(copy.deepcopy(model))), ours(model))
             self.assertLess(relative_error(model(**batch)[0], expected), 1e-5)
 
-            # What ours saves is what the built-in class saves, and the built-in class reads it.
+            # Our class saves the same as the stock class, and the stock class can load it.
             again = store(model, f"{directory}/ours", unfused)
             builtin_class = getattr(BUILTINS[family], type(model).__name__)
             twin = self.load(builtin_class, f"{directory}/builtin", unused)
@@ -118,7 +118,7 @@ class CheckpointTest(PatchTestCase):
 
     @parameterized.expand([("qwen3_next", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
     def test_experts_in_a_fresh_process(self, family, composite):
-        """No built-in mixture of experts has run there: router logits, expert kernels and isolation are the same."""
+        """Router logits, expert kernels and isolation are the same if no stock mixture of experts ran before."""
         builtin = source(family, composite)
         code = (
             "import sys; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"

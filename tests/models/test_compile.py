@@ -23,7 +23,7 @@ EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 FAMILIES = [
-    # A dense layer and one of experts.
+    # One dense layer and one with experts.
     ("qwen3_next", Qwen3NextForCausalLM, Qwen3NextConfig(**TINY, **EXPERTS, mlp_only_layers=[0])),
     ("qwen3_5", Qwen3_5ForCausalLM, Qwen3_5TextConfig(**TINY)),
     ("qwen3_5_moe", Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**TINY, **EXPERTS)),
@@ -46,14 +46,14 @@ class CompileTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            # Another row of as many documents and tokens runs without tracing.
+            # Another row with the same numbers of documents and tokens runs without retracing.
             (*FAMILIES[0], ["all"], (2, 130, 60, 7)),
             (*FAMILIES[1], ["all", "cu_seqlens"], (70, 2, 9)),
             (*FAMILIES[2], ["all"], (70, 2, 9)),
         ]
     )
     def test_packed(self, _, cls, config, sources, second):
-        """The same result as without a compiler, and no graph break but where the sequence mixers run."""
+        """The result is the same as without a compiler, with graph breaks only at the sequence mixers."""
         model, ops = self.model(cls, config), set()
 
         def backend(graph, inputs):
@@ -81,7 +81,7 @@ class CompileTest(unittest.TestCase):
             self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
 
     def test_without_position_ids(self):
-        """Each source of boundaries in one compiled model; malformed ones are refused first and last."""
+        """Each source of boundaries works in one compiled model, which refuses malformed ones before and after."""
         model = self.model(*FAMILIES[1][1:]).eval()
         compiled = torch.compile(model, backend="eager")
         cu_seqlens = torch.tensor([0, 3, 11], dtype=torch.int32)
@@ -95,7 +95,7 @@ class CompileTest(unittest.TestCase):
         refuses()
         for source in ("cu_seqlens", "seq_idx", "boundaries"):
             for middle in (3, 8):
-                # A buffer that is filled again.
+                # A buffer that is refilled.
                 cu_seqlens[1:] = torch.tensor([middle, 12])
                 boundaries = SequenceBoundaries.from_lengths([middle, 12 - middle])
                 told = {"cu_seqlens": cu_seqlens, "seq_idx": boundaries.seq_idx, "boundaries": boundaries}[source]
@@ -115,7 +115,7 @@ class CompileTest(unittest.TestCase):
 
     @parameterized.expand(FAMILIES)
     def test_export_of_a_padded_batch(self, _, cls, config):
-        """The graph computes padding, as it cannot depend on where that is."""
+        """The graph computes padding, because it cannot depend on its position."""
         model = self.model(cls, config).eval()
         batch = {name: x for name, x in padded_batch(make_documents(70, 9), "right").items() if name != "labels"}
         batch["use_cache"] = False

@@ -1,4 +1,4 @@
-"""All of CUDA graphs but the graphs: on a CPU a recording runs its function again, into the same tensors."""
+"""CUDA graphs without the graphs: on a CPU, a recording runs its function again on the same tensors."""
 
 import copy
 import pickle
@@ -64,7 +64,7 @@ class RunsAgain:
 
 
 def on_the_host(cu_seqlens, total_length):
-    """What the reference ops can read; they know no empty documents."""
+    """Boundaries for the reference ops, which do not support empty documents."""
     return SequenceBoundaries.from_cu_seqlens(cu_seqlens.unique(), total_length=total_length)
 
 
@@ -77,7 +77,7 @@ def gradients_of(model):
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-# What needs a GPU.
+# Replacements of functions that need a GPU.
 REPLACEMENTS = {
     "_Recording": RunsAgain,
     "_open_boundaries": on_the_host,
@@ -88,14 +88,14 @@ REPLACEMENTS = {
 
 
 def models_of(name="qwen3_5"):
-    """One with graphs, and one without."""
+    """Build a model with graphs and one without."""
     set_seed(0)
     plain = MODELS[name]().train()
     return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
 
 
 def steps_under_ddp():
-    """The gradients of two rows of this rank's own, with graphs and without, and how often one ran."""
+    """Return the gradients of two rows of this rank, with graphs and without, and the number of replays."""
     with mock.patch.multiple(cuda_graphs, **REPLACEMENTS):
         gradients = []
         for model in models_of():
@@ -114,7 +114,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
     def assert_same_step(self, graphed, plain, *rows):
-        """The same losses, and the same gradients of their sum, from one backward after the other."""
+        """Losses are the same, and so are the gradients of their sum, from successive backwards."""
         for model in (graphed, plain):
             model.zero_grad()
         for row in rows:
@@ -131,7 +131,7 @@ class CudaGraphsTest(unittest.TestCase):
         graphed, plain = models_of(name)
         for lengths in ROWS.values():
             self.assert_same_step(graphed, plain, row_of(lengths))
-        # Forward and backward each for up to 6, 30 and more documents.
+        # Forward and backward, each for up to 6, 30 and more documents.
         self.assertEqual(RunsAgain.made, 6)
         self.assertEqual(RunsAgain.replayed, 2 * len(ROWS))
         self.assertEqual(self.warnings, [])
@@ -235,7 +235,7 @@ class CudaGraphsTest(unittest.TestCase):
         graphed, plain = models_of()
         for training in (True, False):
             for model in (graphed, plain):
-                # In evaluation there is nothing to drop.
+                # Evaluation has no dropout.
                 model.model.layers[3].self_attn.attention_dropout = 1.0 - training
                 model.model.layers[3].train(training)
             self.assert_same_step(graphed, plain, row_of([20, 30]))
@@ -323,7 +323,7 @@ class CudaGraphsTest(unittest.TestCase):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b)
         self.assertIn("output_hidden_states", self.warnings[0])
-        # Transformers' hooks stay, and do nothing.
+        # Transformers' hooks stay, without effect.
         self.assert_same_step(graphed, plain, row)
         self.assertEqual(RunsAgain.made, 2)
 
@@ -343,7 +343,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertLess(total_relative_error(gradients_of(graphed), gradients_of(plain)), 1e-6)
         self.assertEqual(RunsAgain.replayed, 2)
         self.assertIn("backward of an earlier row has not run yet", self.warnings[0])
-        # A forward that nobody trains on holds up nothing.
+        # A forward without a backward does not block later ones.
         graphed(**rows[0])
         self.assert_same_step(graphed, plain, rows[1])
         self.assertEqual(RunsAgain.replayed, 5)
@@ -372,7 +372,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertEqual(RunsAgain.made, 0)
 
     def test_trainer(self):
-        """With graphs and without, the same model after an epoch of packed rows."""
+        """With and without graphs, an epoch of packed rows gives the same model."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
         trained = []
         for wanted in (True, False):
@@ -393,7 +393,7 @@ class CudaGraphsTest(unittest.TestCase):
                     report_to="none",
                 )
                 trainer = PackedTrainer(model_init=MODELS["qwen3_5"], args=args, train_dataset=samples)
-                # This makes the model anew.
+                # This creates the model again.
                 trainer.train()
             trained.append(list(trainer.model.parameters()))
         for a, b in zip(*trained, strict=True):
@@ -445,7 +445,7 @@ class OpenBoundariesTest(unittest.TestCase):
         self.assertEqual((open_ended.total_length, open_ended.num_documents, open_ended.max_length), (128, 9, 128))
         expected, found = chunk_indices(real).tolist(), chunk_indices(open_ended).tolist()
         self.assertEqual(found[: len(expected)], expected)
-        # As many for any documents, and all others of the last one, which has no token.
+        # The same number for any documents. The rest goes to the last one, which has no token.
         self.assertEqual(len(found), 128 // 64 + 9)
         self.assertEqual({document for document, _ in found[len(expected) :]}, {8})
 

@@ -1,4 +1,4 @@
-"""Every family of `families.MIXERS` and `families.UNPACKED`; the oracle is the built-in class."""
+"""Every family of `families.MIXERS` and `families.UNPACKED`. The oracle is the stock class."""
 
 import contextlib
 import copy
@@ -36,14 +36,14 @@ from transformers_packed.models.verdict import measurements
 
 
 FAMILIES = [*MIXERS, *UNPACKED]
-# Of those that are unpacked, one of each kind for what does not depend on the family.
+# One unpacked family of each kind, for tests that do not depend on the family.
 SOME = [*MIXERS, "bart", "bloom", "gpt_oss", "opt"]
 MASKED = [family for family, table in MIXERS.items() if any(mixer.masked for mixer in table.values())]
 SOURCES = ("seq_idx", "cu_seq_lens", "cu_seqlens", "all")
 SHORT = (9, 1, 20, 5)
 
 
-# Types of which no tiny model can be built: what the hand decided, and why it is right without a measurement.
+# Types without a tiny model: the manual decision, and its justification without a measurement.
 NOT_MEASURED = {
     "gemma3n": "ISOLATED: the text model of gemma3n_text, which is measured",
     "gemma4_assistant": "REFUSED: it reads the cache of another model",
@@ -55,7 +55,7 @@ BOUNDARIES = ("seq_idx", "cu_seqlens")
 
 
 def has_all_mixers(model: torch.nn.Module, family: str) -> bool:
-    """Whether each class of the table is in the model: what is not there is not tested."""
+    """Check that each class of the table is in the model. Missing classes would go untested."""
     return {type(module).__name__ for module in model.modules()} >= set(MIXERS.get(family, ()))
 
 
@@ -71,17 +71,17 @@ class IsolationTest(unittest.TestCase):
         self.assertTrue(report.ok, report.table())
         with torch.no_grad():
             logits = model(**batch).logits
-            # The built-in leaks, so that this test can fail.
+            # The stock model leaks, so this test can fail.
             self.assertGreater(relative_error(stock, logits), 1e-3)
             for source in SOURCES:
                 self.assertTrue(torch.equal(model(**packed_batch(documents(), source)).logits, logits), source)
 
     @parameterized.expand(FAMILIES)
     def test_loss_and_gradients_are_those_of_documents_alone(self, family):
-        """Also for the targets: `labels` that name a document's first token are no target of the document before."""
+        """This includes targets: `labels` at a document's first token are no targets of the document before."""
         model, rows = tiny_model(family), documents(SHORT)
         config = model.config.get_text_config()
-        # A packed row has no cache; that there is one by default must not matter.
+        # A packed row has no cache. The default of having one must not matter.
         with mock.patch.object(config, "use_cache", False, create=True):
             logits, loss = alone_of(model, rows, family)
             expected = gradients_of(model, loss)
@@ -126,7 +126,7 @@ class IsolationTest(unittest.TestCase):
 
     @parameterized.expand([(f, reentrant) for f in SOME for reentrant in (False, True)])
     def test_gradient_checkpointing_of_two_rows(self, family, use_reentrant):
-        """Both forwards run before the first backward, which has to find the boundaries of its own row."""
+        """Both forwards run before the first backward, which has to use the boundaries of its own row."""
         model = patch_model(tiny_model(family))
         if not model.supports_gradient_checkpointing:
             self.skipTest("the built-in has no gradient checkpointing")
@@ -168,7 +168,7 @@ class IsolationTest(unittest.TestCase):
 
     @parameterized.expand(FAMILIES)
     def test_signature_has_the_builtins_arguments_and_the_boundaries(self, family):
-        """Trainer drops the columns that a signature does not name, and asks it for `**kwargs`."""
+        """Trainer drops columns that a signature does not name, and requires `**kwargs`."""
         model = tiny_model(family)
         before = inspect.signature(model.forward).parameters
         after = inspect.signature(patch_model(model).forward).parameters
@@ -179,7 +179,7 @@ class IsolationTest(unittest.TestCase):
 
 
 def alone_of(model: torch.nn.Module, rows: list[torch.Tensor], family: str):
-    """Each document's logits, and the mean loss over all targets, by the built-in."""
+    """Return the logits of each document and the mean loss over all targets, by the stock model."""
     if family not in UNPACKED or UNPACKED[family].shifts_labels:
         return alone(model, rows)
     outputs = [model(input_ids=row[None], labels=row[None]) for row in rows]
@@ -204,7 +204,7 @@ class PickleTest(unittest.TestCase):
 
 
 class KernelsTest(unittest.TestCase):
-    """Modules with kernels that can be told of boundaries run them once on the row; here the kernels are made up."""
+    """Modules whose kernels accept boundaries run them once on the row. The kernels here are fakes."""
 
     @parameterized.expand(
         [
@@ -231,7 +231,7 @@ class KernelsTest(unittest.TestCase):
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(generic, "_on_gpu", lambda tensors: True))
             for name, keyword in kernels.items():
-                # Without the other ones a kernel alone must not be used: it would leave the rest to a reference.
+                # Without the others, a kernel must not be used alone: the rest would go to a reference.
                 if calls:
                     self.fail("kernels ran before all were there")
                 if name != next(iter(kernels)):
@@ -248,7 +248,7 @@ class KernelsTest(unittest.TestCase):
         [(f, name) for f, table in MIXERS.items() for mixer in table.values() for name in mixer.kernels]
     )
     def test_a_reference_is_no_kernel(self, family, name):
-        """Wrapped by Transformers or not, with its tensors or without."""
+        """This holds with and without the wrapper of Transformers."""
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         function = getattr(module, name)
         self.assertTrue(hasattr(function, "__wrapped__"), "not wrapped: it would ignore boundaries")
@@ -260,7 +260,7 @@ class KernelsTest(unittest.TestCase):
 
 
 def fake_kernel(function, keyword: str, calls: list):
-    """What Transformers makes of a package's kernel: here the reference, for each document of the row."""
+    """Wrap a fake package kernel as Transformers does. It runs the reference on each document of the row."""
     name, reference = function.__name__, inspect.unwrap(function)
     signature = inspect.signature(reference)
 
@@ -312,7 +312,7 @@ class CompileTest(unittest.TestCase):
 
     @parameterized.expand(["lfm2", "opt"])
     def test_compiled(self, family):
-        """What is not packed remains one graph if it was one; a packed row is the same as without compiling."""
+        """Unpacked inputs keep a single graph if they had one. A packed row gives the same as without compiling."""
         torch._dynamo.reset()
         model, rows = patch_model(tiny_model(family)).eval(), documents(SHORT)
         inputs = {"input_ids": rows[2][None], "use_cache": False}
@@ -331,9 +331,9 @@ class CompileTest(unittest.TestCase):
 class PositionsTest(unittest.TestCase):
     @parameterized.expand(["bamba", "moss_transcribe_diarize"])
     def test_positions_of_one_document_reach_the_builtin(self, family):
-        """Also where the built-in does not name them and hands them on to the model inside."""
+        """This includes models that pass the keywords on to an inner model without naming them."""
         model, row = tiny_model(family).eval(), documents(SHORT)[2][None]
-        # Rotary embeddings see distances alone, so these are wider.
+        # Rotary embeddings encode distances only, so these are wider.
         inputs = {"input_ids": row, "attention_mask": torch.ones_like(row), "position_ids": torch.arange(20)[None] * 3}
         with torch.no_grad():
             want, plain = model(**inputs).logits, model(row).logits
@@ -385,7 +385,7 @@ class RefusalTest(unittest.TestCase):
         self.assertEqual(ours(model), set())
 
     def test_decisions_agree_with_the_measurement(self):
-        """The tables are written by hand, the matrix by `make support-matrix`."""
+        """The tables are maintained by hand, the matrix is written by `make support-matrix`."""
         for name, entry in measurements().items():
             family = generic.family_of(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]))
             with self.subTest(name, family=family):
@@ -400,7 +400,7 @@ class RefusalTest(unittest.TestCase):
                     self.assertNotIn("isolated", builtin)
                     self.assertEqual(ours, {"refused"})
                 else:
-                    # With metadata beside them, position ids leak or are refused.
+                    # With metadata, position ids leak or are refused.
                     self.assertIn("leaks", builtin)
                     self.assertNotIn("isolated", builtin)
                     self.assertEqual(ours, {"isolated by unpacking" if family in UNPACKED else "isolated"})

@@ -1,4 +1,4 @@
-"""Whole models through this package's Triton kernels, in Triton's interpreter: what a GPU runs but attention and the rule."""
+"""Whole models through this package's Triton kernels, interpreted: all ops except attention and the rule."""
 
 import copy
 import unittest
@@ -30,7 +30,7 @@ TINY = {
     "pad_token_id": 0,
     "use_cache": False,
 }
-# Each kind of layer before and after the other one.
+# Each kind of layer precedes and follows the other one.
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 EXPERTS = {
     "num_experts": 2,
@@ -54,7 +54,7 @@ class FusedLayersTest(InterpretedKernelsTest):
         cls, config_class, options = FAMILIES[family]
         seen = []
         set_seed(0)
-        # The order of layers is seen in the plain models; with a hooked norm another linear layer is still fused.
+        # The plain models test the order of layers. With a hook on a norm, another linear layer is still fused.
         layers = LAYERS if how in ("plain", "hooked_norm") else LAYERS[:2]
         config = config_class(**TINY, **options, num_hidden_layers=len(layers), layer_types=layers)
         model = cls._from_config(config, attn_implementation="sdpa").train()

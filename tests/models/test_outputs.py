@@ -1,4 +1,4 @@
-"""`outputs.logits` of a forward that made none: what the same forward with `skip_logits=False` would have returned."""
+"""`outputs.logits` of a forward without logits equal those of the same forward with `skip_logits=False`."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ def our_model(family="qwen3_5"):
 
 
 class WritesData:
-    """What some optimizers do: a step through `.data`."""
+    """Some optimizers write a step through `.data`."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
@@ -85,7 +85,7 @@ class LogitsOnDemandTest(unittest.TestCase):
     @parameterized.expand(
         [
             *((family, partial(torch.optim.SGD, lr=0.1)) for family in ("qwen3_5", "qwen3_next", "qwen3_5_moe")),
-            # They count no version of what they change; the first is Trainer's default.
+            # These do not increment the version counters of the tensors they change. The first is Trainer's default.
             ("qwen3_5", partial(torch.optim.AdamW, lr=0.1, fused=True)),
             ("qwen3_5", partial(torch.optim.AdamW, lr=0.1, foreach=True)),
             ("qwen3_5", WritesData),
@@ -103,11 +103,11 @@ class LogitsOnDemandTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "changed in place"):
                 output["logits"]
         self.assertNotIn("logits", output)
-        # Those that exist stay.
+        # Computed logits stay.
         self.assertIs(read.logits, logits)
 
     def test_under_mixed_precision_of_accelerate(self):
-        """It copies what the model returns, and a copy cannot make logits: it says so."""
+        """It copies the output of the model. A copy cannot compute logits and raises an error."""
         self.addCleanup(AcceleratorState._reset_state, True)
         AcceleratorState._reset_state(True)
         model = Accelerator(cpu=True, mixed_precision="bf16").prepare(our_model())
@@ -131,7 +131,7 @@ class LogitsOnDemandTest(unittest.TestCase):
                 changed(output)
                 with self.assertRaisesRegex(ValueError, "changed in place"):
                     output.logits  # noqa: B018
-        # Another head, and what hooks into this one, come too late.
+        # A replaced head, or a hook on this one, comes too late.
         output, hooked = model(**self.batch), model(**self.batch)
         model.lm_head.register_forward_hook(lambda *_: self.fail("it was not there in the forward"))
         self.check(hooked.logits, expected)
@@ -204,7 +204,7 @@ class LogitsOnDemandTest(unittest.TestCase):
                     for key in ("loss", "aux_loss", "hidden_states"):
                         torch.testing.assert_close(found.get(key), output.get(key))
         with self.subTest("FSDP"):
-            # It takes the dataclass apart and makes another one of its fields.
+            # It rebuilds the dataclass from its fields.
             found = distributed.utils._apply_to_tensors(lambda x: x.clone(), output)
             self.assertNotIn("logits", output)
             self.assertEqual(list(found.keys()), keys)
@@ -226,7 +226,7 @@ class ShardedTest(unittest.TestCase):
         self.addCleanup(distributed.destroy_process_group)
 
     def test_fsdp2(self):
-        """FSDP2 with a dtype for outputs walks through them, which asks for no logits."""
+        """FSDP2 with an output dtype traverses the outputs without computing logits."""
         model, batch = our_model(), packed_batch(documents())
         expected = model(**batch, skip_logits=False).logits
         mesh = distributed.init_device_mesh("cpu", (1,))

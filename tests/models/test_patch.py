@@ -1,4 +1,4 @@
-"""`patch_model` and `unpatch_model` on live models; the oracle is the model itself, before it was patched."""
+"""`patch_model` and `unpatch_model` on live models. The oracle is the same model before patching."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ class PatchTest(PatchTestCase):
 
     @parameterized.expand(CONFIGS)
     def test_packed_is_alone_and_back(self, family):
-        """The whole way on one object: built-in, patched twice, unpatched twice; weights never move."""
+        """One object is patched twice and unpatched twice. Its weights never move."""
         model = builtin_model(family)
         input_ids = documents()[-1][None]
         requested = {"output_hidden_states": True}
@@ -94,7 +94,7 @@ class PatchTest(PatchTestCase):
         self.assertEqual(len(output.hidden_states), len(other.model.layers) + 1)
 
     def test_a_model_that_recorded_before(self):
-        """Transformers installs its recording hooks once: they go on working after the switch, and once only."""
+        """Transformers installs its recording hooks once. They keep working after the switch, without duplicates."""
         model = builtin_model("qwen3_5_moe")
         input_ids, requested = documents()[-1][None], {"output_hidden_states": True, "output_router_logits": True}
         before = model(input_ids, **requested)
@@ -153,7 +153,7 @@ class PatchTest(PatchTestCase):
 
     @parameterized.expand(["compile_method", "wrapper"])
     def test_compiled(self, kind):
-        """What was traced with the old classes is traced again with the new ones."""
+        """Traces of the old classes are replaced by traces of the new ones."""
         torch._dynamo.reset()
         self.addCleanup(torch._dynamo.reset)
         model, rows = builtin_model().eval(), documents()[1:3]
@@ -172,7 +172,7 @@ class PatchTest(PatchTestCase):
             self.assertTrue(torch.equal(compiled(rows[0][None]).logits, before))
 
     def test_born_as_ours(self):
-        """Unpatching a model that was built as ours gives a built-in one."""
+        """Unpatching a model that was built from our classes gives a stock one."""
         for family, module in BUILTINS.items():
             name = type(builtin_model(family)).__name__
             set_seed(0)
@@ -207,11 +207,11 @@ class PatchTest(PatchTestCase):
                 )
                 self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
                 self.assertEqual(back.config.architectures, [type(model).__name__])
-                # Still mapped from the directory, so compared before it goes.
+                # The weights are memory-mapped, so compare before the directory is removed.
                 self.assertTrue(torch.equal(patch_model(back).eval()(**batch).logits, logits))
 
     def test_in_a_fresh_process(self):
-        """Nothing of ours was imported but the package, and a pickle brings its classes along."""
+        """Only the package was imported, and a pickle loads its classes."""
         code = (
             "import sys, pickle; sys.modules['fla'] = sys.modules['causal_conv1d'] = None\n"
             "import torch, transformers_packed\n"
@@ -238,7 +238,7 @@ class PatchTest(PatchTestCase):
 class HeadsTest(PatchTestCase):
     @parameterized.expand(BUILTINS)
     def test_every_language_model_of_the_family_has_a_class_of_ours(self, family):
-        """A head that Transformers adds would be converted by half: it needs a class here first."""
+        """A head that Transformers adds later would be converted partially, so it needs a class here first."""
         modeling_module(family)
         for name in BUILTINS[family].__all__:
             if not name.endswith(("PreTrainedModel", "VisionModel")):

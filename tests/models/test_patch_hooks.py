@@ -1,4 +1,4 @@
-"""`patch_model` on models with hooks and wrappers, and every model that it refuses, unchanged."""
+"""`patch_model` on models with hooks and wrappers. Models that it refuses stay unchanged."""
 
 import copy
 import inspect
@@ -50,7 +50,7 @@ def linear_attention(model) -> torch.nn.Module:
 
 
 class HooksTest(PatchTestCase):
-    """accelerate's hooks keep a bound forward in the module: it has to follow the class."""
+    """The hooks of accelerate keep a bound forward in the module, which has to follow the class."""
 
     def check_there_and_back(self, model, expected):
         logits, hooks = expected[0], [vars(module).get("_hf_hook") for module in model.modules()]
@@ -63,7 +63,7 @@ class HooksTest(PatchTestCase):
             if "_old_forward" in vars(module):
                 self.assertIs(module._old_forward.__func__, type(module).forward)
                 self.assertEqual(inspect.signature(module.forward), inspect.signature(module._old_forward))
-        # Trainer keeps the columns that the signature names.
+        # Trainer keeps the columns in the signature.
         self.assertEqual(
             list(inspect.signature(model.forward).parameters),
             list(inspect.signature(type(model).forward).parameters)[1:],
@@ -100,7 +100,7 @@ class HooksTest(PatchTestCase):
             self.assertEqual((counters[name].before, counters[name].after), (1, 1), name)
 
     def test_cpu_offload(self):
-        """The weights live in a map; modules get them for the length of their forward."""
+        """The weights are in a map. Modules receive them during their forward."""
         model = builtin_model()
         with torch.no_grad():
             logits, _ = alone(model, documents())
@@ -132,7 +132,7 @@ class HooksTest(PatchTestCase):
             self.assertTrue(torch.equal(torch.cat(alone(model, documents())[0]), torch.cat(logits)))
 
     def test_hooks_removed_before_and_after(self):
-        """accelerate leaves a bound forward behind when it takes a hook away."""
+        """accelerate leaves a bound forward behind when it removes a hook."""
         model = builtin_model()
         expected = self.expected(model)
         for module in model.modules():
@@ -164,7 +164,7 @@ class HooksTest(PatchTestCase):
 
 
 class ProcessGroupTest(PatchTestCase):
-    """One process as a group of its own."""
+    """Form a group of one process."""
 
     def setUp(self):
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -206,7 +206,7 @@ class ProcessGroupTest(PatchTestCase):
         expected_gradients = self.gradients(model, expected.loss)
         model.zero_grad(set_to_none=True)
         mesh = distributed.init_device_mesh("cpu", (1,))
-        # accelerate shards the last norm and the head as one.
+        # accelerate shards the last norm and the head as one unit.
         for module in [[model.model.norm, model.lm_head] if with_norm else model.lm_head, *model.model.layers, model]:
             distributed.fsdp.fully_shard(module, mesh=mesh)
         seen = []
@@ -216,7 +216,7 @@ class ProcessGroupTest(PatchTestCase):
             "transformers_packed.models.outputs.linear_cross_entropy", wraps=linear_cross_entropy
         ) as fused:
             output = model.train()(**batch)
-        # A hook of the user's is to see logits.
+        # A user's hook on the head requires logits.
         self.assertEqual((fused.call_count, len(seen)), (0, 1) if hooked else (1, 0))
         self.assertLess(relative_error(output.loss, expected.loss), 1e-6)
         output.loss.backward()
@@ -250,7 +250,7 @@ class RefusalTest(PatchTestCase):
         ]
     )
     def test_a_forward_of_its_own(self, _, find, pattern):
-        """Set in any of the usual ways, it is named before anything is changed; taken away, the model is accepted."""
+        """An instance forward is refused by name before any change. Once it is removed, the model is accepted."""
         for switch in (patch_model, unpatch_model):
             model = builtin_model()
             if switch is unpatch_model:
@@ -271,7 +271,7 @@ class RefusalTest(PatchTestCase):
 
     @unittest.skipUnless(find_spec("trl"), "needs trl")
     def test_trl_had_set_one(self):
-        """Its forward scores tokens itself, and else calls the one that it found: that has to become ours."""
+        """Its forward scores tokens itself, and otherwise calls the original forward, which has to become ours."""
         from trl.trainer.utils import add_fused_lm_head
 
         model = builtin_model()
@@ -304,13 +304,13 @@ class RefusalTest(PatchTestCase):
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
         model.model.get_image_features = lambda *args, **kwargs: None
         self.assert_refused(patch_model, model, r"model \(Qwen3_5Model\) with its own get_image_features")
-        # A method that our class leaves alone may be replaced.
+        # Methods that our class does not override may be replaced.
         del model.model.get_image_features
         model.can_generate = lambda: False
         self.assertFalse(patch_model(model).can_generate())
 
     def test_other_modules_may_have_a_forward_of_their_own(self):
-        """As Liger and tensor parallelism set it on norms, MLPs and projections: it stays, and so does the class."""
+        """Forwards of Liger and tensor parallelism on norms, MLPs and projections stay, and so do the classes."""
         model = builtin_model()
         inner = model.model.layers[0].post_attention_layernorm
         inner.forward = partial(inner.forward)
@@ -330,17 +330,17 @@ class RefusalTest(PatchTestCase):
         self.assertIn("_original_forward", vars(model))
         self.assert_refused(patch_model, model, "the model itself.*Accelerator.prepare")
         model = accelerator.prepare(patch_model(builtin_model()))
-        # Its wrapper copies outputs, and a copy makes no logits later.
+        # The wrapper copies outputs, and a copy cannot compute logits later.
         self.assertEqual(model(**packed_batch(documents()), skip_logits=False).logits.dtype, torch.float32)
 
     @parameterized.expand(["qwen3_5", "bamba"])
     def test_unwrapped_after_mixed_precision(self, family):
-        """accelerate takes its wrappers off until nothing says that it wraps something: what is left is our forward."""
+        """accelerate removes its wrappers until no attribute refers to a wrapped function. Our forward remains."""
         self.addCleanup(AcceleratorState._reset_state, True)
         AcceleratorState._reset_state(True)
         model, accelerator = patch_model(tiny_model(family)), Accelerator(cpu=True, mixed_precision="bf16")
         batch = packed_batch(documents())
-        # Every token is a target, so that one of another document would count.
+        # Every token is a target, so a target across documents would change the loss.
         batch["labels"] = batch["input_ids"]
         expected, signature = model(**batch).loss, inspect.signature(model.forward)
         model = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
@@ -353,7 +353,7 @@ class RefusalTest(PatchTestCase):
             pass
 
         class Qwen3_5GatedDeltaNet(torch.nn.Module):
-            """As a library writes it into a file of its own."""
+            """A patch as libraries write it in their own module."""
 
         root, layer = builtin_model(), builtin_model()
         root.__class__ = Custom
@@ -368,14 +368,14 @@ class RefusalTest(PatchTestCase):
         self.assert_refused(patch_model, parametrized, r"linear_attn of a subclass .*ParametrizedQwen3_5GatedDeltaNet")
 
         class Derived(packed.Qwen3_5ForCausalLM):
-            """A class of the user's own over ours is ours, and has no built-in class to go back to."""
+            """A user's subclass of our class counts as ours, and has no stock class to return to."""
 
         model = Derived._from_config(builtin_model().config)
         self.assertIs(type(patch_model(model)), Derived)
         self.assert_refused(unpatch_model, model, "of a subclass .*Derived")
 
     def test_a_model_of_a_class_of_the_users_own(self):
-        """A head that Transformers does not know, over the built-in model: what is inside is converted."""
+        """In a head that Transformers does not define, over the stock model, the inner model is converted."""
 
         class Reward(builtin.Qwen3_5PreTrainedModel):
             def __init__(self, config):
@@ -401,7 +401,7 @@ class RefusalTest(PatchTestCase):
                 vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
             )
         )
-        # It keeps documents apart by itself.
+        # The model keeps documents apart by itself.
         self.assertIs(patch_model(llama), llama)
         self.assertEqual(ours(llama), set())
         self.assert_refused(patch_model, torch.nn.Linear(2, 2), "got Linear")

@@ -59,10 +59,10 @@ class RegisterTest(unittest.TestCase):
 
     @parameterized.expand(REGISTERED)
     def test_checkpoints_go_both_ways(self, _, family, config_name, auto_name, class_name):
-        """The built-in's checkpoint loads into ours and ours into the built-in, all keys matched, equal results."""
+        """Stock checkpoints load into our classes and vice versa, with all keys matched and equal results."""
         auto_class = getattr(transformers, auto_name)
         torch.manual_seed(0)
-        # A causal LM of a composite checkpoint is the language model inside the vision-language one.
+        # The causal LM of a composite checkpoint is the language model of the vision-language model.
         composite = class_name.endswith("ForCausalLM") and not config_name.endswith(("TextConfig", "NextConfig"))
         saved_class = builtin_class(
             family, class_name.replace("ForCausalLM", "ForConditionalGeneration" if composite else "ForCausalLM")
@@ -79,9 +79,10 @@ class RegisterTest(unittest.TestCase):
             self.assertLess(relative_error(ours.eval()(input_ids)[0], builtin(input_ids)[0]), 1e-5)
             if composite:
                 return
-            # A directory of its own: the tensors of `ours` may still be mapped from the first one.
+            # Use a separate directory, because the tensors of `ours` may still be mapped from the first one.
             ours.save_pretrained(f"{directory}/ours")
-            # The configuration is given, as Qwen3.5's token classification class expects the composite one by default.
+            # Pass the configuration, because the token classification class of Qwen3.5 expects the composite one by
+            # default.
             back, report = builtin_class(family, class_name).from_pretrained(
                 f"{directory}/ours", config=ours.config, output_loading_info=True
             )
@@ -102,7 +103,7 @@ class RegisterTest(unittest.TestCase):
             - {"Model", "TextModel"},
             {"ForCausalLM", "GatedDeltaNet", "Attention", "DecoderLayer", "MLP", "RMSNorm", "RMSNormGated"},
         )
-        # As Trainer, accelerate and torch.save treat a model.
+        # As in Trainer, accelerate and torch.save.
         self.assertEqual(ours._no_split_modules, builtin._no_split_modules)
         self.assertIs(type(pickle.loads(pickle.dumps(ours))), type(ours))
         self.assertTrue(ours.can_generate())
@@ -118,7 +119,7 @@ class RegisterTest(unittest.TestCase):
         transformers_packed.unregister()
         self.assertEqual([dict(mapping._extra_content) for mapping in mappings], before)
 
-        # Both kinds go on working in one process, recorded outputs included.
+        # Both kinds keep working in one process, including recorded outputs.
         builtin = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])
         self.assertTrue(type(builtin).__module__.startswith("transformers."))
         builtin.load_state_dict(ours.state_dict())
@@ -147,7 +148,7 @@ class RegisterTest(unittest.TestCase):
         try:
             with self.assertRaisesRegex(ValueError, "expected no other class .* Qwen3_5TextConfig, got .*"):
                 transformers_packed.register()
-            # Nothing was registered half-way, and unregister leaves the stranger alone.
+            # Nothing was registered partially, and unregister keeps the foreign class.
             self.assertTrue(type(AutoModel.from_config(CONFIGS["qwen3_5"])).__module__.startswith("transformers."))
             transformers_packed.unregister()
             self.assertIs(type(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])), Qwen3_5ForCausalLM)
@@ -162,7 +163,7 @@ class RegisterTest(unittest.TestCase):
                 transformers_packed.register()
 
     def test_experts_implementation_in_a_fresh_process(self):
-        """The built-in check reads a module's source and caches the answer: ask it before any built-in model ran."""
+        """The stock check reads a module's source and caches the answer, so run it before any stock model."""
         code = (
             "import sys; sys.modules['fla'] = None\n"
             "from transformers import AutoModelForCausalLM, Qwen3NextConfig, Qwen3_5TextConfig\n"
@@ -198,7 +199,7 @@ class ImportTest(unittest.TestCase):
     def test_import_loads_no_kernels_and_no_models(self):
         self.run_python(
             "import sys, torch, transformers_packed\n"
-            # These import the ops, and with them `transformers.modeling_utils`, which imports torch's compiler.
+            # These import the ops, and thereby `transformers.modeling_utils`, which imports the compiler of torch.
             "late = ('.audit', '.models.cuda_graphs', '.training.configure', '.training.callbacks',\n"
             "        '.training.trainer')\n"
             "names = [name for name, module in transformers_packed._HOMES.items() if not f'.{module}'.startswith(late)]\n"
@@ -216,7 +217,7 @@ class ImportTest(unittest.TestCase):
             self.assertEqual(getattr(transformers_packed, name).__name__, name)
 
     def test_import_changes_nothing_in_transformers(self):
-        """Nor does that of a package by its name alone."""
+        """Neither does access to a subpackage by its name."""
         self.run_python(
             "import importlib, sys\n"
             "import transformers\n"

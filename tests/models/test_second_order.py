@@ -1,4 +1,4 @@
-"""Gradients of gradients, and graphs that are kept, through whole models: right numbers, or what to do instead."""
+"""Second-order gradients and retained graphs through whole models: correct numbers, or an error with a fix."""
 
 import copy
 import unittest
@@ -12,7 +12,7 @@ from transformers_packed import patch_model
 
 
 def models(family="qwen3_5", attention="eager"):
-    """The built-in model, and one of ours with the same weights."""
+    """Build the stock model and ours with the same weights."""
     builtin = builtin_model(family)
     builtin.set_attn_implementation(attention)
     if family != "qwen3_5":
@@ -21,7 +21,7 @@ def models(family="qwen3_5", attention="eager"):
 
 
 def penalty(model, loss) -> tuple[torch.Tensor, dict]:
-    """The norm of the gradient, as a gradient penalty takes it, and its own gradient."""
+    """Return the norm of the gradient, as in a gradient penalty, and its own gradient."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     norm = sum(x.square().sum() for x in torch.autograd.grad(loss, parameters, create_graph=True)).sqrt()
     return norm, dict(zip(names, torch.autograd.grad(norm, parameters), strict=True))

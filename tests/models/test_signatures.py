@@ -1,4 +1,4 @@
-"""Public methods of our classes take and return what those of the newest Transformers do, in the same order."""
+"""Public methods of our classes have the parameters and results of the newest Transformers, in the same order."""
 
 import inspect
 import types
@@ -13,9 +13,9 @@ from transformers_packed.models.inputs import named_arguments
 from transformers_packed.models.registry import REPLACEMENTS, modeling_module
 
 
-# Two of each kind of class that is made by table.
+# Two classes of each kind that a table generates.
 BY_TABLE = ("bamba", "mamba2", "kimi_linear", "recurrent_gemma")
-# Arguments of ours that the built-in method does not name; they come last.
+# Our arguments that the stock method does not have. They come last.
 ADDED = {
     "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],
     "RMSNorm.forward": ["residual"],
@@ -36,13 +36,13 @@ def methods():
 
 
 def named(method) -> list[tuple]:
-    """Name, kind and default of every parameter but `**kwargs`."""
+    """Return name, kind and default of every parameter except `**kwargs`."""
     parameters = inspect.signature(method).parameters.values()
     return [(p.name, p.kind, p.default) for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
 
 def hints(method) -> dict:
-    """The annotation of every parameter but `**kwargs`, whether or not `None` is said to be allowed."""
+    """Return the annotation of every parameter except `**kwargs`, without regard to `None`."""
     hints = typing.get_type_hints(inspect.unwrap(method))
     kinds = {p.name: p.kind for p in inspect.signature(method).parameters.values()}
     return {

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism of Transformers over two processes: gradients are those of one process without it."""
+"""Tensor and expert parallelism of Transformers over two processes give the gradients of one process without it."""
 
 import tempfile
 import unittest
@@ -34,7 +34,7 @@ def features(name: str) -> list[dict]:
 
 
 def batches(name: str) -> dict[str, dict]:
-    """One document as a batch of its own, and a packed row."""
+    """Return one document as a batch, and a packed row."""
     document = alone_batch(features(name)[0])
     return {"document": {**document, "labels": document["input_ids"]}, "row": packed_batch(features(name))}
 
@@ -51,7 +51,7 @@ def gradients(model, batch) -> dict[str, torch.Tensor]:
 
 
 def on_one_rank(name: str, plans: list[str], folder: str) -> dict[tuple, dict]:
-    """What a rank has of each plan, from a class of ours and from a patched model, on a document and on a packed row."""
+    """Return a rank's result for each plan, from our class and a patched model, on a document and a packed row."""
     family, head, _ = MODELS[name]
     results = {}
     for plan in plans:

@@ -1,7 +1,7 @@
-"""Whatever hooks into, wraps, replaces, parametrises or shards a module has the effect that it has on the built-in model.
+"""Hooks, wrappers, replacements, parametrizations and sharding have the same effect as on the stock model.
 
-Each test goes over every submodule of a model of each family, text and vision. The fused ops that only a GPU has reason
-to use are chosen here too, in their torch forms.
+Each test covers every submodule of a model of each family, text and vision. The models also select the fused ops that
+are useful only on a GPU, in their torch forms.
 """
 
 import copy
@@ -37,18 +37,18 @@ def first_tensor(value):
 
 
 def stretched(x: torch.Tensor) -> torch.Tensor:
-    """Other values in each channel, which no norm behind it undoes."""
+    """Different values per channel, which a following norm does not undo."""
     return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
 
 
 class TouchedModulesTest(unittest.TestCase):
     def setUp(self):
-        # The layers take what they fuse on a GPU, and its kernels leave the work to the torch forms.
+        # Layers select the fused ops of a GPU, whose kernels leave the work to the torch forms.
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.problem", lambda: "are left out here"))
 
     def models(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel, dict]:
-        """The built-in model, ours, and one document for both, to which ours is told that it is one."""
+        """Build the stock model and ours, and one document, which our model gets as a packed row."""
         builtin = builtin_model(*MODELS[name])
         feature = document(9, 1, images=((1, 4, 4),)) if name.endswith("vision") else {"input_ids": list(range(1, 10))}
         batch = alone_batch(feature)
@@ -57,7 +57,7 @@ class TouchedModulesTest(unittest.TestCase):
     def submodules(self, name: str) -> list[str]:
         containers = (torch.nn.ModuleList, PreTrainedModel)
         model = builtin_model(*MODELS[name])
-        # The layers of the vision tower are the built-in's in any case; they are alike.
+        # The layers of the vision tower are stock layers, and all alike.
         return [
             path
             for path, module in model.named_modules()
@@ -85,7 +85,7 @@ class TouchedModulesTest(unittest.TestCase):
         def hook(model, path, events):
             def note(kind):
                 def called(module, *values):
-                    # A backward hook gets gradients of the inputs and of the outputs, a forward hook these themselves.
+                    # A backward hook gets gradients of inputs and outputs, a forward hook gets the tensors.
                     seen = [None if x is None else first_tensor(x) for x in values]
                     events.append((kind, [None if x is None else x.detach().clone() for x in seen]))
 
@@ -113,7 +113,7 @@ class TouchedModulesTest(unittest.TestCase):
             self.assertLess(total_relative_error(own_gradients, gradients), 1e-4, path)
 
     def test_hooks_for_all_modules(self):
-        """`torch.nn.modules.module.register_module_forward_hook`, as torch's counters of operations use it."""
+        """`torch.nn.modules.module.register_module_forward_hook`, as in torch's operation counters."""
         builtin, ours, batch = self.models("qwen3_5")
         names = {module: path for model in (builtin, ours) for path, module in model.named_modules()}
         seen = {False: [], True: []}
@@ -124,7 +124,7 @@ class TouchedModulesTest(unittest.TestCase):
             self.addCleanup(handle.remove)
             self.run_once(model, batch, packed)
             handle.remove()
-        # The activation of a convolution is a module of no model.
+        # The activation of a convolution is not a module of the model.
         called = [sorted(path for path in paths if path is not None) for paths in seen.values()]
         self.assertEqual(called[1], called[0])
 
@@ -144,7 +144,7 @@ class TouchedModulesTest(unittest.TestCase):
             for module in changed:
                 module.forward = MethodType(scaled, module)
             loss, _ = self.check_equal(builtin, ours, batch, path)
-            # A convolution's weight is used without a call, there too.
+            # Also the weight of a convolution is used without a call.
             self.assertEqual(bool((loss != plain).item()), not path.endswith(("conv1d", "mlp.gate")), path)
             for module in changed:
                 del module.forward
@@ -239,7 +239,7 @@ class TouchedModulesTest(unittest.TestCase):
         self.assertGreater(len(gradients), 5)
 
     def test_an_adapter_that_computes_in_another_dtype(self):
-        """Under autocast PEFT's LoKr gives float32 where a linear layer gives bfloat16."""
+        """Under autocast, PEFT's LoKr returns float32, a linear layer bfloat16."""
         builtin, ours, batch = self.models("qwen3_5")
         for target in ("gate_proj", "up_proj", "q_proj", "o_proj", "in_proj_z", "in_proj_a"):
             config = LoKrConfig(r=4, target_modules=[target], init_weights=False)
@@ -255,7 +255,7 @@ class TouchedModulesTest(unittest.TestCase):
             self.assertLess(total_relative_error(got, expected), 0.1, target)
 
     def test_an_adapter_of_the_convolution(self):
-        """PEFT would wrap it without any effect, as its weight is used without a call."""
+        """PEFT would wrap it without effect, because its weight is used without a call."""
         _, ours, batch = self.models("qwen3_5")
         ours = get_peft_model(ours, LoraConfig(r=96, target_modules=["conv1d"], init_lora_weights=False))
         with self.assertRaisesRegex(ValueError, "conv1d as a torch.nn.Conv1d.*got peft.*Conv1d"):
@@ -278,7 +278,7 @@ class TouchedModulesTest(unittest.TestCase):
         mesh = distributed.init_device_mesh("cpu", (1,))
         for path in self.submodules("qwen3_5"):
             _, ours, _ = self.models("qwen3_5")
-            # Its parameters are used by the layer, which so has to be what gathers them.
+            # The layer uses these parameters, so it has to gather them itself.
             if path.endswith("conv1d") or not list(ours.get_submodule(path).parameters(recurse=False)):
                 continue
             for module in (ours.get_submodule(path), ours):

@@ -1,4 +1,4 @@
-"""What is made of the audit's measurements, and of a model's cache: the verdict on a model."""
+"""The verdict on a model, from the measurements of the audit and the model's cache setting."""
 
 import unittest
 from unittest import mock
@@ -29,7 +29,7 @@ def judge_with_cache(model):
 
 
 class CacheTest(unittest.TestCase):
-    """What is said of a cache is what a changed first document does to the second one."""
+    """The verdict on a cache matches the effect of a changed first document on the second."""
 
     @parameterized.expand(
         [
@@ -65,7 +65,7 @@ class CacheTest(unittest.TestCase):
 
 
 class JudgeTest(unittest.TestCase):
-    """What is made of an entry of the matrix, for a Qwen3.5 model."""
+    """The verdict from an entry of the matrix, for a Qwen3.5 model."""
 
     def judge(self, builtin: dict, *, options=ALL, ours="isolated", model=None, model_type="qwen3_5_text"):
         entry = {
@@ -75,7 +75,7 @@ class JudgeTest(unittest.TestCase):
             "ours": {"position_ids": {"verdict": ours}, "all": {"verdict": ours}},
         }
         model = model or build()
-        # As Trainer leaves it, and as the audits were.
+        # As set by Trainer, and as in the audits.
         model.config.use_cache = model.config.get_text_config().use_cache = False
         collator = DataCollatorWithFlattening(**options, on_leak="ignore")
         with mock.patch.object(verdict, "measurements", return_value={model_type: entry}):
@@ -94,7 +94,7 @@ class JudgeTest(unittest.TestCase):
         self.assertNotIn("patch_model", leak)
 
     def test_cu_seqlens_for_a_vision_tower(self):
-        """It would read them as image boundaries; by Transformers' own names they stay out of it."""
+        """The tower would read them as image boundaries. Under Transformers' own names they do not reach it."""
         isolated = {"position_ids": self.isolated, "all": self.isolated}
         model = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
         leak, _ = self.judge(isolated, options={**ALL, "return_cu_seqlens": True}, model=model)
@@ -134,7 +134,7 @@ class JudgeTest(unittest.TestCase):
         ends = {"position_ids": self.leaks, "all": self.leaks}
         model.set_attn_implementation("eager")
         self.assertIn("Qwen3_5Attention", self.judge(ends, model=model)[0])
-        # Set only when it is installed.
+        # Set only if it is installed.
         model.config._attn_implementation_internal = "flash_attention_2"
         self.assertIn("not audited with flash_attention_2", self.judge(ends, model=model)[1])
         states = {**self.leaks, "module": "Qwen3_5GatedDeltaNet", "kind": "state"}

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent.parent
 @unittest.skipIf(torch.cuda.is_available(), "on a CUDA machine the kernels run, which the gpu tests cover")
 @unittest.skipUnless(list(importlib.metadata.distributions(name="fla-core")), "needs flash-linear-attention")
 class VisibleKernelsTest(unittest.TestCase):
-    """With flash-linear-attention and triton importable on a machine without a GPU, where the built-in crashes."""
+    """flash-linear-attention and triton are importable without a GPU, where the stock model crashes."""
 
     def run_python(self, code: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TESTS)
@@ -28,11 +28,11 @@ class VisibleKernelsTest(unittest.TestCase):
     )
 
     def test_ours_trains_and_generates_where_the_builtin_crashes(self):
-        """Packed, padded, unpacked, generating and classifying, forward and backward, all with fla imported.
+        """Packed, padded, unpacked, generation and classification, forward and backward, all with fla imported.
 
-        The crash is why the oracle of the other tests hides the package; should this change, hide it no more.
+        Because of the crash, the other tests hide the package from the oracle. If the crash is fixed, stop hiding it.
         """
-        # Elsewhere: without the compiled convolution there are no boundaries, or an error.
+        # Elsewhere: without the compiled convolution there are no boundaries, or an error occurs.
         result = self.run_python(
             self.SETUP + "for family, name in ((dense, 'Qwen3_5'), (moe, 'Qwen3Next')):\n"
             "    model = getattr(family.packed, name + 'ForCausalLM')(family.tiny_config())\n"
@@ -51,7 +51,7 @@ class VisibleKernelsTest(unittest.TestCase):
         self.assertIn("0 active drivers", result.stderr)
 
     def test_register_after_the_import(self):
-        """flash-linear-attention registers models of its own under types of Transformers (mamba, mamba2)."""
+        """flash-linear-attention registers its own models under types of Transformers (mamba, mamba2)."""
         result = self.run_python(
             "import fla.models, transformers\n"
             "from transformers.models.auto import CONFIG_MAPPING, modeling_auto\n"

@@ -27,7 +27,7 @@ def make_module(implementation):
 
 
 def make_row(length, batch=1):
-    """Query, key and value `[batch, heads, length, dim]`."""
+    """Draw query, key and value `[batch, heads, length, dim]`."""
     return [torch.randn(batch, heads, length, HEAD_DIM) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
 
 
@@ -96,7 +96,7 @@ class PackedEagerWithWeightsTest(PackedOpTesterMixin, unittest.TestCase):
         visible = (documents[:, None] == documents[None]).tril()
         self.assertEqual(int(weights[:, :, ~visible].count_nonzero()), 0)
         self.assertTrue((weights[:, :, visible] > 0).all())
-        # They are the weights that made the output.
+        # These weights produced the output.
         values = row[2].repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
         self.assertLess(relative_error((weights @ values).transpose(1, 2), output), 1e-5)
         self.assertLess(relative_error(run(make_module("eager"), *row, boundaries=boundaries)[0], output), 1e-5)
@@ -111,7 +111,7 @@ class PackedEagerWithWeightsTest(PackedOpTesterMixin, unittest.TestCase):
 
 
 class LargestOutput(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returned."""
+    """Record the number of elements of the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class AttentionTest(unittest.TestCase):
     @parameterized.expand([("sdpa",), ("eager",)])
     def test_nothing_of_the_rows_length_squared(self, implementation):
         self.assertLess(self.largest_tensor(implementation), 2000 * 2000)
-        # Asking for the weights makes one, which shows that it would have been seen.
+        # A request for the weights creates such a tensor, which shows that the check would detect it.
         self.assertGreaterEqual(self.largest_tensor("eager", output_attentions=True), 2000 * 2000)
 
     @parameterized.expand([("sdpa", None), ("sdpa", "mask"), ("eager", None), ("eager", "mask")])
@@ -146,7 +146,7 @@ class AttentionTest(unittest.TestCase):
         module = make_module(implementation)
         row = make_row(20, batch=2)
         mask = None if mask is None else causal_mask(20)
-        # Extra keywords go through, so that an interface of somebody else's gets what it knows.
+        # Extra keywords are passed on, so that custom interfaces receive theirs.
         kwargs = {"output_attentions": implementation == "eager", "dropout": 0.0}
         output, weights = run(module, *row, mask, **kwargs)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
@@ -177,7 +177,7 @@ class AttentionTest(unittest.TestCase):
         ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = flash
         boundaries = SequenceBoundaries.from_lengths([8, 12])
         row = make_row(20)
-        # Stale metadata in the keywords must not win over the boundaries.
+        # Stale metadata in the keywords must not override the boundaries.
         output, _ = run(
             make_module("flash_attention_2"), *row, boundaries=boundaries, max_length_q=99, sliding_window=4
         )
@@ -220,7 +220,7 @@ class AttentionTest(unittest.TestCase):
 
         theirs = create_block_mask(visible, None, None, length, length, device="cpu")
         self.assertTrue(torch.equal(ours.to_dense(), theirs.to_dense()))
-        # Blocks seen in full are not looked at again: none must be claimed falsely, and none missed.
+        # Blocks marked as full are not masked again, so the marks must be exact.
         for mask in (ours, theirs):
             full = BlockMask.from_kv_blocks(
                 mask.full_kv_num_blocks, mask.full_kv_indices, seq_lengths=(length, length)

@@ -1,4 +1,4 @@
-"""Second-order gradients of every autograd function of the package: right ones, or an error."""
+"""Second-order gradients of every autograd function of the package: correct, or an error."""
 
 import importlib
 import re
@@ -37,7 +37,7 @@ def random(*shape):
 
 
 def _penalty(x, group, *collectives):
-    """The first-order gradient of a function of what each rank gets, and that of its square."""
+    """Return the first-order gradient of a function of each rank's input, and the gradient of its square."""
     found = []
     for collective in collectives:
         y = collective(x, group)
@@ -141,7 +141,7 @@ class SecondOrderTest(unittest.TestCase):
         x = torch.tensor(3.0, requires_grad=True)
         self.assertEqual(float(torch.autograd.grad(Square.apply(x) + x**3, x)[0]), 33.0)
         with self.assertRaisesRegex(ValueError, "expected first-order .* Do something else."):
-            # Its gradient is a constant, which torch's own decorator would give without an error.
+            # The gradient is a constant, which torch's own decorator would return without an error.
             torch.autograd.grad(Square.apply(x) + x**3, x, create_graph=True)
 
 

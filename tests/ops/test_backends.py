@@ -1,4 +1,4 @@
-"""When the kernels of other packages are chosen. What they compute is tested on a GPU, in tests/gpu."""
+"""The selection of other packages' kernels. The tests in tests/gpu check their results."""
 
 import sys
 import unittest
@@ -17,7 +17,7 @@ BFLOAT16 = torch.bfloat16
 
 
 def on_gpu(*shape, dtype=BFLOAT16, requires_grad=True):
-    """As much of a CUDA tensor as a verifier looks at."""
+    """The attributes of a CUDA tensor that verifiers read."""
     return SimpleNamespace(
         is_cuda=True, device="cuda:0", shape=torch.Size(shape), dtype=dtype, requires_grad=requires_grad
     )
@@ -36,7 +36,7 @@ def conv_call(channels=16, width=4, activation="silu", dtype=BFLOAT16):
 
 class KernelVerifiersTest(unittest.TestCase):
     def setUp(self):
-        # As on a Hopper GPU where everything is installed.
+        # As on a Hopper GPU with everything installed.
         for target, name, value in (
             (fla, "importable", lambda module, package: (True, "")),
             (causal_conv1d, "importable", lambda module, package: (True, "")),
@@ -120,7 +120,7 @@ class KernelVerifiersTest(unittest.TestCase):
 
 
 class InstalledTest(unittest.TestCase):
-    """What is looked up once."""
+    """The lookups that are cached."""
 
     def setUp(self):
         for function in (backends.importable, flash_qla._problem):
@@ -152,7 +152,7 @@ class ChunkIndicesTest(unittest.TestCase):
         self.assertEqual(indices.dtype, torch.int32)
 
     def test_never_reads_the_device(self):
-        # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
+        # A meta tensor has no contents, so any read of values fails, including a host sync.
         boundaries = SequenceBoundaries.from_lengths([65, 1], device="meta")
         self.assertEqual(backends.chunk_indices(boundaries).shape, (3, 2))
         first = fla._boundaries(boundaries)

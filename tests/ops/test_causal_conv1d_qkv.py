@@ -1,4 +1,7 @@
-"""The convolution of a gated-delta-rule layer, to queries, keys and values by heads. What all fused ops owe is tested in test_fused.py."""
+"""The convolution of a gated-delta-rule layer, to queries, keys and values by heads.
+
+test_fused.py has the common tests of fused ops.
+"""
 
 import unittest
 from unittest import mock
@@ -22,7 +25,7 @@ class InterpretedTest(InterpretedKernelsTest):
 
 
 class HaloTest(InterpretedTest):
-    """A part of a row, with the tokens before it, which count as far as the positions reach."""
+    """A part of a row with the tokens before it, which the positions limit to the same document."""
 
     def compute(self, x, weight, position, upstream, halo=None):
         from transformers_packed.ops.backends.triton.convolution import CausalConv1dQKV
@@ -45,14 +48,14 @@ class HaloTest(InterpretedTest):
     )
     def test_equals_the_whole_row(self, before, length, width):
         generator = torch.Generator().manual_seed(0)
-        # A document of which `before` tokens stand before the part, behind another one; two tokens begin a third.
+        # A document with `before` tokens before the part follows another one. Two tokens start a third.
         first = 4
         total, start = first + before + length, first + before
         x, weight = (torch.randn(*shape, generator=generator) for shape in ((total, 48), (48, width)))
         lengths = [first, before + length - 2, 2]
         position = torch.cat([torch.arange(n) for n in lengths]).to(torch.int32)
         upstream = [torch.randn(total, 1, 16, generator=generator) for _ in range(3)]
-        # Of the outputs of the part alone, as its gradients are.
+        # For the outputs of the part alone, like its gradients.
         alone = [F.pad(y[start:], (0, 0, 0, 0, start, 0)) for y in upstream]
         outputs, (dx, dweight) = self.compute(x, weight, position, alone)
         halo = x[start - (width - 1) : start].clone()
@@ -72,7 +75,7 @@ class DocumentsMixin:
     impl: str
 
     def run_row(self, x, upstream, boundaries):
-        """q, k, v and the gradient of x, `[T, ...]`, and the gradient of the weight."""
+        """Return q, k, v and the gradient of x, `[T, ...]`, and the gradient of the weight."""
         x = x.detach().requires_grad_()
         weight = torch.randn(48, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
         options = {"key_heads": 1, "key_dim": 16, "value_dim": 16, "boundaries": boundaries, "impl": self.impl}
@@ -88,7 +91,7 @@ class DocumentsMixin:
         return x, upstream, SequenceBoundaries.from_lengths(self.lengths)
 
     def cut(self, results):
-        """One list per document of what belongs to its tokens."""
+        """Split per-token tensors into one list per document."""
         return list(zip(*(x.split(self.lengths) for x in results[:4]), strict=True))
 
     def spans(self, boundaries):
@@ -109,7 +112,8 @@ class DocumentsMixin:
         x, upstream, boundaries = self.row()
         before = self.cut(self.run_row(x, upstream, boundaries))
         for changed, span in enumerate(self.spans(boundaries)):
-            # Its last token is the one that a document behind it could see, and its first one that before it.
+            # This includes the last token, which the next document could see, and the first, which could see the
+            # previous one.
             other = x.clone()
             other[:, span] *= factor
             after = self.cut(self.run_row(other, upstream, boundaries))

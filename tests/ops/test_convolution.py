@@ -15,7 +15,7 @@ VARIANTS = list(itertools.product((1, 2, 3, 4, 7), (True, False), ACTIVATIONS))
 
 
 def builtin_math(hidden_states, weight, bias, activation):
-    """As Transformers' `causal_conv1d_fn`: pad both sides, keep the first outputs."""
+    """As in Transformers' `causal_conv1d_fn`: pad both sides, keep the first outputs."""
     output = F.conv1d(
         hidden_states.transpose(1, 2), weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0]
     )
@@ -23,7 +23,7 @@ def builtin_math(hidden_states, weight, bias, activation):
 
 
 def token_by_token(hidden_states, weight, bias, activation):
-    """The formula, without any convolution."""
+    """The formula without a convolution."""
     width = weight.shape[1]
     outputs = []
     for t in range(hidden_states.shape[1]):
@@ -117,7 +117,7 @@ class CausalConv1dTest(unittest.TestCase):
         hidden_states, weight, bias = self.make(4, True)
         output = causal_conv1d(hidden_states.to(dtype), weight, bias, "silu")
         self.assertEqual(output.dtype, dtype)
-        # Computed in the weight's float32, rounded once.
+        # Computed in the float32 of the weight, and rounded once.
         expected = builtin_math(hidden_states.to(dtype).float(), weight, bias, "silu")
         self.assertLess(relative_error(output, expected), 2**-8)
 

@@ -31,7 +31,7 @@ def run(impl, inputs, factor=1.0, **options):
 
 
 def oracle(inputs, **options):
-    """In float64: the sum over the vocabulary in torch's smoothed loss is good to five digits only in float32."""
+    """Run in float64. In float32, the sum over the vocabulary in torch's smoothed loss has only five exact digits."""
     return run("reference", [x.double() if x.is_floating_point() else x for x in inputs], **options)
 
 
@@ -40,7 +40,7 @@ def errors(actual, expected):
 
 
 class ChunksMixin:
-    """Every way in chunks against all logits at once."""
+    """Compare every chunked version with all logits at once."""
 
     impl: str
 
@@ -64,11 +64,11 @@ class ChunksMixin:
         expected = oracle(make(torch.bfloat16))
         actual = run(self.impl, make(torch.bfloat16), chunk_size=5)
         self.assertEqual([x.dtype for x in actual], [torch.float32] + 3 * [torch.bfloat16])
-        # Triton's interpreter cuts numbers to bfloat16 where a GPU rounds them.
+        # Triton's interpreter truncates to bfloat16, a GPU rounds.
         self.assertLess(max(errors(actual, expected)), 1.5e-2 if self.impl == "triton" else 1e-2)
 
     def test_float16_gradients_do_not_vanish(self):
-        # A gradient of 1e-8 is 0 in float16; a scaled loss, as under a gradient scaler, must bring it back.
+        # A gradient of 1e-8 is 0 in float16. A scaled loss, as with a gradient scaler, must preserve it.
         inputs = make(torch.float16)
         actual = run(self.impl, inputs, factor=2.0**15, num_items_in_batch=2**24, chunk_size=5)
         expected = [x * 2.0**-9 for x in oracle(inputs, num_items_in_batch=1)]
@@ -129,7 +129,7 @@ class ChunksMixin:
             torch.autograd.grad(loss, leaves)
 
     def test_a_backward_that_keeps_no_graph_frees_the_gradients_and_makes_no_others(self):
-        # The gradient of the weight is as large as the weight: scaled, it must stay where it is.
+        # The gradient of the weight is as large as the weight, so it must be scaled in place.
         leaves, loss = self.leaves_and_loss()
         address = loss.grad_fn.gradients[1].data_ptr()
         loss.backward()

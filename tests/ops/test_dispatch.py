@@ -13,13 +13,13 @@ LOGGER = "transformers_packed.ops.dispatch"
 
 
 def needs(words):
-    """A verifier that says no."""
+    """A verifier that always refuses."""
     return lambda *args, **kwargs: (False, words)
 
 
 class DispatchTest(unittest.TestCase):
     def setUp(self):
-        # What earlier tests used is not this one's business.
+        # Clear the records of earlier tests.
         patcher = mock.patch.object(dispatch, "_used", {})
         patcher.start()
         self.addCleanup(patcher.stop)

@@ -1,6 +1,6 @@
-"""What all fused ops of the layers owe: their Triton kernels, in Triton's interpreter, against the references.
+"""Common tests of the fused ops: their Triton kernels, in Triton's interpreter, against the references.
 
-What belongs to one op is in its own file: test_norm.py, test_glu.py, test_rotary.py, test_causal_conv1d_qkv.py,
+Each op has further tests in its own file: test_norm.py, test_glu.py, test_rotary.py, test_causal_conv1d_qkv.py,
 test_gated_delta_gates.py and test_cross_entropy.py.
 """
 
@@ -29,7 +29,7 @@ ONE_SIZE = [(case, case.small[-1]) for case in CASES if case.small]
 
 
 def columns_of_a_wider_row(x):
-    """The same numbers between NaN: what is read beside them shows."""
+    """Place the same numbers between NaN, so that reads beside them show."""
     wide = x.new_full((*(n + 2 for n in x.shape[1:-1]), x.shape[-1] + 7), float("nan"))[None].repeat(
         len(x), *(1 for _ in x.shape[1:])
     )
@@ -38,7 +38,7 @@ def columns_of_a_wider_row(x):
 
 
 def transposed(x):
-    """The same numbers with the last dimension farthest apart in memory."""
+    """Lay out the same numbers with the last dimension farthest apart in memory."""
     return x.transpose(1, -1).contiguous().transpose(1, -1)
 
 
@@ -64,7 +64,7 @@ class FusedTest(InterpretedTest):
         inputs = case.inputs(tokens, dtype=dtype, **size)
         actual = case.run(case.fused, inputs)
         expected = case.run("reference", cast(inputs, torch.float64))
-        # The decay is float32 in every model; all else has the dtype of the input that it belongs to.
+        # The decay is float32 in every model. Everything else has the dtype of its input.
         dtypes = [FLOAT32 if (case.name, i) == ("gated_delta_gates", 0) else dtype for i in range(len(actual))]
         self.assertEqual([x.dtype for x in actual], dtypes)
         self.assertEqual([x.shape for x in actual], [x.shape for x in expected])
@@ -110,7 +110,7 @@ class FusedTest(InterpretedTest):
         kept = saved_in(lambda: case.outputs(case.fused, leaves))
         inputs = {x.untyped_storage().data_ptr() for x in leaves}
         others = [x for x in kept if x.untyped_storage().data_ptr() not in inputs]
-        # One number for each row of a norm.
+        # One number per row of a norm.
         self.assertLessEqual(sum(x.numel() for x in others), 3 * 33)
         self.assertEqual(len(kept) - len(others), len(leaves))
 
@@ -160,7 +160,7 @@ class FusedTest(InterpretedTest):
     def test_second_derivatives_are_refused(self, _, case, size):
         leaves = [x.requires_grad_() for x in case.inputs(2, **size)[: case.per_token]]
         output = case.outputs(case.fused, [*leaves, *case.inputs(2, **size)[case.per_token :]])[-1]
-        # With a constant gradient coming in, nothing but the inputs would make theirs depend on anything.
+        # With a constant output gradient, only the inputs can make the input gradients differentiable.
         for loss in (output.square().sum(), output.sum()):
             with self.assertRaisesRegex(ValueError, "got create_graph=True. .*CPU"):
                 torch.autograd.grad(loss, leaves[-1], create_graph=True)
@@ -202,7 +202,7 @@ class FusedTest(InterpretedTest):
         self.assertEqual(linear_cross_entropy(hidden[0, ::2], weight, labels[::2], impl="triton"), expected)
 
     def test_a_linear_cross_entropy_in_guarded_buffers(self):
-        # The case that tests/ops/test_cross_entropy.py leaves out; the GPU tests use it in this form.
+        # tests/ops/test_cross_entropy.py leaves this case out. The GPU tests use it in this form.
         inputs = LOSS.inputs(65, **LOSS.small[0])
         plain = LOSS.run("triton", inputs)
         with guarded_buffers():

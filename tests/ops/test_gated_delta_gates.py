@@ -1,4 +1,4 @@
-"""The decay and the rate of the gated delta rule. What all fused ops owe is tested in test_fused.py."""
+"""The decay and the rate of the gated delta rule. test_fused.py has the common tests of fused ops."""
 
 import unittest
 

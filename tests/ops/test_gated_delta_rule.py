@@ -19,7 +19,7 @@ TORCH_FUNCTIONS = [("chunk", torch_chunk_gated_delta_rule), ("recurrent", torch_
 
 
 def make_inputs(length, batch=1, key_heads=2, value_heads=4, dtype=torch.float32, decay=0.2):
-    """Queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1)."""
+    """Draw queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1)."""
     inputs = [
         torch.randn(batch, length, key_heads, 8),
         F.normalize(torch.randn(batch, length, key_heads, 8), dim=-1),
@@ -49,7 +49,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         torch.manual_seed(0)
 
     def run_all(self, function, inputs, state, normalise, weights):
-        """Output, final state and the gradients of all inputs."""
+        """Return output, final state and the gradients of all inputs."""
         output, final_state = function(
             *inputs, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalise
         )
@@ -80,7 +80,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         ours = self.run_all(torch_chunk_gated_delta_rule, inputs, state, True, weights)
         self.assertEqual(ours[0].dtype, torch.bfloat16)
         self.assertEqual(ours[1].dtype, torch.float32)
-        # The same float32 computation, on the same rounded inputs.
+        # The same computation in float32, on the same rounded inputs.
         exact = [x.detach().float().requires_grad_() for x in inputs]
         for oracle, given in (
             (builtin_chunk_gated_delta_rule, inputs),
@@ -89,14 +89,14 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         ):
             expected = self.run_all(oracle, given, state, True, weights)
             for a, b in zip(ours, expected, strict=True):
-                # One rounding to bfloat16 in each; the built-in also adds up a group's gradients in bfloat16.
+                # Each rounds to bfloat16 once. The stock function also sums the gradients of a group in bfloat16.
                 self.assertLess(relative_error(a, b), 2**-6)
             self.assertLess(relative_error(ours[1], expected[1]), 1e-5)
 
     @parameterized.expand(itertools.product(("chunk", "recurrent"), (True, False), (True, False), (1, 5, 8)))
     def test_gradcheck(self, name, with_state, normalise, length):
         *inputs, beta = (x.detach().double() for x in make_inputs(length, key_heads=1, value_heads=2))
-        # Small dimensions, as every entry is two evaluations.
+        # Small dimensions, because every entry takes two evaluations.
         inputs = [inputs[0][..., :2], inputs[1][..., :2], inputs[2][..., :3], inputs[3], beta]
         if with_state:
             inputs.append(torch.randn(1, 2, 2, 3, dtype=torch.float64))
@@ -136,7 +136,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
         self.assertLess(relative_error(state, expected_state), 1e-5)
 
     def test_the_formula(self):
-        # The definition, one head and one token at a time, with the matrices written out.
+        # The definition, one head and one token at a time, with explicit matrices.
         q, k, v, g, beta = (x.detach().double()[0] for x in make_inputs(9, key_heads=1, value_heads=2))
         for head in range(2):
             state = torch.zeros(8, 6, dtype=torch.float64)
@@ -161,7 +161,7 @@ class TorchGatedDeltaRuleTest(unittest.TestCase):
 
     @parameterized.expand(TORCH_FUNCTIONS)
     def test_strong_decay_overflows_nowhere(self, _, function):
-        # Summed over a chunk, exp(-g) is far beyond float32.
+        # Summed over a chunk, exp(-g) far exceeds the range of float32.
         inputs = make_inputs(130, decay=60.0)
         output, state = function(*inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
         gradients = torch.autograd.grad(output.sum() + state.sum(), inputs)

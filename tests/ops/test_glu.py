@@ -1,4 +1,4 @@
-"""Gated linear units. What all fused ops owe is tested in test_fused.py."""
+"""Gated linear units. test_fused.py has the common tests of fused ops."""
 
 import unittest
 

@@ -31,7 +31,7 @@ def make(dtype=FLOAT64, bias=False):
 
 
 def results(function, layers, x, used=(0, 1, 2)):
-    """Outputs, and the gradients of the input and of all parameters (`None` where there is none)."""
+    """Return outputs, and the gradients of the input and of all parameters (`None` if there is none)."""
     layers, x = copy.deepcopy(layers), x.detach().requires_grad_(x.requires_grad)
     outputs = function(x, *layers)
     sum(i * outputs[i].sin().sum() for i in used if outputs[i].requires_grad).backward()

@@ -1,4 +1,4 @@
-"""RMS norms. What all fused ops owe is tested in test_fused.py."""
+"""RMS norms. test_fused.py has the common tests of fused ops."""
 
 import unittest
 
@@ -81,7 +81,7 @@ class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):
 
 class InPlaceTest(InterpretedKernelsTest):
     def test_results_may_be_changed_in_place(self):
-        """As by a hook on a norm: the gradients are those of the changed result."""
+        """As with a hook on a norm: the gradients are those of the changed result."""
         for name, residual in (("alone", None), ("residual", torch.randn(2, 3, 8))):
             x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
             found = {}
@@ -96,7 +96,7 @@ class InPlaceTest(InterpretedKernelsTest):
 
 class AutocastTest(InterpretedKernelsTest):
     def test_a_stream_in_another_precision(self):
-        """Under autocast a layer's result is in bfloat16 and the stream in float32."""
+        """Under autocast, the result of a layer is bfloat16 and the residual stream float32."""
         generator = torch.Generator().manual_seed(0)
         x, residual = (torch.randn(3, 7, 48, generator=generator) for _ in range(2))
         weight, x = torch.randn(48, generator=generator), x.bfloat16()

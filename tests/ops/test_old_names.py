@@ -1,4 +1,4 @@
-"""The names that ops had keep working, with a warning that says the new one."""
+"""Old names of ops keep working, with a warning that gives the new one."""
 
 import unittest
 
@@ -12,7 +12,7 @@ WEIGHT, LAYER = torch.linspace(0, 1, 4), torch.linspace(0, 1, 24).view(3, 8)
 GATE, LINEAR = ROW.flip(-1), torch.linspace(0, 1, 36).view(3, 12)
 CONV = {"key_heads": 1, "key_dim": 2, "value_dim": 4}
 ANGLES = torch.linspace(0, 1, 4).view(1, 2, 2)
-# Old name, a call by it, and by the new one.
+# Old name, a call by it, and the same call by the new one.
 NAMES = [
     (
         "convolved_query_key_value",

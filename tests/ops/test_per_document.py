@@ -11,7 +11,7 @@ from transformers_packed.ops.per_document import _layout
 
 
 def running_mix(x, y):
-    """A causal function of two tensors that remembers everything it has seen."""
+    """A causal function of two tensors whose output depends on all earlier tokens."""
     return (x[..., None] * y).cumsum(dim=1)
 
 
@@ -106,7 +106,7 @@ class BucketLayoutTest(unittest.TestCase):
             self.assertEqual(len(slots.unique()), bucket.tokens)
             batch[slots] = piece
             for row in batch.view(bucket.num_documents, bucket.length).tolist():
-                # Each row is one document from its first token on, then padding.
+                # Each row is one document from its first token, followed by padding.
                 document = int(boundaries.seq_idx[0, row[0]])
                 start, length = int(boundaries.cu_seqlens[document]), lengths[document]
                 self.assertEqual(row, [*range(start, start + length), *[-1] * (bucket.length - length)])
@@ -120,7 +120,7 @@ class BucketLayoutTest(unittest.TestCase):
         ]
     )
     def test_padding_and_calls_cost_least(self, _, lengths):
-        """Against every way to cut the documents, sorted by length, into groups."""
+        """Compare with every way to divide the documents, sorted by length, into groups."""
 
         def cost(groups):
             return sum(128 + len(group) * -(-max(group) // 64) * 64 for group in groups)
@@ -136,7 +136,7 @@ class BucketLayoutTest(unittest.TestCase):
         self.assertEqual(cost([[bucket.length] * bucket.num_documents for bucket in buckets]), cheapest)
 
     def test_many_documents(self):
-        """The groups of 100,000 documents are found among their few distinct lengths."""
+        """Grouping 100,000 documents works on their few distinct lengths."""
         lengths = torch.randint(1, 300, (100_000,), generator=torch.Generator().manual_seed(0))
         buckets = _layout(SequenceBoundaries.from_lengths(lengths)).buckets
         self.assertEqual([bucket.length for bucket in buckets], [299, 256, 192, 128, 64])
@@ -148,6 +148,6 @@ class BucketLayoutTest(unittest.TestCase):
         self.assertIsNone(layout.order)
 
     def test_never_reads_the_device(self):
-        # A meta tensor has no contents: whatever reads them, as a synchronisation would, fails.
+        # A meta tensor has no contents, so any read of values fails, including a host sync.
         layout = _layout(SequenceBoundaries.from_lengths([2, 70, 3], device="meta"))
         self.assertEqual(sum(bucket.tokens for bucket in layout.buckets), 75)

@@ -1,4 +1,4 @@
-"""Norm and rotary positions of queries and keys. What all fused ops owe is tested in test_fused.py."""
+"""Norm and rotary positions of queries and keys. test_fused.py has the common tests of fused ops."""
 
 import unittest
 

@@ -13,13 +13,13 @@ def _shape(size):
 
 
 def _inputs(size, rows):
-    """What each rank of each group holds, made alike in all processes."""
+    """Create the inputs of each rank of each group, the same in all processes."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(rows, size, *_shape(size), dtype=torch.float64, generator=generator)
 
 
 def _run(size):
-    """Each rank's results and gradients of both exchanges; the weights of the sum differ by rank and place."""
+    """Return each rank's results and gradients of both exchanges. The weights of the sum differ by rank and place."""
     parallel = SequenceParallel(size)
     x = _inputs(size, parallel.data_parallel_size)[parallel.data_parallel_rank, parallel.rank].requires_grad_()
     results = []
@@ -41,7 +41,7 @@ def _run_redistribute(given, wanted):
 
 
 def _run_unused(size):
-    """The last rank alone uses what was gathered; the others only tie it."""
+    """Only the last rank uses the gathered tensor. The others only tie it."""
     parallel = SequenceParallel(size)
     x = torch.full((1, 2), float(parallel.rank), requires_grad=True)
     y = all_gather(x, 0, parallel.group)
@@ -66,7 +66,7 @@ class CollectivesTest(unittest.TestCase):
         inputs = _inputs(size, processes // size).requires_grad_()
         for row in range(processes // size):
             ranks = inputs[row]
-            # The same on one process: all that the ranks hold, cut and joined.
+            # The same on one process: join the inputs of all ranks and cut them.
             whole = torch.cat(ranks.unbind(0), dim=1)
             expected = [list(whole.chunk(size, dim=3)), [torch.cat(ranks.unbind(0), dim=2)] * size]
             for number, outputs in enumerate(expected):

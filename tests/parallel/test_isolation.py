@@ -1,4 +1,4 @@
-"""Documents of a row that several processes compute stay apart, to the bit, also those that a cut divides."""
+"""Documents of a row on several ranks stay apart, bit for bit, including those that a cut divides."""
 
 import unittest
 from unittest import mock
@@ -23,7 +23,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
-# One document has nobody to leak to.
+# A single document has no others to leak to.
 LENGTHS = {name: lengths for name, lengths in ROWS.items() if len(lengths) > 1}
 HEADS = {"gated_delta_rule": "heads", "attention": "heads"}
 GATHER = {"attention": "gather"}
@@ -52,7 +52,7 @@ def make_model(name):
     else:
         model = modeling_qwen3_5.Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text))
     if name in ("experts", "next"):
-        # The grouped product knows no float64.
+        # The grouped product does not support float64.
         model.set_experts_implementation("eager")
     elif name == "eager":
         model.set_attn_implementation("eager")
@@ -73,7 +73,7 @@ def run_all(size, cases, rows):
 
 
 def run_with_a_fault(methods):
-    # As if the first document of each part began with the row.
+    # Pretend that the first document of each part starts with the row.
     with mock.patch.object(RowShard, "tokens_before", property(lambda shard: shard.start)):
         return find_leaks(make_model("dense"), SequenceParallel(2, **methods), [12, 6, 6])
 
@@ -88,7 +88,7 @@ class ParallelIsolationTest(unittest.TestCase):
 
     @parameterized.expand([(2, tuple(CASES), FEW), (4, ("states and heads",), ("cut",))])
     def test_documents_stay_apart(self, size, cases, rows):
-        # Elsewhere: state crosses documents, or the convolution starts anew, where a row is cut over processes.
+        # Elsewhere: state crosses documents, or the convolution restarts, at the cuts between processes.
         self.check(size, cases, rows)
 
     @parameterized.expand([2, 4])

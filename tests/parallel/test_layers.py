@@ -1,4 +1,4 @@
-"""The ops on parts of a row, against the same ops on the whole row in one process: outputs and gradients."""
+"""The ops on parts of a row against the same ops on the whole row in one process: outputs and gradients."""
 
 import unittest
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from transformers_packed.parallel.groups import attention_method
 
 
 WIDTH = 4
-# On a GPU machine Triton's interpreter is off; there the kernel runs in tests/gpu.
+# On a GPU machine Triton's interpreter is off, and tests/gpu run the kernel.
 INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
 
 
@@ -50,7 +50,7 @@ def _triton_inputs(generator):
 
 
 def _triton(tensors, weights, boundaries):
-    """The kernel, interpreted, with runs of so few tokens that a part has several."""
+    """The interpreted kernel, with such short runs of tokens that a part has several."""
     dispatch._used.clear()
     with (
         mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True),
@@ -98,7 +98,7 @@ def _attention(implementation):
     return run
 
 
-# Name: methods, inputs and op.
+# By name: methods, inputs and op.
 CASES = {
     "conv": ({}, _conv_inputs, _conv),
     "projections": ({}, _projections_inputs, _projections),
@@ -119,21 +119,21 @@ CASES = {
 
 
 def _compute(case, boundaries, part):
-    """Outputs, and the gradients of tokens and of weights, of the part of the row that `part` cuts out."""
+    """Return the outputs, and the gradients of tokens and weights, of the part of the row that `part` selects."""
     _, make, op = CASES[case]
     tensors, weights = make(torch.Generator().manual_seed(0))
     tensors = [part(x).contiguous().requires_grad_() for x in tensors]
     weights = [x.requires_grad_() for x in weights]
     outputs = op(tensors, weights, boundaries)
     generator = torch.Generator().manual_seed(1)
-    # Each output counts differently, or a gradient that went to the wrong place would go unseen.
+    # Weight each output differently, so that misplaced gradients show.
     loss = sum((y * part(torch.randn(1, 24, *y.shape[2:], dtype=y.dtype, generator=generator))).sum() for y in outputs)
     gradients = torch.autograd.grad(loss, tensors + weights)
     return [y.detach() for y in outputs], gradients[: len(tensors)], gradients[len(tensors) :]
 
 
 def _run_all(size):
-    """The results of all cases on this rank's part of all rows."""
+    """Return the results of all cases on this rank's part of all rows."""
     results = {}
     for case, (methods, _, _) in CASES.items():
         parallel = SequenceParallel(size, **methods)
@@ -169,7 +169,7 @@ def _run_unfit_heads():
 
 
 def _trained_alone(shard=None):
-    """The gradient of each input of the rule when the others need none; of one document, which is cut."""
+    """Return the gradient of each input of the rule if the others need none, for one document with a cut."""
     found = []
     for number in range(5):
         tensors, _ = _rule_inputs(torch.Generator().manual_seed(0))
@@ -196,20 +196,20 @@ def _names_of_the_rule():
 
 
 class WayOfTheStatesTest(unittest.TestCase):
-    """Whether pieces of cut documents are computed apart, or whole parts by flash-linear-attention's kernels."""
+    """Test the choice between pieces of cut documents and whole parts in flash-linear-attention's kernels."""
 
     @parameterized.expand(
         [
-            # Cuts at 12, of whose neighbours a quarter are 3 tokens.
+            # The cut is at 12. A quarter of each neighbouring part is 3 tokens.
             ([12, 12], 2, False),
             ([9, 6, 9], 2, False),
             ([8, 5, 11], 2, True),
             ([11, 5, 8], 2, True),
             ([24], 2, True),
-            # Cuts at 8, 16 and 24: the last document alone is too long.
+            # Cuts at 8, 16 and 24. Only the last document is too long.
             ([6, 4, 4, 4, 4, 10], 4, True),
             ([6, 4, 4, 4, 4, 4, 6], 4, False),
-            # From the first part to the last.
+            # From the first part to the last one.
             ([7, 18, 7], 4, True),
             ([32], 4, True),
             ([8, 24], 4, True),
@@ -242,7 +242,7 @@ class WayOfTheStatesTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            # All keys and values of another rank are less than own queries and outputs, up to some number of ranks.
+            # Up to some number of ranks, all keys and values of another rank are smaller than own queries and outputs.
             ("few ranks", 2, 16, 4, True, "gather"),
             ("four ranks", 4, 16, 4, True, "gather"),
             ("many ranks", 8, 16, 4, True, "heads"),
@@ -281,7 +281,7 @@ class WayOfTheStatesTest(unittest.TestCase):
 
 
 class ParallelLayersTest(unittest.TestCase):
-    """All cases of one size run in the same processes, which take longer to start than to compute."""
+    """All cases of one size share their processes, because starting processes takes longer than the computation."""
 
     @parameterized.expand(
         [(f"{case}, {row}, {size}", case, row, size) for size in (2, 4) for case in CASES for row in ROWS]
@@ -295,7 +295,7 @@ class ParallelLayersTest(unittest.TestCase):
             *(torch.cat([part[1][number] for part in parts], dim=1) for number in range(len(token_gradients))),
             *(sum(part[2][number] for part in parts) for number in range(len(weight_gradients))),
         ]
-        # Eager attention has its softmax in float32 whatever the inputs are, and Triton's kernel all.
+        # Eager attention computes its softmax in float32 for all dtypes, and Triton's kernel everything.
         tolerance = 1e-6 if case.startswith("eager") else 1e-5 if case.endswith("Triton") else 1e-10
         expected = [*outputs, *token_gradients, *weight_gradients]
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -11,7 +11,7 @@ LENGTHS = [5, 9, 1, 7]
 
 
 def make_inputs():
-    """Samples, and the logits of their row and of the padding behind it."""
+    """Samples, and the logits of their row and of its padding."""
     generator = torch.Generator().manual_seed(0)
     samples = [{"input_ids": torch.randint(0, 11, (length,), generator=generator).tolist()} for length in LENGTHS]
     return samples, torch.randn(1, 24, 11, dtype=torch.float64, generator=generator)
@@ -48,7 +48,7 @@ class GatherLossTensorsTest(unittest.TestCase):
         (expected,) = torch.autograd.grad(loss, row)
         for size in (2, 4):
             results = run_processes(compute, size, size)
-            # The mean over processes is what DDP and FSDP make of the parameters' gradients.
+            # DDP and FSDP average the gradients of parameters over processes.
             found = torch.cat([gradient for _, gradient, _, _ in results], dim=1) / size
             for value, _, shape, message in results:
                 self.assertAlmostEqual(value, loss.item(), places=5)

@@ -1,4 +1,4 @@
-"""Whole models on parts of a row: the sum of the ranks' losses and gradients is that of the whole row in one process."""
+"""Whole models on parts of a row: losses and gradients, summed over ranks, are those of the row in one process."""
 
 import unittest
 from itertools import product
@@ -31,7 +31,7 @@ def make_model(name):
     else:
         model = modeling_qwen3_next.Qwen3NextForCausalLM(Qwen3NextConfig(**text, **EXPERTS))
     if name != "dense":
-        # The grouped product knows no float64.
+        # The grouped product does not support float64.
         model.set_experts_implementation("eager")
     return model.double().train()
 
@@ -43,7 +43,7 @@ def make_batch(lengths, padding=0):
     return DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore", **options)(samples)
 
 
-# Name: model, methods, sizes, and options of gradient checkpointing.
+# By name: model, methods, sizes, and options of gradient checkpointing.
 CASES = {
     "dense by states and heads": ("dense", {}, (2, 4), None),
     "dense by heads": ("dense", {"gated_delta_rule": "heads", "attention": "heads"}, (2,), None),
@@ -54,7 +54,7 @@ CASES = {
     "experts by heads, checkpoints": ("experts", {"gated_delta_rule": "heads"}, (2,), {"use_reentrant": False}),
     "next": ("next", {"attention": "gather"}, (2, 4), None),
 }
-# The last document is padding there.
+# Here the last document is padding.
 PADDED = {"tail padding": 5, "a rank with padding alone": 13}
 LENGTHS = {**ROWS, "a rank with padding alone": [4, 7, 13]}
 
@@ -89,7 +89,7 @@ def _run_all(size):
 
 
 def _run_frozen(size):
-    """Gradients where nothing but one kind of parameter is trained, so that layers below the first of them need none."""
+    """Return gradients if only one kind of parameter is trained, so that layers below the first of them need none."""
     results = {}
     for arm in product(
         ("aligned", "cut", "one long", "many short"),
@@ -139,7 +139,7 @@ def arms(size):
 class ParallelModelTest(unittest.TestCase):
     @parameterized.expand(arms(2))
     def test_equals_the_whole_row(self, _, case, row):
-        # Elsewhere: state crosses documents, or the convolution starts anew, where a row is cut over processes.
+        # Elsewhere: state crosses documents, or the convolution restarts, at the cuts between processes.
         self.check(case, row, 2)
 
     @parameterized.expand(arms(4))
@@ -154,7 +154,7 @@ class ParallelModelTest(unittest.TestCase):
         parts = [results[case, row] for results in run_once(_run_all, size, size)]
         self.assertAlmostEqual(sum(part[0] for part in parts), loss.item(), delta=2e-6 * loss.item())
         actual = {name: sum(part[1][name] for part in parts) for name in expected}
-        # The loss is computed in float32, all else in float64.
+        # The loss is computed in float32, everything else in float64.
         self.assertLess(total_relative_error(actual, expected), 1e-6)
         for name in expected:
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-9)

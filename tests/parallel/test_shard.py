@@ -35,7 +35,7 @@ class ShardBatchTest(unittest.TestCase):
         self.assertEqual(joined["weights"][:, :total].tolist(), batch["weights"].tolist())
         documents = [*lengths, padding] if padding else lengths
         self.assertEqual(joined["position_ids"][0].tolist(), [i for n in documents for i in range(n)])
-        # Each document predicts all its tokens but the first, wherever the row is cut.
+        # Each document predicts all its tokens except the first, regardless of the cuts.
         targets = [[*range(100 * n + 1, 100 * n + length), -100] for n, length in enumerate(lengths, start=1)]
         self.assertEqual(joined["shift_labels"][0].tolist(), sum(targets, []) + [-100] * padding)
         for part in parts:
@@ -130,7 +130,7 @@ class RowShardTest(unittest.TestCase):
                 call()
 
     def test_the_ops_themselves_want_whole_rows(self):
-        # They would take its pieces for documents.
+        # These would treat its pieces as documents.
         shard = RowShard.cut(SequenceBoundaries.from_lengths([3, 1]), 1, 2)
         self.assertIs(ops_for(shard.row), ops)
         self.assertIs(ops_for(None), ops)

@@ -1,4 +1,4 @@
-"""Rows with images and videos on parts of a row: losses and gradients, the vision tower's too, are those of the row."""
+"""Rows with images and videos on several ranks: losses and gradients, also of the vision tower, equal the row's."""
 
 import unittest
 
@@ -39,7 +39,7 @@ def make_model(name):
     else:
         config = Qwen3_5MoeConfig(**vision_config({**TEXT, **EXPERTS}))
         model = modeling_qwen3_5_moe.Qwen3_5MoeForConditionalGeneration(config)
-        # The grouped product knows no float64.
+        # The grouped product does not support float64.
         model.set_experts_implementation("eager")
     return model.double().train()
 
@@ -50,7 +50,7 @@ def make_batch(row, config):
 
 
 def compute(model, inputs, targets, checkpointing=None):
-    """Loss, gradients, and the patches that went through the vision tower."""
+    """Return loss, gradients, and the number of patches in the vision tower."""
     patches = []
     model.model.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
     if checkpointing:
@@ -120,14 +120,14 @@ class ParallelVisionTest(unittest.TestCase):
         self.assertAlmostEqual(sum(part[0] for part in parts), loss, delta=2e-6 * loss)
         self.assertEqual(any("visual" in name for name in expected), row != "text")
         for _, found, _ in parts:
-            # A parameter that one rank has no gradient for would leave the others waiting.
+            # A parameter without a gradient on one rank would block the others.
             self.assertEqual(set(found), set(expected))
         actual = {name: sum(part[1][name] for part in parts) for name in expected}
         self.assertLess(total_relative_error(actual, expected), 1e-6)
         for name in expected:
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-6)
             self.assertLess(error.item(), 1e-6, name)
-        # Each patch once; a rank without any has a blank token's four.
+        # Each patch runs once. A rank without patches runs the four of a blank token.
         computed = torch.tensor([part[2] for part in parts])
         self.assertEqual(computed.shape, (size, len(whole)))
         for kind in range(len(whole)):

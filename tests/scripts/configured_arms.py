@@ -1,7 +1,7 @@
-"""Train one model in Trainer or SFTTrainer: padded through the built-in class, packed as `configure_packing` sets it up,
-or with our rows and our collator handed to the Trainer.
+"""Train one model in Trainer or SFTTrainer: padded through the stock class, packed by `configure_packing`, or packed
+with explicit rows and collator.
 
-Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to be run in several processes, as torchrun starts them.
+Also a script, `configured_arms.py KIND ARM MODE TUNING OUTPUT`, to run in several processes as with torchrun.
 """
 
 import os
@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str = "", **arguments) -> Trainer:
-    """A padded Trainer, as a user builds it."""
+    """Build a padded Trainer as in user code."""
     set_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if tuning == "lora" else None
@@ -60,7 +60,7 @@ def build(kind: str, tuning: str = "full", accumulation: int = 1, directory: str
 
 
 def collate_rows(rows: list) -> dict:
-    """Samples, or the samples of packed rows, as a padded batch."""
+    """Collate samples, or the samples of packed rows, to a padded batch."""
     return collate_padded([sample for row in rows for sample in (row if isinstance(row, list) else [row])])
 
 
@@ -89,11 +89,11 @@ def configure(trainer: Trainer, arm: str, mode: str) -> Trainer:
 
 if __name__ == "__main__":
     kind, arm, mode, tuning, output = sys.argv[1:]
-    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
     torch.set_num_threads(1)
     options = {}
     if os.environ.get("ACCELERATE_USE_FSDP"):
-        # accelerate shards on GPUs only, so it is told that these processes had some.
+        # accelerate shards on GPUs only, so pretend that these processes have GPUs.
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         options["use_cpu"] = False
     trainer = configure(build(kind, tuning, directory=f"{output}.trainer", **options), arm, mode)

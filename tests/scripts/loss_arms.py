@@ -1,6 +1,6 @@
-"""The arms of `trainer_arms.py` with the mean over samples as loss: ours, and one written down for padded batches.
+"""The arms of `trainer_arms.py` with a loss averaged over samples: ours, and a reference for padded batches.
 
-Also a script, `loss_arms.py OUTPUT`, which trains both, to be run in several processes, as torchrun starts them.
+Also a script, `loss_arms.py OUTPUT`, which trains both, to run in several processes as with torchrun.
 """
 
 import sys
@@ -14,7 +14,7 @@ from transformers_packed import set_loss_normalization
 
 
 class PaddedSampleMean(Trainer):
-    """The mean over the samples of a step of each sample's own mean, for padded batches through the built-in class."""
+    """Average the mean loss of each sample over the samples of a step, for padded batches through the stock class."""
 
     loss_is_scaled_for_ga = True
 
@@ -30,7 +30,7 @@ class PaddedSampleMean(Trainer):
         if not model.training:
             loss = means.sum() / has_targets(labels).sum()
         else:
-            # DDP takes the mean over processes.
+            # DDP averages over processes.
             loss = means.sum() / num_items_in_batch * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
@@ -42,7 +42,7 @@ def has_targets(labels: torch.Tensor) -> torch.Tensor:
 def build_sample_trainer(arm: str, output_dir: str, family: str = "qwen3_5", **arguments) -> Trainer:
     trainer = build_trainer(arm, family, output_dir, **arguments)
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
-        # A prompt alone is no sample to average over.
+        # A prompt without completion does not count as a sample.
         dataset.rows[5]["labels"] = [-100] * len(dataset.rows[5]["labels"])
     if arm == "padded":
         trainer.__class__ = PaddedSampleMean
@@ -52,14 +52,14 @@ def build_sample_trainer(arm: str, output_dir: str, family: str = "qwen3_5", **a
 
 
 def updates_and_losses(trainer: Trainer) -> tuple[dict, list[float]]:
-    """Train; the change of each parameter and the logged losses."""
+    """Train, and return the change of each parameter and the logged losses."""
     updates, log = updates_and_log(trainer)
     return updates, [entry["loss"] for entry in log]
 
 
 if __name__ == "__main__":
     (output,) = sys.argv[1:]
-    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
     torch.set_num_threads(1)
     results = {}
     for arm in ("padded", "packed"):

@@ -1,7 +1,7 @@
-"""What the built-in classes satisfy in a copy with all patches, where `utils/upstream_patch.py --together` runs it.
+"""Tests of stock classes in a copy of Transformers with all patches. `utils/upstream_patch.py --together` runs them.
 
-These are the tests of this package's own classes, with a built-in class in their place, all that the collator gives,
-and no cache, as `Trainer` has it. In attention with a mask a NaN spreads, so the test with NaNs is not among them.
+These are the tests of this package's model classes with a stock class in their place, all boundaries of the collator,
+and no cache, as in `Trainer`. They exclude the test with NaNs, which spread through attention with a mask.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from transformers_packed import audit_model
 from transformers_packed.audit.tiny import load_model
 
 
-# The test classes of this package's own models.
+# The test classes of this package's models.
 MODELS = {
     "qwen3_next": ("Qwen3NextModelTest", "Qwen3NextMoeModelTest"),
     "qwen3_5": ("Qwen3_5ModelTest",),
@@ -35,7 +35,7 @@ WANTED = re.compile(
 
 
 def with_builtin(ours: type) -> type:
-    """The class with the built-in model in place of ours, and those tests that it has to pass."""
+    """Derive a test class with the stock model in place of ours, limited to the tests that it has to pass."""
 
     def get_config(self):
         config = ours.get_config(self)
@@ -55,7 +55,7 @@ for family, names in MODELS.items():
 del test
 
 
-# What the patches are for, by their model type; and what they leave refused, because other layers mix documents.
+# The model types that the patches support, and those still refused because other layers mix documents.
 FAMILIES = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
     *("lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "zamba", "zamba2"),
@@ -112,7 +112,7 @@ class VisionTest(unittest.TestCase):
 class VisibleKernelsTest(unittest.TestCase):
     @unittest.skipIf(torch.cuda.is_available(), "the kernels run there")
     def test_a_model_on_the_cpu_runs_with_kernels_installed(self):
-        """With flash-linear-attention and triton to be imported, if they are installed."""
+        """Runs with flash-linear-attention and triton visible, if they are installed."""
         code = (
             "import torch; from mixins.model import packed_batch\n"
             "from transformers import Qwen3_5TextConfig, Qwen3_5ForCausalLM\n"

@@ -1,8 +1,7 @@
-"""A tiny training run over packed rows that logs the documents of every step and goes on from its newest checkpoint.
+"""A tiny training run over packed rows that logs the documents of every step and resumes from its newest checkpoint.
 
-The tests start it in processes of their own, kill these, and start it again. Also a script:
-`resume_run.py SPEC_AS_JSON` for torchrun, stopped once and resumed, and `resume_run.py serve`, which forks a run for
-each line of its input.
+The tests start it in separate processes, kill them, and start it again. Also a script: `resume_run.py SPEC_AS_JSON`
+for torchrun stops and resumes once, and `resume_run.py serve` forks a run for each line of its input.
 """
 
 import gc
@@ -24,7 +23,7 @@ MAX_LENGTH = 32
 
 
 def documents(size: int = 150) -> list[dict]:
-    """Document `i` has only tokens `i + 1`, so that a row tells what it holds."""
+    """Build documents of equal tokens, `i + 1` in document `i`, so that a row identifies its documents."""
     lengths = torch.randint(1, 21, (size,), generator=torch.Generator().manual_seed(5)).tolist()
     return [{"input_ids": [i + 1] * length} for i, length in enumerate(lengths)]
 
@@ -48,7 +47,7 @@ def source(name: str):
 
 
 class Rereadable:
-    """What can be iterated over and nothing else."""
+    """An iterable without any other method."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -58,7 +57,7 @@ class Rereadable:
 
 
 class Log(torch.nn.Module):
-    """A model that knows which documents it has met since the last step."""
+    """A model that records its documents since the last step."""
 
     def __init__(self, pause: float):
         super().__init__()
@@ -77,7 +76,7 @@ class Log(torch.nn.Module):
 
 
 class StopAt(TrainerCallback):
-    """Saves a checkpoint and ends the run after a step."""
+    """Save a checkpoint and end the run after a step."""
 
     def __init__(self, step: int):
         self.step = step
@@ -88,7 +87,7 @@ class StopAt(TrainerCallback):
 
 
 class WriteLog(TrainerCallback):
-    """One line per step: the step and its documents."""
+    """Write a line per step: the step and its documents."""
 
     def __init__(self, path: str):
         self.path = path
@@ -101,7 +100,7 @@ class WriteLog(TrainerCallback):
 
 
 def newest_checkpoint(output: str) -> str | None:
-    """The newest one that was written to its end: Trainer writes its state last."""
+    """Find the newest complete checkpoint. Trainer writes its state last."""
     for path in sorted(Path(output).glob("checkpoint-*"), key=lambda p: -int(p.name.split("-")[1])):
         try:
             json.loads((path / "trainer_state.json").read_text())
@@ -151,7 +150,7 @@ def run(spec: dict) -> None:
     if "stop" in spec:
         trainer.add_callback(StopAt(spec["stop"]))
     checkpoint = newest_checkpoint(spec["output"])
-    # From the checkpoint of its last step Trainer would take one step more.
+    # From the checkpoint of the last step, Trainer would run one more step.
     if checkpoint is None or not finished(checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)
         torch.save(trainer.model.state_dict(), f"{spec['log']}.weights")
@@ -160,7 +159,7 @@ def run(spec: dict) -> None:
 
 
 def trajectory(spec: dict, rank: int = 0) -> dict[int, list]:
-    """The documents of each step, of the run that took it last."""
+    """Return the documents of each step, from the last run that took the step."""
     steps = {}
     for line in Path(f"{spec['log']}.{rank}").read_text().splitlines():
         try:
@@ -172,12 +171,12 @@ def trajectory(spec: dict, rank: int = 0) -> dict[int, list]:
 
 
 def serve() -> None:
-    """Fork a run for each spec on stdin; print its process id, and its exit status when it has ended."""
+    """Fork a run for each spec on stdin. Print its process id, and its exit status at the end."""
     gc.freeze()
     for line in iter(sys.stdin.readline, "stop\n"):
         process = os.fork()
         if not process:
-            # What Trainer prints is no answer.
+            # Keep the output of Trainer out of the answers.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             status = 1
             try:

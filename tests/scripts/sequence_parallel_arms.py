@@ -1,7 +1,7 @@
 """Train a small model for some steps with `PackedTrainer`, sharded by FSDP2: `sequence_parallel_arms.py OUTPUT ARM ...`.
 
-To be started by `accelerate launch`. Every arm has the same weights and rows; what is logged goes to OUTPUT. On a CPU
-accelerate, which shards on GPUs only, is told that there are some; then it takes torchrun.
+Start it with `accelerate launch`. Every arm has the same weights and rows, and the log goes to OUTPUT. Accelerate
+shards on GPUs only. On a CPU, start the script with torchrun instead, and it pretends that there are GPUs.
 """
 
 import importlib.util
@@ -52,7 +52,7 @@ CONFIG = {
 
 
 def make_rows() -> list[dict]:
-    """Rows of documents that count upwards, at least three on each of two ranks, cut in short and in long pieces."""
+    """Draw rows of documents that count upwards, at least three on each of two ranks, with short and long parts."""
     generator = torch.Generator().manual_seed(0)
     half, rows = TOTAL // 2, []
     for number in range(STEPS * ROWS_PER_STEP):

@@ -1,6 +1,6 @@
-"""Train one model with the stock Trainer: `padded` through the built-in class, `packed` or `padded_ours` through ours.
+"""Train one model with the stock Trainer: `padded` through the stock class, `packed` or `padded_ours` through ours.
 
-Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, to be run in several processes, as torchrun starts them.
+Also a script, `trainer_arms.py ARM FAMILY OUTPUT`, to run in several processes as with torchrun.
 """
 
 import os
@@ -47,7 +47,7 @@ CONFIGS = {
 }
 
 
-# As far as possible nothing but the gradients decides what a step does.
+# As far as possible, a step depends on the gradients alone.
 OPTIONS = {
     "optim": "sgd",
     "learning_rate": 0.3,
@@ -63,7 +63,7 @@ OPTIONS = {
 
 
 class Samples(torch.utils.data.Dataset):
-    """Prompts without loss and completions with it, 2 to 90 tokens."""
+    """Draw samples of 2 to 90 tokens: prompts without loss, and completions."""
 
     def __init__(self, size: int = 48):
         generator = torch.Generator().manual_seed(3)
@@ -117,10 +117,10 @@ def build_trainer(arm: str, family: str, output_dir: str, **arguments) -> Traine
 
 
 def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dict]]:
-    """Train; the change of each parameter that is trained, and the log entries that have a loss."""
+    """Train, and return the change of each trained parameter and the log entries with a loss."""
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
-    # FSDP puts parameters of its own into the model.
+    # FSDP replaces the parameters of the model.
     after = {name: p.detach() for name, p in trainer.model.named_parameters() if name in before}
     after = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in after.items()}
     updates = {name: after[name] - before[name] for name in before}
@@ -128,9 +128,9 @@ def updates_and_log(trainer: Trainer) -> tuple[dict[str, torch.Tensor], list[dic
 
 
 def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variables: str) -> tuple[str, Any]:
-    """What a script beside this one prints in two processes, and what it saves as the file that its last argument names.
+    """Run a script of this folder in two processes. Return its output and the file that its last argument names.
 
-    `variables` are of the environment.
+    `variables` are environment variables.
     """
     path = Path(__file__).with_name(script)
     finished = run_script(path, *arguments, processes=2, **{"ACCELERATE_USE_CPU": "true", **variables})
@@ -142,7 +142,7 @@ def run_in_two_processes(test: TestCase, script: str, *arguments: str, **variabl
 
 
 def end_process() -> None:
-    """The end of such a script. Threads of its group may still run, and abort a process that takes down the interpreter."""
+    """End such a script. Threads of its group may still run, and would abort the process at interpreter shutdown."""
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -150,7 +150,7 @@ def end_process() -> None:
 
 
 def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, list[float], Trainer]:
-    """The change of each parameter, the logged losses, and the trainer."""
+    """Return the change of each parameter, the logged losses, and the trainer."""
     trainer = build_trainer(arm, family, output_dir, **arguments)
     updates, log = updates_and_log(trainer)
     return updates, [entry["loss"] for entry in log], trainer
@@ -158,7 +158,7 @@ def train(arm: str, family: str, output_dir: str, **arguments) -> tuple[dict, li
 
 if __name__ == "__main__":
     arm, family, output = sys.argv[1:]
-    sys.modules["fla"] = None  # the padded arm is the built-in class, which would run CUDA kernels on CPU tensors
+    sys.modules["fla"] = None  # the padded arm uses the stock class, which would run CUDA kernels on CPU tensors
     torch.set_num_threads(1)
     updates, losses, trainer = train(arm, family, f"{output}.trainer")
     if trainer.is_world_process_zero():

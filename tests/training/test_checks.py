@@ -1,4 +1,4 @@
-"""Why `configure_packing` declines a Trainer; what it declines stays untouched."""
+"""The reasons for which `configure_packing` declines a Trainer. A declined Trainer stays unchanged."""
 
 import os
 from unittest import mock
@@ -27,7 +27,7 @@ class OwnLoss(Trainer):
 
 
 class ReasonsTest(ConfigureTestCase):
-    """Auto mode leaves the Trainer as it was and says why in one line; an explicit request is an error."""
+    """Auto mode leaves the Trainer unchanged and gives the reason in one line. An explicit request is an error."""
 
     def state(self, trainer: Trainer) -> dict:
         args = {k: v for k, v in vars(trainer.args).items() if k not in ("packing", "padding_free")}
@@ -56,7 +56,7 @@ class ReasonsTest(ConfigureTestCase):
             self.assertEqual(self.state(trainer), before)
 
     def test_label_smoothing_that_does_not_shift(self):
-        """Trainer goes by the name of the class, which for a vision-language model or a subclass it does not know."""
+        """Trainer checks the class name, which it does not recognize for vision-language models and subclasses."""
         model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         args = {"label_smoothing_factor": 0.1}
         output, trainer = said(configure_packing, self.trainer(model, args=args))
@@ -84,7 +84,7 @@ class ReasonsTest(ConfigureTestCase):
         )
 
     def test_family_that_leaks_although_patched(self):
-        """None does, so that an entry of the matrix is made up."""
+        """No family does, so the entry of the matrix is a fake."""
         entry = {"ours": {"all": {"verdict": "leaks", "module": "Qwen3_5GatedDeltaNet", "kind": "state"}}}
         with mock.patch.object(verdict, "measurements", return_value={"qwen3_5_text": entry}):
             self.check(self.trainer(), "Qwen3_5ForCausalLM, which leaks in Qwen3_5GatedDeltaNet")
@@ -147,12 +147,12 @@ class ReasonsTest(ConfigureTestCase):
 
     @parameterized.expand([({},), ({"gradient_checkpointing": True},)])
     def test_a_cache_in_a_stock_model(self, options):
-        """With gradient checkpointing it would leak in evaluation only."""
+        """With gradient checkpointing, a leak would occur in evaluation only."""
         trainer = self.trainer(llama(), args={"use_cache": True, **options})
         self.check(trainer, "LlamaForCausalLM with config.use_cache=True.* Set model.config.use_cache = False")
 
     def test_a_cache_that_trainer_leaves_on(self):
-        """It does not look into the configuration of the text part."""
+        """Trainer does not check the configuration of the text model."""
         model = transformers.AutoModelForImageTextToText.from_config(tiny_config("gemma3"))
         trainer = self.trainer(model)
         self.assertFalse(model.config.use_cache)
@@ -161,7 +161,7 @@ class ReasonsTest(ConfigureTestCase):
         self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
 
     def test_a_cache_in_a_model_of_ours(self):
-        """It makes none on packed rows."""
+        """Our models create no cache on packed rows."""
         results = []
         for packed in (False, True):
             torch.manual_seed(0)
@@ -186,7 +186,7 @@ class ReasonsTest(ConfigureTestCase):
     )
     def test_prompt_learning(self, method, config):
         self.check(self.trainer(peft.get_peft_model(llama(), config())), "PEFT prompt learning .*virtual tokens")
-        if method != "prefix_tuning":  # which PEFT has not for recurrent states
+        if method != "prefix_tuning":  # PEFT does not support it for recurrent states
             model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
             self.check(self.trainer(peft.get_peft_model(model, config())), "PEFT prompt learning .*virtual tokens")
 
@@ -263,7 +263,7 @@ class ReasonsTest(ConfigureTestCase):
         ]
     )
     def test_bad_arguments(self, _, arguments, message):
-        # Elsewhere: most tokens are lost to truncation, silently.
+        # Elsewhere: truncation silently drops most tokens.
         trainer = self.trainer(dataset=Samples(24))
         before = self.state(trainer)
         with self.assertRaisesRegex(ValueError, message):

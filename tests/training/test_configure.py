@@ -1,4 +1,4 @@
-"""`configure_packing`: what it turns on trains as padded batches do."""
+"""`configure_packing`: packed training equals training on padded batches."""
 
 import numpy as np
 import peft
@@ -43,9 +43,9 @@ class SameTrainingTest(ConfigureTestCase):
         ]
     )
     def test_the_padded_runs_updates(self, kind, mode, tuning, accumulation):
-        """Ten steps of SGD in float32 on the same samples per step."""
-        # Elsewhere: recipes for packing leak although their authors say they do not; targets are counted wrongly with
-        # several rows or with accumulation; the first loss differs from that of padded training; a batch is one row.
+        """Compare ten steps of SGD in float32 on the same samples per step."""
+        # Elsewhere: packing recipes leak despite claims of isolation; target counts are wrong with several rows or
+        # with accumulation; the first loss differs from padded training; a batch is limited to one row.
         want, log = updates_and_log(configure(self.build(kind, tuning, accumulation), "padded", mode))
         _, trainer = said(configure, self.build(kind, tuning, accumulation), "packed", mode)
         _, (got, packed_log) = said(updates_and_log, trainer)
@@ -59,8 +59,8 @@ class SameTrainingTest(ConfigureTestCase):
 
     @parameterized.expand(["trainer", "sft"])
     def test_the_comparison_can_fail(self, kind):
-        """The same training with the built-in classes, which are not told of boundaries, is a hundred times off."""
-        # Elsewhere: a comparison passes that cannot see a leak.
+        """The same training with stock classes, without boundaries, differs a hundred times more."""
+        # Elsewhere: comparisons pass that cannot detect a leak.
         want, _ = updates_and_log(configure(self.build(kind), "padded", "padding_free"))
         _, trainer = said(configure, self.build(kind), "packed", "padding_free")
         unpatch_model(trainer.model)
@@ -71,7 +71,7 @@ class SameTrainingTest(ConfigureTestCase):
         self.assertGreater(total_relative_error(leaking, want), 100 * UPDATE_BAR)
 
     def test_labels_of_the_language_modeling_collator(self):
-        """All tokens are targets, save its padding token, even where that ends a sample."""
+        """All tokens are targets except the padding token, even if it ends a sample."""
         rows = [{"input_ids": [*row["input_ids"][:-1], 0]} for row in Samples(12).rows]
         collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
         results = []
@@ -96,12 +96,12 @@ class SameTrainingTest(ConfigureTestCase):
     )
     @pytest.mark.slow
     def test_two_processes(self, kind, mode, tuning):
-        # Elsewhere: boundaries get lost in DDP; processes with different numbers of rows hang at the end of an epoch.
+        # Elsewhere: DDP drops boundaries, or processes with different numbers of rows hang at the end of an epoch.
         results = {}
         for arm in ("padded", "packed"):
             output = f"{self.directory}/{arm}.pt"
             printed, results[arm] = run_in_two_processes(self, "configured_arms.py", kind, arm, mode, tuning, output)
-        # One line at the start and one at the end, of one process.
+        # One line at the start and one at the end, from one process.
         self.assertEqual(sum(line.startswith(("Packing", "Padding-free")) for line in printed.splitlines()), 2)
         self.assertLess(total_relative_error(results["packed"]["updates"], results["padded"]["updates"]), UPDATE_BAR)
         self.assertLessEqual(FIGURES | {"rank_imbalance"}, set(results["packed"]["log"][-1]))
@@ -112,13 +112,13 @@ class SameTrainingTest(ConfigureTestCase):
 
     @pytest.mark.slow
     def test_our_rows_and_collator_in_sft_in_two_processes(self):
-        """Handed to SFTTrainer, without `configure_packing`."""
+        """Rows and collator are passed to SFTTrainer, without `configure_packing`."""
         padded, packed = (self.two_processes(arm, "sft") for arm in ("padded", "handed"))
         self.assertLess(total_relative_error(packed["updates"], padded["updates"]), UPDATE_BAR)
 
     @pytest.mark.slow
     def test_fsdp2_in_two_processes(self):
-        """Through accelerate, sharded, against padded batches under DDP."""
+        """Sharded through accelerate, against padded batches with DDP."""
         # Elsewhere: boundaries get lost between Trainer, wrapper and model.
         padded, packed = (
             self.two_processes("padded", "trainer"),
@@ -130,7 +130,7 @@ class SameTrainingTest(ConfigureTestCase):
 
 class SetUpTest(ConfigureTestCase):
     def test_auto_says_so_in_one_line(self):
-        # Elsewhere: users ask whether samples are isolated, and whether packing is on at all.
+        # Elsewhere: users cannot see whether samples are isolated, or whether packing is on at all.
         trainer = self.trainer()
         output, result = said(configure_packing, trainer)
         self.assertIs(result, trainer)
@@ -232,7 +232,7 @@ class SetUpTest(ConfigureTestCase):
         self.assertEqual(trainer.state.global_step, 2)
 
     def test_models_of_model_init_make_no_cache(self):
-        """Trainer sets `use_cache` only in the model that it is built with, not in that which it trains."""
+        """Trainer sets `use_cache` only in the model passed to its constructor, not in the one it trains."""
         results = []
         for packed in (False, True):
             args = {"optim": "sgd", "learning_rate": 0.3, "seed": 1, "max_steps": 2}
@@ -271,7 +271,7 @@ class SetUpTest(ConfigureTestCase):
 
 
 class FusedHeadTest(ConfigureTestCase):
-    """TRL puts a forward on the model that runs the base model, or else the forward that was there."""
+    """TRL sets a forward on the model that runs the base model, or calls the previous forward."""
 
     @parameterized.expand(["full", "lora"])
     def test_there_and_back(self, tuning):

@@ -1,4 +1,7 @@
-"""What users of packing ran into elsewhere and no other test has. `# Elsewhere:` marks such tests in all files."""
+"""Problems of users with packing in other packages, if no other file tests them.
+
+`# Elsewhere:` marks tests of such problems in all files.
+"""
 
 import contextlib
 import io
@@ -17,7 +20,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 from transformers_packed import DataCollatorWithFlattening, configure_packing
 
 
-# One token alone predicts nothing; a prompt alone has no target. The first micro-batch of a step has no target at all.
+# A single token predicts nothing, and a prompt alone has no target. The first micro-batch of a step has no target at
+# all.
 HARD = [
     {"input_ids": [5], "labels": [5]},
     {"input_ids": [7, 8, 9], "labels": [-100] * 3},
@@ -29,7 +33,7 @@ HARD = [
 
 
 class WeightedTrainer(Trainer):
-    """A loss in which each token has a weight of its own."""
+    """A loss with a separate weight per token."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels, weights = inputs.pop("labels"), inputs.pop("weight")
@@ -67,7 +71,7 @@ class HardSamplesTest(unittest.TestCase):
         return updates, [entry["loss"] for entry in log]
 
     def test_documents_without_targets(self):
-        """Neither NaN nor another loss than padded."""
+        """The loss is no NaN and equals that of padded training."""
         # Elsewhere: the loss of packed rows is 0, or a gradient is NaN in the first step.
         want, expected = self.train(self.trainer(HARD, collate_padded))
         got, losses = self.train(self.configured(self.trainer(HARD, None)))

@@ -1,6 +1,6 @@
-"""`use_liger_kernel=True` with models of ours: what Liger replaces, what it may not, and that training stays the same.
+"""`use_liger_kernel=True` with our models: Liger's replacements, their limits, and unchanged training.
 
-Liger's own patching runs, with torch in the place of its Triton kernels, which need a GPU.
+Liger's own patching runs, with torch in place of its Triton kernels, which need a GPU.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def loss_in_torch(
 
 
 def lce_forward(self, *args, **kwargs):
-    """Stands for Liger's, by its module, where the package is not installed."""
+    """Stands in for Liger's function, by its module, if the package is not installed."""
     raise AssertionError("Liger's forward ran")
 
 
@@ -110,7 +110,7 @@ class LigerTestCase(unittest.TestCase):
 
 
 class KeptTest(LigerTestCase):
-    """Without the package: what our classes do not let go."""
+    """Without the package: the parts of our classes that stay in place."""
 
     def test_forward_stays(self):
         model = self.build()
@@ -119,7 +119,7 @@ class KeptTest(LigerTestCase):
         (message,) = warned.call_args.args
         self.assertIn("Qwen3_5ForCausalLM keeps its forward: Liger's fused_linear", message)
         self.assertNotIn("forward", vars(model))
-        # Others may set one, as accelerate and TRL do.
+        # Others may set a forward, as accelerate and TRL do.
         other = MethodType(lambda self: "other", model)
         model.forward = other
         self.assertEqual(model.forward(), "other")
@@ -172,7 +172,7 @@ class LigerTest(LigerTestCase):
     def setUp(self):
         super().setUp()
         for module, attributes, prefix in MODELS.values():
-            # Liger leaves its classes in the built-in modules.
+            # Liger leaves its classes in the stock modules.
             for attribute in attributes:
                 cls = getattr(module, prefix + attribute)
                 self.enterContext(mock.patch.object(module, prefix + attribute, cls))
@@ -195,7 +195,7 @@ class LigerTest(LigerTestCase):
 
     @parameterized.expand([("qwen3_5", 1e-6), ("qwen3_next", 1e-6), ("qwen3_next_moe", 1e-4)])
     def test_the_same_training(self, family, bar):
-        """A registered model in the stock Trainer: Liger's norms, MLPs and experts run, and change nothing."""
+        """A registered model in the stock Trainer: Liger's norms, MLPs and experts run without changing the result."""
         results, losses = [], []
         for liger in (True, False):
             trainer = self.trainer(self.build(family), liger)
@@ -211,7 +211,7 @@ class LigerTest(LigerTestCase):
 
     @parameterized.expand(["trainer", "sft"])
     def test_configured(self, kind):
-        """As `configure_packing` sets it up, with what is ours left to us."""
+        """Configured by `configure_packing`, with our fused parts kept."""
         results = []
         for liger in (True, False):
             trainer = build(kind, directory=self.directory, use_liger_kernel=liger)
@@ -223,7 +223,7 @@ class LigerTest(LigerTestCase):
 
     @parameterized.expand(["qwen3_5", "vision_language", "falcon_h1", "gpt_oss"])
     def test_targets_stay_within_their_documents(self, kind):
-        """Labels of a row made by hand, where the first token of a document is one: Liger's forward would take it."""
+        """Handmade labels of a row have targets at the first tokens of documents, which Liger's forward would use."""
         # Elsewhere: a model behind another library's patches leaks.
         torch.manual_seed(1)
         row = {"input_ids": torch.randint(1, 61, (1, 20)), "cu_seqlens": torch.tensor([0, 7, 20], dtype=torch.int32)}
@@ -247,7 +247,7 @@ class LigerTest(LigerTestCase):
 
     @parameterized.expand([("qwen3_5", "qwen3_5_text"), ("qwen3_next_moe", "qwen3_next")])
     def test_applied_before_the_model_is_built(self, family, model_type):
-        """As AutoLigerKernelForCausalLM does it: with Liger's classes inside, documents are as they are alone."""
+        """As in AutoLigerKernelForCausalLM: with Liger's classes inside, documents give the same as alone."""
         want = self.build(family)
         self.liger._apply_liger_kernel(model_type)
         model = self.build(family)

@@ -24,14 +24,14 @@ from transformers_packed.data.records.samples import make_samples
 
 
 VOCAB_SIZE, HIDDEN_SIZE = 61, 16
-# The documents are a completion, a prompt alone, one token, targets in the middle, tail padding.
+# The documents: a completion, a prompt alone, one token, targets in the middle, tail padding.
 LENGTHS = (9, 4, 1, 30, 7)
 TARGETS = (range(3, 9), (), range(1), (0, 5, 6, 7, 20, 29), ())
 COUNTS = [6, 0, 0, 5, 0]
 
 
 def packed_row(dtype=torch.float32):
-    """Hidden states `[1, T, hidden]`, a head's weight, labels `[1, T]`."""
+    """Create hidden states `[1, T, hidden]`, the weight of a head, and labels `[1, T]`."""
     generator = torch.Generator().manual_seed(0)
     hidden_states = torch.randn(1, sum(LENGTHS), HIDDEN_SIZE, generator=generator).to(dtype)
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator).to(dtype)
@@ -43,7 +43,7 @@ def packed_row(dtype=torch.float32):
 
 
 def sums_alone(logits, labels):
-    """The loss of each document alone, summed over its targets, in the dtype of `logits`."""
+    """Return the loss of each document alone, summed over its targets, in the dtype of `logits`."""
     sums = []
     for document, targets in zip(logits[0].split(LENGTHS), labels[0].split(LENGTHS), strict=True):
         sums.append(F.cross_entropy(document[:-1], targets[1:], reduction="sum"))
@@ -51,7 +51,7 @@ def sums_alone(logits, labels):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The elements of the largest float32 tensor that is made."""
+    """Record the number of elements of the largest new float32 tensor."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class PerDocumentTest(unittest.TestCase):
 
     @parameterized.expand([(form, size) for form in ("logits", "head") for size in (1, 7, 512)])
     def test_equals_documents_alone(self, form, chunk_size):
-        """Values and gradients, with weights that differ from document to document."""
+        """Compare values and gradients, with different weights per document."""
         hidden_states, weight, labels = packed_row()
         weights = torch.tensor([1.0, 5.0, 7.0, -2.0, 3.0])
         want = sums_alone(hidden_states @ weight.T, labels)
@@ -98,7 +98,7 @@ class PerDocumentTest(unittest.TestCase):
             logps = per_document_logps(logits, labels, boundaries)
             self.assertLess(relative_error(logps.sums, -sums_alone(logits, labels)), 1e-6)
             self.assertEqual(logps.token_counts.tolist(), COUNTS)
-        # Each token's log-probability stands where the token stands.
+        # Each log-probability is at the position of its token.
         normalized, start = logits.log_softmax(-1)[0], 0
         expected = torch.zeros(sum(LENGTHS))
         for length, targets in zip(LENGTHS, TARGETS, strict=True):
@@ -121,7 +121,7 @@ class PerDocumentTest(unittest.TestCase):
 
     @parameterized.expand([(torch.bfloat16,), (torch.float16,), (torch.float64,)])
     def test_dtypes(self, dtype):
-        """Sums are at least float32: those of the same logits widened first."""
+        """Sums are at least float32, and equal those of the same logits in a wider dtype."""
         hidden_states, weight, labels = packed_row(dtype)
         logits = (hidden_states @ weight.T).detach().requires_grad_()
         wide = torch.promote_types(dtype, torch.float32)
@@ -150,7 +150,7 @@ class PerDocumentTest(unittest.TestCase):
             largest[chunk_size] = seen.elements
         self.assertEqual(largest[5], 5 * VOCAB_SIZE)
         self.assertGreater(largest[512], 5 * VOCAB_SIZE)
-        # Nor do chunks of it wait for backward.
+        # No chunks of it are kept for backward either.
         self.assertTrue(kept)
         self.assertFalse([shape for dtype, shape in kept if dtype == torch.float32 and VOCAB_SIZE in shape])
 
@@ -173,7 +173,7 @@ class PerDocumentTest(unittest.TestCase):
 
 
 class MasksTest(unittest.TestCase):
-    """Completion-only and assistant-only masks from records to a row's losses, against the built-in class alone."""
+    """Completion-only and assistant-only masks, from records to losses, against the stock class on documents alone."""
 
     RECORDS = (
         {"messages": [user("a b"), assistant("first answer"), user("and now"), assistant("a second one")]},
@@ -239,8 +239,8 @@ class LossNormalizationTest(unittest.TestCase):
         self.assertLess(total_relative_error(got[0], want[0]), bar)
 
     def test_sample_mean_of_packed_rows_equals_that_of_padded_batches(self):
-        """10 steps of SGD with accumulation over unequal rows; another mean moves the parameters elsewhere."""
-        # Elsewhere: a mean over samples is wanted, not over tokens.
+        """10 steps of SGD with accumulation over unequal rows. A different mean gives different parameters."""
+        # Elsewhere: a mean over samples is needed, not over tokens.
         want = updates_and_losses(build_sample_trainer("padded", self.directory, max_steps=10))
         trainer = build_sample_trainer("packed", self.directory, max_steps=10)
         got = updates_and_losses(trainer)
@@ -255,7 +255,7 @@ class LossNormalizationTest(unittest.TestCase):
         self.assertGreater(total_relative_error(token_mean[0], want[0]), 1e-2)
 
     def test_padded_batches(self):
-        """A row of a padded batch is a document, so ours runs there too."""
+        """A row of a padded batch is a document, so our loss works there too."""
         want = updates_and_losses(build_sample_trainer("padded", self.directory, max_steps=3))
         trainer = build_sample_trainer("padded", self.directory, max_steps=3)
         trainer.__class__ = Trainer
@@ -268,14 +268,14 @@ class LossNormalizationTest(unittest.TestCase):
             trainer.args.per_device_eval_batch_size = 7
         want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
         self.assertLess(abs(got - want) / want, 1e-5)
-        # TRL's trainers do not count in evaluation.
+        # TRL's trainers do not count targets in evaluation.
         batch = packed.data_collator(packed.eval_dataset.rows)
         self.assertLess(abs(packed.compute_loss(packed.model, batch).item() - want) / want, 1e-5)
         set_loss_normalization(packed, "token")
         self.assertGreater(abs(packed.evaluate()["eval_loss"] - want) / want, 1e-5)
 
     def test_auxiliary_loss_of_experts(self):
-        """It is added as the model adds it to its own loss."""
+        """It is added in the same way as to the model's own loss."""
         losses = {}
         for normalization in ("token", "sample"):
             trainer = build_trainer("packed", "qwen3_next_moe", self.directory, per_device_eval_batch_size=1)
@@ -283,7 +283,7 @@ class LossNormalizationTest(unittest.TestCase):
             trainer.model.router_aux_loss_coef = 3.0
             trainer.eval_dataset.rows = trainer.eval_dataset.rows[:1]
             set_loss_normalization(trainer, normalization)
-            # With one document both means are the same.
+            # With one document both means are equal.
             losses[normalization] = trainer.evaluate()["eval_loss"]
         self.assertGreater(losses["token"], 9)
         self.assertLess(abs(losses["sample"] - losses["token"]) / losses["token"], 1e-6)

@@ -1,4 +1,4 @@
-"""`PackedTrainer` over several processes, against the same Trainer in one: updates, losses and evaluation."""
+"""`PackedTrainer` over several processes against the same Trainer in one: updates, losses and evaluation."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ from transformers_packed import (
 from transformers_packed.training.sequence_parallel import check_sequence_parallel
 
 
-# The row of 22 tokens is padded to a multiple.
+# The row of 22 tokens is padded to a multiple of the group size.
 LENGTHS = [*ROWS.values(), [10, 7, 5], [1, 2], [24], [3, 19]]
 STEPS, ROWS_PER_STEP = 10, 4
 EXPERTS_COUNT = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
@@ -52,7 +52,7 @@ def make_rows():
 
 
 def make_documents():
-    """Two for each row, with and without images and videos; some rows are text alone."""
+    """Create two documents per row, with and without images and videos. Some rows are text only."""
     images = [((1, 4, 4),), (), ((1, 4, 8), (1, 2, 2)), ()]
     videos = [(), (), ((2, 4, 4),)]
     return [document(3 + n % 11, n, images[n // 2 % 4], videos[n // 2 % 3]) for n in range(2 * len(LENGTHS))]
@@ -68,7 +68,7 @@ def make_model(family):
     config.num_attention_heads, config.initializer_range = 4, 0.1
     for name, value in EXPERTS_COUNT.items() if "moe" in family else ():
         setattr(config, name, value)
-    # In float64, as ten steps make much of what float32 rounds; the grouped product of experts does not know it.
+    # Uses float64, because ten steps amplify float32 rounding. The grouped product of experts does not support it.
     model = AutoModelForCausalLM.from_config(config).double()
     if "moe" in family:
         model.set_experts_implementation("eager")
@@ -84,7 +84,7 @@ def make_trainer(family, processes=1, size=1, **options):
         "gradient_accumulation_steps": ROWS_PER_STEP * size // processes,
         "train_sampling_strategy": "sequential",
         "remove_unused_columns": False,
-        # Small, or ten steps make 1e-4 of the 1e-7 that float32 sums in the loss leave.
+        # Small, because ten steps amplify the float32 rounding of the loss from 1e-7 to 1e-4.
         "learning_rate": 0.001 if family == "vision" else 0.01,
         "sequence_parallel_size": size,
         "ddp_backend": "gloo" if processes > 1 else None,
@@ -92,7 +92,7 @@ def make_trainer(family, processes=1, size=1, **options):
     arguments = {name: options.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in options}
     args = PackedTrainingArguments(**{"output_dir": tempfile.mkdtemp(), **defaults, **options})
     rows = make_documents() if family == "vision" else make_rows()
-    # With several readers accelerate would fill up the last batch of the odd ones with the first.
+    # With several readers, accelerate would complete the last batch of the odd ones with the first rows.
     evaluated = {"even": rows[:8], "odd": rows[:11]}
     model = make_model(family)
     collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
@@ -100,7 +100,7 @@ def make_trainer(family, processes=1, size=1, **options):
 
 
 class Updates(TrainerCallback):
-    """The change of all parameters after the first and the last step."""
+    """Return the change of all parameters after the first and the last step."""
 
     def __init__(self, model):
         self.model, self.updates = model, {}
@@ -115,7 +115,7 @@ class Updates(TrainerCallback):
 
 def train(family, processes=1, size=1, options=()):
     with contextlib.redirect_stdout(io.StringIO()):
-        # Trainer trains without DDP when it evaluated first.
+        # After an evaluation, Trainer trains without DDP.
         metrics = make_trainer(family, processes, size, **dict(options)).evaluate()
         trainer = make_trainer(family, processes, size, **dict(options))
         callback = Updates(trainer.model)
@@ -135,7 +135,7 @@ class Stream(IterableDataset):
 
 
 def read_rows(processes, size):
-    """The documents of each batch that this process trains on and evaluates, from five samples in batches of two."""
+    """Return the documents in each training and evaluation batch of this process, for five samples, two per batch."""
     trainer = make_trainer("qwen3_5", processes, size, per_device_train_batch_size=2, per_device_eval_batch_size=2)
     trainer.train_dataset = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(4, 9)]
     loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader(trainer.train_dataset)
@@ -159,7 +159,7 @@ class StopAt(TrainerCallback):
 
 
 def save_and_resume(folder, processes, size, stop=None):
-    """The change of all parameters after five steps in rows of random order, three of them an epoch."""
+    """Return the change of all parameters after five steps on rows in random order, with three steps per epoch."""
     options = {
         "output_dir": folder,
         "max_steps": 5,
@@ -167,7 +167,7 @@ def save_and_resume(folder, processes, size, stop=None):
         "save_steps": 2,
         "train_sampling_strategy": "random",
         "optim": "adamw_torch",
-        # Smaller, and it would make whole steps of what float32 rounds in the loss.
+        # With a smaller value, float32 rounding in the loss would become whole steps.
         "adam_epsilon": 1e-3,
     }
     trainer = make_trainer("qwen3_5", processes, size, **options)
@@ -176,7 +176,7 @@ def save_and_resume(folder, processes, size, stop=None):
         trainer.add_callback(StopAt(stop))
     saved = not stop and any(Path(folder).glob("checkpoint-*"))
     if saved:
-        # All that it goes on with has to come from the checkpoint.
+        # The resumed state has to come entirely from the checkpoint.
         for parameter in trainer.model.parameters():
             parameter.data.zero_()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -200,7 +200,7 @@ RUNS = {
 
 
 def arms(count):
-    """Of the runs with `count` processes."""
+    """Return the runs with `count` processes."""
     return [
         (f"{name}, {number}", name, number)
         for name, (processes, _, arms) in RUNS.items()
@@ -267,7 +267,7 @@ def odd_heads():
 
 
 def fail_on_one_rank(where):
-    """Each rank's error and how long after the failure it came; nobody ends the processes from outside."""
+    """Return each rank's error and its delay after the failure. Nothing ends the processes from outside."""
     trainer = make_trainer("qwen3_5", 2, 2)
     if dist.get_rank() == 1:
         module = trainer.model.model.layers[1]
@@ -281,7 +281,7 @@ def fail_on_one_rank(where):
             trainer.train()
     except Exception as error:
         message = str(error)
-        # As at the end of a script that failed.
+        # As at the end of a failed script.
         dist.destroy_process_group()
         return message, time.monotonic() - start
     return None, time.monotonic() - start
@@ -323,7 +323,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
         first, *others = run_processes(read_rows, 4, 4, 2)
         self.assertEqual(others[0], first)
         self.assertEqual(others[1], others[2])
-        # In training accelerate fills up the last batches, as in data parallelism.
+        # In training accelerate completes the last batches, as in data parallelism.
         self.assertEqual([first[0], others[1][0]], [[[4, 5], [8, 4]], [[6, 7], [5, 6]]])
         self.assertEqual([first[1], others[1][1]], [[[4, 5], [8]], [[6, 7]]])
 
@@ -341,7 +341,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
     )
     @pytest.mark.slow
     def test_resumes_over_other_processes(self, _, before, after):
-        """With as many rows in a step: what was saved at one number of processes and P goes on at another."""
+        """With the same number of rows per step, a checkpoint resumes on another number of processes and another P."""
         with tempfile.TemporaryDirectory() as folder:
             ((_, expected),) = run_once(save_and_resume, 1, self.unsharded, 1, 1)
             for step, _ in run_processes(save_and_resume, before[0], folder, *before, 2):

@@ -27,7 +27,7 @@ class TrainerTest(unittest.TestCase):
 
     @parameterized.expand(CONFIGS)
     def test_packed_updates_equal_padded_updates(self, family):
-        """20 steps of SGD with accumulation over unequal rows, loss a mean over the tokens of a step."""
+        """20 steps of SGD with accumulation over unequal rows. The loss is a mean over the tokens of a step."""
         *padded, _ = train("padded", family, self.directory)
         *packed, trainer = train("packed", family, self.directory)
         self.check_same_training(padded, packed, bar=1e-4 if family.endswith("moe") else 1e-6)
@@ -47,7 +47,7 @@ class TrainerTest(unittest.TestCase):
 
     @parameterized.expand(["qwen3_5", "qwen3_next_moe"])
     def test_padded_batches_through_our_model(self, family):
-        """Trained and evaluated with a padding collator, and no token of padding computed."""
+        """Train and evaluate with a padding collator, without computing padding tokens."""
         *padded, builtin = train("padded", family, self.directory)
         trainer = build_trainer("padded_ours", family, self.directory)
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -80,7 +80,7 @@ class TrainerTest(unittest.TestCase):
             self.assertLess(abs(results[1] - results[0]) / results[0], 1e-5)
 
     def test_the_comparison_can_fail(self):
-        """The same training without boundaries moves the parameters elsewhere, by a hundred times the bar and more."""
+        """The same training without boundaries changes the parameters by more than a hundred times the bar."""
         updates, *_ = train("padded", "qwen3_5", self.directory)
         trainer = build_trainer("packed", "qwen3_5", self.directory)
         collate = trainer.data_collator
@@ -101,7 +101,7 @@ class TrainerTest(unittest.TestCase):
         want, got = (trainer.evaluate()["eval_loss"] for trainer in (padded, packed))
         self.assertLess(abs(got - want) / want, 1e-5)
 
-        # Rows of one sample each, so that padded and packed rows hold the same tokens in the same places.
+        # Rows of one sample, so that padded and packed rows have the same tokens in the same places.
         packed.args.per_device_eval_batch_size = 1
         predicted = packed.predict(Samples(3))
         self.assertEqual(predicted.predictions.shape[0], 3)
@@ -110,7 +110,7 @@ class TrainerTest(unittest.TestCase):
                 alone = padded.model(torch.tensor([row["input_ids"]])).logits[0]
             self.assertLess(relative_error(torch.tensor(logits[: len(alone)]), alone), 1e-5)
 
-        # Several samples in a row.
+        # Several samples per row.
         packed.args.per_device_eval_batch_size = 3
         predicted = packed.predict(Samples(3))
         lengths = [len(row["input_ids"]) for row in Samples(3).rows]
@@ -119,7 +119,7 @@ class TrainerTest(unittest.TestCase):
         self.assertLess(relative_error(last, alone), 1e-5)
 
     def test_a_datasets_dataset_with_further_columns(self):
-        """`remove_unused_columns` at its default drops what the model does not take, and nothing else."""
+        """With its default, `remove_unused_columns` drops exactly the columns that the model does not accept."""
         from datasets import Dataset
 
         rows = [{**row, "text": "x", "score": 1.0} for row in Samples(6).rows]

@@ -1,4 +1,4 @@
-"""`PackedTrainer` and its arguments, and the figures that packing adds to the log."""
+"""`PackedTrainer` and its arguments, and the packing metrics in the log."""
 
 import contextlib
 import io
@@ -50,7 +50,7 @@ class TrainerTestCase(unittest.TestCase):
 
 class PackedTrainerTest(TrainerTestCase):
     def test_a_model_that_is_made_when_training_starts(self):
-        """`model_init` makes another one than that which was there when the Trainer was built."""
+        """`model_init` creates a different model than the one at construction of the Trainer."""
 
         def make():
             return AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
@@ -114,7 +114,7 @@ class PackedTrainerTest(TrainerTestCase):
                     loss = trainer.model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss
                     losses, targets = losses + count * float(loss), targets + count
         self.assertAlmostEqual(trainer.evaluate()["eval_loss"], losses / targets, places=5)
-        # The mean of the batches' means, which the stock Trainer reports, is another number.
+        # The stock Trainer reports the mean of the batches' means, which is a different number.
         stock = self.build(Trainer, self.args(TrainingArguments), data_collator=collate_padded).evaluate()["eval_loss"]
         self.assertGreater(abs(stock - losses / targets), 1e-4)
 
@@ -137,7 +137,7 @@ class PackedTrainerTest(TrainerTestCase):
 
     @parameterized.expand([(False,), (True,)])
     def test_metrics_get_the_inputs_of_the_documents(self, batch_eval_metrics):
-        """`include_for_metrics=["inputs"]`: the tokens stand where the labels and predictions of their documents do."""
+        """With `include_for_metrics=["inputs"]`, tokens align with the labels and predictions of their documents."""
         seen = []
 
         def compute_metrics(prediction, compute_result=True):
@@ -161,7 +161,7 @@ class PackedTrainerTest(TrainerTestCase):
 
 class FiguresTest(TrainerTestCase):
     def log(self, trainer) -> list[dict]:
-        # What other tests ran in this process is not what this run ran.
+        # Clear the implementations recorded by other tests in this process.
         dispatch._used.clear()
         with quiet() as stdout:
             trainer.train()
@@ -169,7 +169,7 @@ class FiguresTest(TrainerTestCase):
         return [entry for entry in trainer.state.log_history if "loss" in entry]
 
     def batches(self, trainer) -> list[list[int]]:
-        """The lengths of the documents that the model is given, batch by batch."""
+        """Record the lengths of the documents in each batch of the model."""
         seen = []
         collate = trainer.data_collator
 
@@ -208,7 +208,7 @@ class FiguresTest(TrainerTestCase):
         self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
 
     def test_padding_avoided_by_rows(self):
-        """As the plan says it: by batches of 8 documents in random order, however many rows a step has."""
+        """As in the plan: relative to batches of 8 documents in random order, for any number of rows per step."""
         args = self.args(packing=True, max_length=128, max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=1)
         trainer = self.build(args=args)
         plan = trainer.train_dataset.plan
@@ -218,7 +218,7 @@ class FiguresTest(TrainerTestCase):
         self.assertIn(f"padding avoided {plan.padding_avoided:.1%} ", self.summary)
 
     def test_rows_of_the_batch_size_that_was_found(self):
-        """`auto_find_batch_size` goes from 4 rows to 3: fill and documents are of those."""
+        """`auto_find_batch_size` goes from 4 rows to 3. Fill and documents refer to the latter."""
         args = self.args(
             packing=True,
             max_length=128,
@@ -246,7 +246,7 @@ class FiguresTest(TrainerTestCase):
         self.assertIn(f"fill {plan.fill:.1%}, ", self.summary)
 
     def test_padding_at_the_end_is_no_document(self):
-        """What `pad_to_multiple_of` adds counts neither as tokens nor as a document."""
+        """Padding from `pad_to_multiple_of` counts neither as tokens nor as a document."""
         collator = DataCollatorWithFlattening(
             pad_to_multiple_of=64, pad_token_id=0, return_flash_attn_kwargs=True, on_leak="ignore"
         )
@@ -259,7 +259,7 @@ class FiguresTest(TrainerTestCase):
         self.assertLess(int(self.summary.split(" with ")[1].split(" tokens")[0].replace(",", "")), tokens)
 
     def test_position_ids_alone(self):
-        """Families that take no lengths are counted by their position ids."""
+        """For families that accept no lengths, position ids give the counts."""
         trainer = self.build(Trainer, self.args(TrainingArguments))
         patch_model(trainer.model)
         with quiet():
@@ -270,7 +270,7 @@ class FiguresTest(TrainerTestCase):
         self.assertGreater(log[0]["padding_avoided"], 0.05)
 
     def test_targets_of_a_step_are_counted_after_an_evaluation_too(self):
-        """Trainer counts them before it puts the model into training mode, which an evaluation or loading leaves."""
+        """Trainer counts targets before it sets training mode. An evaluation or loading leaves evaluation mode."""
         trainer = self.build(args=self.args(eval_strategy="steps", eval_steps=1))
         trainer.model.eval()
         counted, get_batch_samples = [], type(trainer).get_batch_samples
@@ -303,11 +303,11 @@ class FiguresTest(TrainerTestCase):
             with mock.patch.object(metrics.time, "perf_counter", lambda passed=passed: clock() + passed[0]):
                 speeds[seconds] = self.log(trainer)[-1]["tokens_per_second"]
             self.assertGreaterEqual(passed[0], seconds)
-        # Evaluations of 100 s would make steps of some hundredths of a second slower by far more.
+        # If 100 s of evaluation counted, steps of some hundredths of a second would be far slower.
         self.assertGreater(speeds[100.0], speeds[0.0] / 10)
 
     def test_imbalance_and_share_of_peak(self):
-        """Two ranks, of which the second has the other's lengths once more: costs and figures by hand."""
+        """Two ranks, the second with twice the values of the first: costs and figures by hand."""
         trainer = self.build()
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
         callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
@@ -337,7 +337,7 @@ class FiguresTest(TrainerTestCase):
         self.assertEqual(figures["tokens_per_second"], round(3 * 192 / 2.0, 1))
         self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
         self.assertEqual(figures["rank_imbalance"], round(2 / 1.5 - 1, 4))
-        # Lengths that fill whole chunks, so that the callback's estimate of the chunks is exact. All weights are trained.
+        # The lengths fill whole chunks, so the callback's estimate of chunks is exact. All weights are trained.
         want = 3 * 3 * cost.documents(lengths).sum() / 2.0 / 2 / 1e9
         self.assertAlmostEqual(figures["share_of_peak"], want, places=4)
 

@@ -1,4 +1,4 @@
-"""TRL's trainers with a registered model, against the built-in class on padded batches of the same samples."""
+"""TRL's trainers with a registered model, against the stock class on padded batches of the same samples."""
 
 import copy
 import tempfile
@@ -56,7 +56,7 @@ def build_model(arm: str, vocab_size: int):
 
 
 def documents(feature):
-    """The samples of a row of `PackingDataset` (a list) or of TRL (joined, with `seq_lengths`), or a sample itself."""
+    """Return the samples of a row of `PackingDataset` (a list) or TRL (joined, `seq_lengths`), or a single sample."""
     if isinstance(feature, list):
         return feature
     lengths = feature.get("seq_lengths", [len(feature["input_ids"])])
@@ -65,12 +65,12 @@ def documents(feature):
 
 
 def unpacking_collator(features):
-    """A padded batch of all samples of some rows."""
+    """Collate all samples of some rows to a padded batch."""
     return collate_padded([document for feature in features for document in documents(feature)])
 
 
 def updates_and_losses(trainer):
-    set_seed(0)  # what GRPO generates depends on it
+    set_seed(0)  # GRPO's generated text depends on it
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
@@ -85,7 +85,7 @@ class TRLTestCase(unittest.TestCase):
         self.directory = directory.name
 
     def check_same_training(self, packed, padded, bar=1e-6):
-        """Both trainers: losses of each step, and the change of the parameters together, which is returned."""
+        """Compare the losses of each step and the total change of parameters of both trainers. Return the change."""
         (updates, losses), (want, expected) = updates_and_losses(packed), updates_and_losses(padded)
         message = f"TRL {version('trl')}"
         self.assertEqual(len(expected), packed.args.max_steps, message)
@@ -118,7 +118,7 @@ class SFTTest(TRLTestCase):
         )
 
     def padded_rows(self, packed, **arguments):
-        """The built-in class on padded batches of what stands in the rows of another trainer, in the same order."""
+        """Build a Trainer of the stock class on padded batches of another trainer's rows, in the same order."""
         trainer = self.build("padded", Dataset.from_list(Samples().rows), unpacking_collator, **arguments)
         trainer.train_dataset = packed.train_dataset
         return trainer
@@ -128,7 +128,7 @@ class SFTTest(TRLTestCase):
 
     @parameterized.expand(["trl", "ours"])
     def test_padding_free(self, collator):
-        """Of TRL's collator, or of ours in its place."""
+        """With TRL's collator, or with ours in its place."""
         if collator == "trl":
             packed = self.build("packed", self.samples(), padding_free=True)
         else:
@@ -141,7 +141,7 @@ class SFTTest(TRLTestCase):
 
     @parameterized.expand([("full",), ("lora",)])
     def test_packing(self, method):
-        """Best-fit-decreasing rows of several documents."""
+        """Best-fit-decreasing rows with several documents."""
         peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "in_proj_qkv"]) if method == "lora" else None
         options = {"peft_config": peft_config}
         packed = self.build("packed", self.samples(), packing=True, max_length=ROW, **options)
@@ -166,7 +166,7 @@ class SFTTest(TRLTestCase):
         self.check_same_training(packed, self.padded_rows(packed))
 
     def test_assistant_only_loss(self):
-        """TRL's mask of the assistant's tokens, in packed rows."""
+        """TRL's mask of assistant tokens, in packed rows."""
         chats = [
             {"messages": [user("a" * i), assistant("b" * (i % 5 + 1)), user("c"), assistant("d" * (i % 3 + 1))]}
             for i in range(1, 25)
@@ -195,7 +195,7 @@ class SFTTest(TRLTestCase):
             set_loss_normalization(trainer, "sample")
 
     def test_a_name_instead_of_a_model(self):
-        """TRL looks up a checkpoint's class in `transformers` itself, past the Auto classes: README says so."""
+        """TRL looks up the class of a checkpoint in `transformers` directly, not through the Auto classes: see docs/how_to/sft.md."""
         build_model("packed", len(make_tokenizer())).save_pretrained(self.directory)
         with registered():
             trainer = SFTTrainer(
@@ -207,7 +207,7 @@ class SFTTest(TRLTestCase):
         self.assertEqual(type(trainer.model).__module__, "transformers.models.qwen3_5.modeling_qwen3_5")
 
     def test_the_comparison_can_fail(self):
-        """Without boundaries the parameters move elsewhere, and the built-in class cannot take TRL's rows at all."""
+        """Without boundaries the parameters differ, and the stock class refuses TRL's rows."""
         packed = self.build("packed", self.samples(), padding_free=True)
         padded, _ = updates_and_losses(self.build("padded", self.samples()))
         collate = packed.data_collator
@@ -222,7 +222,7 @@ class SFTTest(TRLTestCase):
 
 
 class PreferenceTest(TRLTestCase):
-    """Padded batches, as these trainers make them: a registered model gives what the built-in class gives."""
+    """On the padded batches of these trainers, a registered model gives the same as the stock class."""
 
     def test_dpo(self):
         trainers = []

@@ -1,4 +1,4 @@
-"""Fine-tuning a vision-language model in the stock Trainer: packed rows through ours, padded through the built-in."""
+"""Fine-tune a vision-language model in the stock Trainer: packed rows through ours, padded through the stock class."""
 
 import tempfile
 import unittest
@@ -27,7 +27,7 @@ from transformers_packed import DataCollatorWithFlattening, PackingDataset, regi
 
 PAD, VISION = SPECIAL[0], ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
-# Text, and images (height, width in pixels) where they stand in it.
+# Text, and images (height, width in pixels) at their places.
 EXAMPLES = [
     (f"{PLACE} a cat", [(8, 8)]),
     ("only text", []),
@@ -41,7 +41,7 @@ EXAMPLES = [
 
 
 class ImagesProcessor(Qwen3VLProcessor):
-    """The processor of Qwen3.5 without its video half, which would need torchvision."""
+    """The processor of Qwen3.5 without its video part, which requires torchvision."""
 
     def check_argument_for_proper_class(self, name, argument):
         if name != "video_processor":
@@ -68,7 +68,7 @@ def make_images() -> list[tuple[str, list[Image.Image]]]:
 
 
 class Processed(torch.utils.data.Dataset):
-    """What the processor makes of each example, with its number; no loss on what stands for an image."""
+    """The processor's output for each example, with its number. Image tokens have no loss."""
 
     def __init__(self, processor):
         self.processor, self.examples = processor, make_images()
@@ -86,7 +86,7 @@ class Processed(torch.utils.data.Dataset):
 
 
 class PaddedCollator:
-    """The processor's own padded batch of the examples of some samples, or of rows of them."""
+    """The processor's own padded batch of some samples, or of rows of samples."""
 
     def __init__(self, dataset: Processed):
         self.dataset = dataset
@@ -123,7 +123,7 @@ class VisionTrainerTest(unittest.TestCase):
             return AutoModelForImageTextToText.from_config(config)
 
     def train(self, arm, rows="samples", positions="collator", accumulation=2, model=None):
-        """10 steps; the change of each parameter, losses, and the trainer."""
+        """Run 10 steps. Return the change of each parameter, the losses, and the trainer."""
         model = model or self.model(arm)
         dataset = Processed(self.processor)
         if arm == "padded":
@@ -154,7 +154,7 @@ class VisionTrainerTest(unittest.TestCase):
             model=model, args=args, train_dataset=dataset, data_collator=collator, processing_class=self.processor
         )
         if arm == "padded" and accumulation > 1:
-            # The built-in class asks for a mean of the micro-batches' means; ours is the mean over the step's targets.
+            # The stock class computes a mean of the micro-batches' means, ours the mean over all targets of a step.
             self.assertFalse(trainer.model_accepts_loss_kwargs)
             trainer.model_accepts_loss_kwargs = True
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -181,7 +181,7 @@ class VisionTrainerTest(unittest.TestCase):
                 self.assertGreater(update.abs().max(), 0, name)
 
     def test_the_comparison_can_fail(self):
-        """With the patches of a row's images in the wrong order."""
+        """The patches of a row's images are in the wrong order."""
         want, *_ = self.train("padded")
         model = self.model("packed")
         get_image_features = model.model.get_image_features

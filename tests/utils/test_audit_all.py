@@ -1,4 +1,4 @@
-"""`utils/audit_all.py`: the processes, and the support matrix that comes with the package."""
+"""`utils/audit_all.py`: its processes, and the support matrix of the package."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ from audit_all import audit_type, causal_types, run_types
 
 
 ROOT = Path(__file__).parents[2]
-# Answers as a worker does, and dies in all the ways in which one may.
+# Answers like a worker, and dies in every possible way.
 FAKE = """
 import json, os, signal, sys, time
 for line in sys.stdin:
@@ -44,7 +44,7 @@ for line in sys.stdin:
     print(json.dumps({"name": name, "process": os.getpid()}), flush=True)
 """
 COMMAND = (sys.executable, "-c", FAKE)
-# Without boundaries that their layers read, these let documents change one another (measured and read in the sources).
+# Without boundaries for their layers, these leak between documents (measured, and checked in the sources).
 KNOWN_TO_LEAK = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling_text inkling2_text jamba kimi_linear
 lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
 qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""".split()
@@ -102,7 +102,7 @@ class WorkersTest(unittest.TestCase):
         )
         code = (
             "import signal, sys\n"
-            # What a shell starts in the background may ignore it.
+            # Background processes of a shell may ignore it.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"sys.path.insert(0, {str(ROOT / 'utils')!r})\n"
             "import audit_all\n"
@@ -129,7 +129,7 @@ class WorkersTest(unittest.TestCase):
 
 class CommandTest(unittest.TestCase):
     def test_real_processes(self):
-        """Also where models print, GPU packages are installed and a type cannot be built."""
+        """This includes models that print, installed GPU packages, and a type that cannot be built."""
         with tempfile.TemporaryDirectory() as folder:
             page, data = Path(folder, "page.md"), Path(folder, "data.json")
             status, stdout, stderr = audit(
@@ -174,7 +174,7 @@ class CommandTest(unittest.TestCase):
 
 
 class SupportMatrixTest(unittest.TestCase):
-    """The data that come with the package are those of this code and of the installed Transformers."""
+    """The packaged data match this code and the installed Transformers."""
 
     def setUp(self):
         self.matrix = json.loads(SUPPORT_MATRIX.read_text(encoding="utf-8"))
@@ -231,7 +231,7 @@ class SupportMatrixTest(unittest.TestCase):
             self.assertEqual(sum(found.values()), len(self.matrix["types"]))
 
     def test_unpacking_is_told_apart(self):
-        """Of an isolated model whose family runs document by document the matrix says so, with the cause."""
+        """For an isolated model whose family runs document by document, the matrix has this and the cause."""
         unpacked = families.Unpacked("Qwen3_5TextModel", "no kernel takes boundaries")
         with mock.patch.object(families, "UNPACKED", families.UNPACKED | {"qwen3_5": unpacked}):
             entry = audit_type("qwen3_5_text")

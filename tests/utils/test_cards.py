@@ -1,4 +1,4 @@
-"""The pages of measurements and the pictures are what their scripts make of the committed results."""
+"""The pages of measurements and the figures match their scripts and the committed results."""
 
 import json
 import subprocess

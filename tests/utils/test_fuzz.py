@@ -1,4 +1,4 @@
-"""The fuzz of set-ups: reproducible, silent where nothing is wrong, and able to find what is."""
+"""The fuzzer is reproducible, silent without errors, and able to detect errors."""
 
 import contextlib
 import io
@@ -95,7 +95,7 @@ class FuzzTest(unittest.TestCase):
 
     def test_refusals(self):
         def refuse(*args, **kwargs):
-            # What is raised here comes from the package, as far as the fuzz looks.
+            # The fuzzer attributes errors raised in this file to the package.
             raise input_error("this", "that", "Change it.")
 
         with (
@@ -103,7 +103,7 @@ class FuzzTest(unittest.TestCase):
             mock.patch.object(packed, "glu", refuse),
         ):
             self.assertEqual(check(PLAIN), Outcome("refused", "expected this, got that. Change it."))
-            # Automatic packing knows beforehand, or is not on.
+            # Automatic packing detects this in advance, or is not on.
             outcome = check(replace(PLAIN, way="configure", mode="auto", collator={}))
         self.assertEqual(outcome.kind, "failed")
         self.assertIn("automatic packing is on", outcome.why)

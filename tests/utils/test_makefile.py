@@ -1,4 +1,4 @@
-"""The Python that the package needs, as everything that names it says."""
+"""The required Python version is the same wherever it is stated."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-# Runs what `python -c CODE` would, in a Python of another version.
+# Runs the code of `python -c CODE` with a different reported version.
 OTHER_PYTHON = """#!/bin/sh
 exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); exec(sys.argv[1])' "$2"
 """
@@ -18,7 +18,7 @@ exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); exe
 
 class PythonVersionTest(unittest.TestCase):
     def make(self, version, target):
-        """What `make` prints last to stderr with this Python; `pip` and `venv` are not reached."""
+        """Run `make` with this Python and return its stderr. `pip` and `venv` are not reached."""
         with tempfile.TemporaryDirectory() as directory:
             for name in ("Makefile", "setup.py"):
                 shutil.copy(ROOT / name, directory)

@@ -88,7 +88,7 @@ from ..beta.modular_beta import BetaNet
 
 
 def load_script():
-    """A converter of its own for each test, as it remembers the files it has read."""
+    """Use a new converter for each test, because it caches files."""
     spec = importlib.util.spec_from_file_location("modular_model_converter", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -103,7 +103,7 @@ class ConverterTestCase(unittest.TestCase):
         self.converter = load_script()
 
     def main(self, *arguments):
-        """The exit code and what was printed."""
+        """Return the exit code and the printed text."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = self.converter.main([str(argument) for argument in arguments])
@@ -139,7 +139,7 @@ class UnfoldingTest(ConverterTestCase):
         return self.write(f"ours/{family}/modular_{family}.py", "\n\n".join(textwrap.dedent(p).strip() for p in parts))
 
     def generate(self, family):
-        """The text of the modeling file, and the module that it becomes."""
+        """Return the text of the modeling file and the imported module."""
         text = self.converter.convert(self.root / f"ours/{family}/modular_{family}.py")
         self.write(f"ours/{family}/modeling_{family}.py", text)
         importlib.invalidate_caches()
@@ -195,7 +195,7 @@ class UnfoldingTest(ConverterTestCase):
         self.assertEqual(net.later(1), ("builtin BetaNet", 1))
         self.assertEqual(net.sooner(1), 0)
         self.assertEqual((net.color, net.size, net.depth, net.low, net.high), ("red", 4, 2, 3, 10))
-        # Replaced in its place, added behind; nothing twice.
+        # Replaced in place, additions at the end, and no duplicates.
         (node,) = (s for s in ast.parse(text).body if isinstance(s, ast.ClassDef))
         names = [s.name if isinstance(s, ast.FunctionDef) else ast.unparse(s) for s in node.body]
         self.assertEqual(
@@ -248,7 +248,7 @@ class UnfoldingTest(ConverterTestCase):
             "class BetaTextNet(AlphaNet):\n    pass",
             "class BetaTower(AlphaTower):\n    pass",
         )
-        # Only the whole name is the class; the other one has the prefix.
+        # Only the whole name is the class. The other name has the prefix.
         self.assertEqual(self.generate("beta")[1].BetaTower.made_of, ("BetaNetOutput", "BetaTextNet"))
 
     def test_transitive(self):
@@ -338,7 +338,7 @@ class CommittedFilesTest(ConverterTestCase):
     def copy_of_the_package(self):
         models = self.root / "src" / "transformers_packed" / "models"
         shutil.copytree(self.converter.MODELS, models, ignore=shutil.ignore_patterns("__pycache__"))
-        # Formatting follows the settings of the place.
+        # The formatter reads the settings at the target.
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self.converter.MODELS = models
         return models
@@ -349,7 +349,7 @@ class CommittedFilesTest(ConverterTestCase):
         self.assertGreaterEqual(len(list(self.converter.MODELS.glob("*/modeling_*.py"))), 2)
 
     def test_as_a_script(self):
-        # As `make check-modular` runs it.
+        # As in `make check-modular`.
         result = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, cwd=self.root)
         self.assertEqual((result.returncode, result.stdout), (0, ""), result.stderr)
 
@@ -379,6 +379,6 @@ class CommittedFilesTest(ConverterTestCase):
         path.write_text(path.read_text().replace("Run the layer on packed", "Run it on packed"))
         code, out, _ = self.main("--check")
         self.assertEqual(code, 1)
-        # The method is unfolded into the other family, too.
+        # The method is also unfolded into the other family.
         for family in ("qwen3_next", "qwen3_5"):
             self.assertIn(f"modeling_{family}.py is stale", out)

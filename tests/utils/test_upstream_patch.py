@@ -59,7 +59,7 @@ class EditsTest(unittest.TestCase):
         return edits.edit(cst.parse_module(CODE), path, change).code
 
     def difference(self, code):
-        """The lines that an edit added; it may not have touched any other."""
+        """Return the lines that an edit added, and check that it changed no others."""
         before, after = CODE.splitlines(), code.splitlines()
         added = [line for line in after if line not in before]
         self.assertEqual([line for line in after if line not in added], [line for line in before if line in after])
@@ -190,7 +190,7 @@ class SourceTest(unittest.TestCase):
 
 
 class InstalledTest(unittest.TestCase):
-    """The patches, for the installed Transformers; in another release than that of the page some may fail."""
+    """The patches for the installed Transformers. On releases other than that of the page, some may fail."""
 
     @classmethod
     def setUpClass(cls):
@@ -200,13 +200,13 @@ class InstalledTest(unittest.TestCase):
 
     @parameterized.expand(NAMES)
     def test_patch(self, name):
-        """That git applies it, and that no line is too long, is checked where it is made."""
+        """`write.make` already checks that git applies the patch and that no line is too long."""
         result = self.results[name]
         if not self.known and result.reason:
             self.skipTest(result.reason)
         self.assertEqual(result.reason, "")
         self.assertTrue(0 < result.lines <= write.MOST_LINES)
-        # What is generated changes with what it is generated from.
+        # Generated files change together with their sources.
         for path in result.texts:
             compile(result.texts[path], path, "exec")
             if "/modular_" in path:
@@ -257,7 +257,7 @@ BROKEN = Patch(
 
 
 class CommandTest(unittest.TestCase):
-    """The command on a made-up copy of Transformers, in which nothing is found but `file.py`."""
+    """The command on a fake copy of Transformers that contains only `file.py`."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -273,7 +273,7 @@ class CommandTest(unittest.TestCase):
         return code, printed.getvalue(), errors.getvalue()
 
     def patched(self, **patches):
-        """The command's patches are these, by name."""
+        """Replace the command's patches by these, by name."""
         for module in (write, upstream_patch):
             for name, value in (("load", patches.__getitem__), ("NAMES", tuple(patches))):
                 if hasattr(module, name):
@@ -360,7 +360,7 @@ class ProofTest(unittest.TestCase):
         self.assertIn("not the same tests", prove.problems(prove.Run({}, ""), prove.Run({}, ""))[0])
 
     def test_run_in_a_copy(self):
-        """Tests and reproduction see the edited files, and every outcome is told."""
+        """Tests and reproduction use the edited files, and every outcome is reported."""
         installed = source.Source()
         with tempfile.TemporaryDirectory() as folder:
             test = Path(folder, "test_it.py")
@@ -406,7 +406,7 @@ class ProofTest(unittest.TestCase):
 
     @pytest.mark.slow
     def test_all(self):
-        """What `make test-upstream` runs."""
+        """Run the command of `make test-upstream`."""
         with (
             tempfile.TemporaryDirectory() as folder,
             mock.patch.object(upstream_patch, "PAGE", Path(folder, "page.md")),

@@ -1,1 +1,1 @@
-"""Patches for Transformers: how they find what they change, how they are written, and how they are proved."""
+"""Patches for Transformers: the edits, the written output, and the proof by tests."""

@@ -1,7 +1,7 @@
-"""Edits of Python source by structure, with LibCST: find a function, a statement or a call, and add or replace code.
+"""Structural edits of Python source with LibCST: find a function, a statement or a call, and add or replace code.
 
-Everything that is not edited keeps its bytes. What is looked for has to be found as often as expected; otherwise the
-target is not what the patch was written for, and that is a [`TargetChanged`].
+Code outside of an edit keeps its bytes. Each search expects a number of matches. Any other number means that the target
+has changed since the patch was written, and raises [`TargetChanged`].
 """
 
 import textwrap
@@ -12,11 +12,11 @@ import libcst.matchers as m
 
 
 class TargetChanged(Exception):
-    """The code that a patch would change is not there in the expected shape."""
+    """The code to change is missing or not in the expected form."""
 
 
 class AlreadyFixed(Exception):
-    """The code does already what the patch is for."""
+    """The code already has the fix of the patch."""
 
 
 def code_of(node: cst.CSTNode) -> str:
@@ -28,10 +28,10 @@ def names_in(node: cst.CSTNode) -> set[str]:
 
 
 def statements(code: str) -> list[cst.BaseStatement]:
-    """The statements of a piece of code, with its comments and blank lines; it begins in the line after the quotes."""
-    # Comments before the first statement would belong to the module; after another statement they belong to theirs.
+    """Parse code to statements, with its comments and blank lines. The code starts on the line after the quotes."""
+    # The leading `pass` attaches comments to the first statement instead of the module.
     body = cst.parse_module("pass\n" + textwrap.dedent(code.removeprefix("\n"))).body[1:]
-    # Inside of a block, blank lines would be indented.
+    # Blank lines inside a block would be indented otherwise.
     return [
         s.with_changes(leading_lines=[x if x.comment else x.with_changes(indent=False) for x in s.leading_lines])
         for s in body
@@ -39,7 +39,7 @@ def statements(code: str) -> list[cst.BaseStatement]:
 
 
 def find(node: cst.Module | cst.ClassDef | cst.FunctionDef, path: str) -> cst.ClassDef | cst.FunctionDef:
-    """The class or function at a path such as `Class.method` or `function.inner`."""
+    """Find the class or function at a path such as `Class.method` or `function.inner`."""
     for name in path.split("."):
         body = node.body if isinstance(node, cst.Module) else node.body.body
         found = [s for s in body if isinstance(s, cst.ClassDef | cst.FunctionDef) and s.name.value == name]
@@ -50,7 +50,7 @@ def find(node: cst.Module | cst.ClassDef | cst.FunctionDef, path: str) -> cst.Cl
 
 
 def edit(module: cst.Module, path: str, change: Callable) -> cst.Module:
-    """The module with the class or function at `path` replaced by `change` of it."""
+    """Apply `change` to the class or function at `path`."""
     target = find(module, path)
     return module.deep_replace(target, change(target))
 
@@ -77,7 +77,7 @@ class _EditStatements(cst.CSTTransformer):
 
 
 def edit_statements(node, what: str, match: Callable, replace: Callable, count: int = 1):
-    """Replace every statement inside of `node`, at any depth, that `match` says yes to, by a list of statements."""
+    """Replace every statement in `node`, at any depth, for which `match` is true, by a list of statements."""
     transformer = _EditStatements(match, replace)
     node = node.visit(transformer)
     if transformer.count != count:
@@ -94,7 +94,7 @@ def insert_after(node, what: str, match: Callable, code: str, count: int = 1):
 
 
 def insert_first(function: cst.FunctionDef, code: str) -> cst.FunctionDef:
-    """The function with statements and a blank line before its own, after its docstring."""
+    """Insert statements and a blank line at the top of a function, after its docstring."""
     body = list(function.body.body)
     place = int(m.matches(body[0], m.SimpleStatementLine(body=[m.Expr(value=m.SimpleString())])))
     first = body[place].with_changes(leading_lines=[cst.EmptyLine(indent=False), *body[place].leading_lines])
@@ -103,24 +103,24 @@ def insert_first(function: cst.FunctionDef, code: str) -> cst.FunctionDef:
 
 
 def assigns(name: str) -> Callable:
-    """A match for `name = ...`."""
+    """Create a matcher for `name = ...`."""
     assign = m.Assign(targets=[m.AssignTarget(target=m.Name(name))])
     return lambda statement: m.matches(statement, m.SimpleStatementLine(body=[assign]))
 
 
 def assigns_attribute(name: str) -> Callable:
-    """A match for `something.name = ...`."""
+    """Create a matcher for `something.name = ...`."""
     assign = m.Assign(targets=[m.AssignTarget(target=m.Attribute(attr=m.Name(name)))])
     return lambda statement: m.matches(statement, m.SimpleStatementLine(body=[assign]))
 
 
 def calls_in(node: cst.CSTNode, function: str) -> list[cst.Call]:
-    """The calls of a function, by the text of what is called, such as `self.backbone`."""
+    """Find the calls of a function by its text, such as `self.backbone`."""
     return [call for call in m.findall(node, m.Call()) if code_of(call.func) == function]
 
 
 def edit_calls(node, function: str, change: Callable, count: int = 1):
-    """Replace the calls of a function by `change` of them."""
+    """Apply `change` to each call of a function."""
     calls = calls_in(node, function)
     if len(calls) != count:
         raise TargetChanged(f"expected {count} calls of `{function}`, found {len(calls)}")
@@ -130,28 +130,28 @@ def edit_calls(node, function: str, change: Callable, count: int = 1):
 
 
 def has_argument(call: cst.Call, argument: str) -> bool:
-    """Whether a call has an argument, written `name` or `**name`."""
+    """Check whether a call has an argument `name` or `**name`."""
     if argument.startswith("**"):
         return any(arg.star == "**" and code_of(arg.value) == argument[2:] for arg in call.args)
     return any(arg.keyword is not None and arg.keyword.value == argument for arg in call.args)
 
 
 def add_argument(call: cst.Call, code: str) -> cst.Call:
-    """A call with one more argument, in the layout of the others; before `**kwargs`, unless it is that itself."""
+    """Add an argument to a call in the layout of the others. Any argument except `**kwargs` goes before `**kwargs`."""
     new = cst.parse_expression(f"f({code})").args[0]
     args = list(call.args)
     place = next((i for i, arg in enumerate(args) if arg.star == "**"), len(args))
     if place < len(args):
         args.insert(place, new.with_changes(comma=args[place - 1].comma))
     else:
-        # The last argument may end with a comma and a line, or with nothing; the one before shows what separates them.
+        # The last argument may end with a comma and a newline, or with nothing. The one before it has the separator.
         separator = args[-2].comma if len(args) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         args = [*args[:-1], args[-1].with_changes(comma=separator), new.with_changes(comma=args[-1].comma)]
     return call.with_changes(args=args)
 
 
 def replace_argument(call: cst.Call, keyword: str, value: str) -> cst.Call:
-    """A call with another value for one of its keyword arguments."""
+    """Replace the value of a keyword argument of a call."""
     if not has_argument(call, keyword):
         raise TargetChanged(f"expected an argument `{keyword}` of `{code_of(call.func)}`")
     args = [
@@ -164,10 +164,10 @@ def replace_argument(call: cst.Call, keyword: str, value: str) -> cst.Call:
 
 
 def add_parameters(function: cst.FunctionDef, *codes: str) -> cst.FunctionDef:
-    """A function with more parameters before its `**kwargs`."""
+    """Add parameters to a function before its `**kwargs`."""
     if function.params.star_kwarg is None:
         raise TargetChanged(f"expected `**kwargs` of `{function.name.value}`")
-    # Keyword-only parameters stand between the others and `**kwargs`.
+    # Keyword-only parameters come between the others and `**kwargs`.
     kind = "kwonly_params" if function.params.kwonly_params else "params"
     params = list(getattr(function.params, kind))
     for code in codes:
@@ -182,7 +182,7 @@ def parameters(function: cst.FunctionDef) -> list[str]:
 
 
 def document(node, after: str, text: str):
-    """A class or function whose docstring has an entry more, after the one that begins with the word `after`."""
+    """Add an entry to the docstring of a class or function, after the entry that starts with the word `after`."""
     first = node.body.body[0]
     if not m.matches(first, m.SimpleStatementLine(body=[m.Expr(value=m.SimpleString())])):
         raise TargetChanged(f"expected a docstring of `{node.name.value}`")

@@ -1,4 +1,4 @@
-"""What a patch is, and the list of them."""
+"""The definition of a patch, and the list of all patches."""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from .source import Edited
 
 
 PATCHES = Path(__file__).parent / "patches"
-# In the order in which they are applied together: dispatch-by-device adapts what the patches before it have put in.
+# In the order of application: dispatch-by-device adapts the code that earlier patches insert.
 NAMES = (
     "collator-return-cu-seqlens",
     "gdn-conv-cu-seqlens",
@@ -28,23 +28,23 @@ class Patch:
 
     Args:
         title (`str`):
-            The title of a pull request.
+            The title of the pull request.
         summary (`str`):
-            The problem in a sentence.
+            The problem in one sentence.
         problem (`str`):
-            What is wrong, and for whom.
+            The error and the affected users.
         change (`str`):
-            What the patch does, and what it leaves as it is.
+            The effect of the patch, and the behaviour that it keeps.
         families (`str`):
-            The models that it is for.
+            The models that the patch fixes.
         issues (`tuple[str]`):
-            Issues and pull requests upstream that it belongs to.
+            Related issues and pull requests upstream.
         reproduction (`str`):
-            A script that shows it in what it prints or raises, before and after.
+            A script whose output or error shows the problem before the patch and the fix after it.
         apply (`Callable`):
-            Makes the edits, or raises `TargetChanged` or `AlreadyFixed`.
+            The function that makes the edits, or raises `TargetChanged` or `AlreadyFixed`.
         beside (`str`):
-            Where the tests belong in Transformers' repository.
+            The place of the tests in the repository of Transformers.
     """
 
     title: str

@@ -1,6 +1,7 @@
-"""The proof of a patch: its tests in a copy of Transformers, without it and with it, on a CPU.
+"""The proof of a patch: its tests run in a copy of Transformers without and with the patch, on a CPU.
 
-A test fails before and passes after. Those whose name begins with `test_unchanged` pass both times: what has to stay.
+Each test fails without the patch and passes with it. Tests named `test_unchanged...` check preserved behaviour and pass
+both times.
 """
 
 import json
@@ -21,14 +22,14 @@ RUNNER = Path(__file__).with_name("run_tests.py")
 
 @dataclass(frozen=True)
 class Run:
-    """What the tests and the reproduction of a patch did in one copy of Transformers."""
+    """The outcome of a patch's tests and reproduction in one copy of Transformers."""
 
     tests: dict[str, str]
     reproduction: str
 
 
 def apply_diff(source: Source, diff: str, paths: list[str]) -> dict[str, str]:
-    """What `git apply` makes of the files of a fresh copy; an error if it refuses the diff."""
+    """Apply a diff to fresh copies of the files with `git apply` and return their texts."""
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
             target = Path(folder, PREFIX, path)
@@ -44,7 +45,7 @@ def apply_diff(source: Source, diff: str, paths: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A file of tests, and a script to run after them."""
+    """A test file, and a script to run after its tests."""
 
     name: str
     test: Path
@@ -56,7 +57,7 @@ def patch_job(name: str) -> Job:
 
 
 def run_jobs(source: Source, texts: dict[str, str], jobs: list[Job], path: str = "") -> dict[str, Run]:
-    """Run tests in a copy of the source with some files replaced, in one process that also imports from `path`."""
+    """Run tests on a copy of the source with some files replaced, in one process with `path` on its import path."""
     with tempfile.TemporaryDirectory() as folder:
         source.copy_to(Path(folder), texts)
         result = subprocess.run(
@@ -78,12 +79,12 @@ def run_jobs(source: Source, texts: dict[str, str], jobs: list[Job], path: str =
 
 
 def run(source: Source, texts: dict[str, str], names: list[str]) -> dict[str, Run]:
-    """Run the tests of patches."""
+    """Run the tests and reproductions of patches."""
     return run_jobs(source, texts, [patch_job(name) for name in names])
 
 
 def problems(before: Run, after: Run) -> list[str]:
-    """What the two runs do not prove."""
+    """List the tests whose outcomes without and with the patch are not as expected."""
     found = []
     if set(before.tests) != set(after.tests) or not before.tests:
         found.append(f"not the same tests ran: {sorted(set(before.tests) ^ set(after.tests))}")

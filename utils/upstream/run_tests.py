@@ -1,4 +1,4 @@
-"""Run tests and reproductions of patches in the copy of Transformers named on the command line; JSON in and out."""
+"""Run tests and reproductions of patches in a copy of Transformers, given on the command line. JSON in and out."""
 
 import contextlib
 import importlib.util
@@ -9,13 +9,13 @@ import sys
 import unittest
 
 
-# A built-in class hands tensors to these whenever it can import them; without a GPU they crash.
+# Stock classes use these packages whenever they can be imported. Without a GPU they crash.
 for package in ("fla", "causal_conv1d", "mamba_ssm"):
     sys.modules[package] = None
-# Not the folder of this file, where modules of this repository would be found.
+# Replace the folder of this file, so that modules of this repository are not found.
 sys.path[0] = sys.argv[1]
 
-# What tests print must not get between the answers.
+# Keep the output of tests out of the answers.
 ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -26,7 +26,7 @@ class Outcomes(unittest.TestResult):
         self.found = {}
 
     def _note(self, test, outcome):
-        # One part of a test that fails is enough.
+        # The first failing subtest decides.
         self.found.setdefault(test.id(), outcome)
 
     def addSuccess(self, test):

@@ -1,4 +1,4 @@
-"""A copy of Transformers: a checkout, an unpacked sdist or the installed package; and edits of it, kept in memory."""
+"""A copy of Transformers (a checkout, an unpacked sdist or the installed package), and edits of it in memory."""
 
 import difflib
 import importlib.util
@@ -16,9 +16,9 @@ import libcst as cst
 from .edits import TargetChanged
 
 
-# Where the package is in a repository, and so in every diff.
+# The path of the package in the repository, and in every diff.
 PREFIX = "src/transformers"
-# As Transformers' settings for ruff have it.
+# The line length in Transformers' ruff settings.
 LINE_LENGTH = 119
 
 
@@ -58,12 +58,12 @@ class Source:
             raise TargetChanged(f"expected a file {path}") from None
 
     def models_with(self, text: str) -> list[str]:
-        """The modular and modeling files that contain a text."""
+        """List the modular and modeling files that contain a text."""
         files = [f for kind in ("modular", "modeling") for f in (self.package / "models").glob(f"*/{kind}_*.py")]
         return sorted(f.relative_to(self.package).as_posix() for f in files if text in f.read_text(encoding="utf-8"))
 
     def copy_to(self, folder: Path, texts: dict[str, str]) -> Path:
-        """A package `folder/transformers` with some files replaced, made of hard links where the disk allows it."""
+        """Copy the package to `folder/transformers` with some files replaced. Uses hard links where possible."""
 
         def link(source, target):
             try:
@@ -74,7 +74,7 @@ class Source:
         package = folder / "transformers"
         shutil.copytree(self.package, package, copy_function=link)
         for path, text in texts.items():
-            # Not written in place: that would change the file that it is a link to.
+            # Writing in place would change the original, which is a hard link to the same file.
             (package / path).unlink()
             (package / path).write_text(text, encoding="utf-8")
         return package
@@ -82,13 +82,13 @@ class Source:
 
 @cache
 def formatted(text: str) -> str:
-    """The text in the style of Transformers."""
+    """Format a text in the style of Transformers."""
     command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", str(LINE_LENGTH), "-"]
     return subprocess.run(command, input=text, text=True, capture_output=True, check=True).stdout
 
 
 class Edited:
-    """What edits make of a source. Several patches may edit the same one after another."""
+    """The edited files of a source. Several patches may edit the same file in turn."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -107,14 +107,14 @@ class Edited:
         self.texts[path] = text
 
     def format(self) -> None:
-        """Format the edited files, if Transformers' own are formatted as this ruff would do it."""
+        """Format the edited files whose originals are formatted as by the installed ruff."""
         for path, text in self.texts.items():
             original = self.source.read(path)
             if formatted(original) == original:
                 self.texts[path] = formatted(text)
 
     def diff(self) -> str:
-        """A unified diff against the source, with the paths of a repository, for `git apply`."""
+        """Create a unified diff against the source for `git apply`, with paths from the root of the repository."""
         lines: list[str] = []
         for path, text in sorted(self.texts.items()):
             name = f"{PREFIX}/{path}"
@@ -124,5 +124,5 @@ class Edited:
 
 
 def changed_lines(diff: str) -> list[str]:
-    """The lines that a diff adds or removes, with their sign."""
+    """List the added and removed lines of a diff, with their sign."""
     return [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]

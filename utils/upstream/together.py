@@ -1,4 +1,4 @@
-"""All patches together: their tests, this package's tests of packed models and its audit, on the built-in classes."""
+"""All patches together: their tests, and this package's model tests and audit on the patched stock classes."""
 
 import os
 from collections import Counter
@@ -22,7 +22,7 @@ def apply_all(source: Source, names: list[str]) -> Edited:
 
 
 def prove(source: Source, names: list[str]) -> list[str]:
-    """What does not pass in a copy of the source with all patches."""
+    """Run all tests in a copy of the source with all patches and list those that do not pass."""
     tree = apply_all(source, names)
     jobs = [*(patch_job(name) for name in names), Job("patched-builtins", TESTS)]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))

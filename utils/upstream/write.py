@@ -1,4 +1,4 @@
-"""What is written: for each patch a diff, a test and a text, and the table of all patches."""
+"""The written output: a diff, a test and a text for each patch, and the table of all patches."""
 
 import hashlib
 import json
@@ -30,14 +30,14 @@ the same lines have to be written again.
 BEFORE = """\
 ---
 
-Before you submit it: read and understand every line, because you are the one who answers for them. Look for open work
-on the issues above, and say there what you are going to do. In a checkout run `make fix-repo` and the tests of the
-models that changed, on a GPU as well, and write down here what you saw. Then delete this part."""
+Before you submit it: read and understand every line, because you are responsible for all of them. Look for open work
+on the issues above, and announce your plan there. In a checkout run `make fix-repo` and the tests of the changed
+models, on a GPU as well, and add the results here. Then delete this section."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a patch: its diff and the new files, or the reason why there is none."""
+    """The result of applying a patch: its diff and the new files, or the reason for their absence."""
 
     name: str
     diff: str = ""
@@ -50,7 +50,7 @@ class Result:
 
 
 def make(source: Source, name: str) -> Result:
-    """The diff of a patch, checked."""
+    """Apply a patch, and check its diff."""
     tree = Edited(source)
     try:
         load(name).apply(tree)
@@ -71,7 +71,7 @@ def make(source: Source, name: str) -> Result:
 
 
 def write(source: Source, result: Result, output: Path) -> None:
-    """Write the folder of a patch, or remove what an earlier run wrote if there is no diff any more."""
+    """Write the folder of a patch, or remove it if the patch has no diff."""
     folder = output / result.name
     if result.texts is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,13 +88,13 @@ def _fingerprint(source: Source, result: Result) -> str:
 
 
 def write_proof(source: Source, result: Result, before: Run, after: Run, output: Path) -> None:
-    """Keep a proof beside the patch, so that the text can tell what was run."""
+    """Save a proof beside the patch. The text of the patch reports it."""
     proof = {"of": _fingerprint(source, result), "before": asdict(before), "after": asdict(after)}
     (output / result.name / "proof.json").write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
 
 
 def read_proof(source: Source, result: Result, output: Path) -> tuple[Run, Run] | None:
-    """The proof of exactly this patch, if there was one."""
+    """Load the proof of exactly this patch, if one exists."""
     path = output / result.name / "proof.json"
     proof = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if proof.get("of") != _fingerprint(source, result):
@@ -103,7 +103,7 @@ def read_proof(source: Source, result: Result, output: Path) -> tuple[Run, Run] 
 
 
 def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
-    """What a pull request could say, and what to do before there is one."""
+    """Write the text for a pull request, with the steps to take before submission."""
     patch, test = load(result.name), file_of_tests(result.name).name
     parts = [
         f"# {patch.title}",
@@ -120,7 +120,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
     parts += [f"## Change\n\n{patch.change}\n\n{result.lines} lines are added or removed."]
     if any("/modular_" in path for path in result.texts or ()):
         parts += [
-            "Modular files and those generated from them were given the same edits; the converter, "
+            "Modular files and the files generated from them have the same edits. The converter, "
             "`utils/modular_model_converter.py` in a checkout, was not run."
         ]
     parts += [f"## Tests\n\n`{test}`, for {patch.beside}."]
@@ -131,7 +131,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
         parts += [
             f"Run with transformers {source.version} on a CPU, with flash-linear-attention, causal-conv1d and "
             f"mamba-ssm hidden: without the patch {failed} tests fail and {passed} pass, with it all {len(after.tests)} pass. "
-            "No kernel ran: where a test needs one, a stand-in with its signature takes the place of it."
+            "No kernel ran: tests that need one use a stand-in with its signature."
         ]
     else:
         parts += ["Not run yet; `make test-upstream` runs it without and with the patch."]
@@ -143,7 +143,7 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
 
 
 def table(source: Source, results: list[Result]) -> str:
-    """The page with all patches."""
+    """Format the page with all patches."""
     lines = [
         "# Patches for Transformers",
         "",

@@ -24,7 +24,7 @@ class Leak:
         from_document (`int`, *optional*): the changed document, or the document whose embeddings receive a gradient.
             `None` for `"alone"`.
         to_document (`int`): the document whose logits are measured.
-        size (`float`): the largest relative change of a token.
+        size (`float`): the largest relative change of a token or, for `"backward"`, its largest relative gradient.
         threshold (`float`): the largest size that counts as noise.
         module (`str`, *optional*): the first module that leaks, determined for one leak of each source and direction.
         module_class (`str`, *optional*): the class of that module.
@@ -133,8 +133,9 @@ class AuditReport:
         """Format the report as plain text: the verdict and the largest values per source, then the leaks.
 
         `forward` is the largest relative change of a token's logits when another document changes. `backward` is the
-        largest gradient that reaches another document. `alone` is the largest difference between a document in the row
-        and in a separate row. The noise thresholds are in parentheses.
+        largest gradient at a token of another document, relative to the largest at the document's own tokens. `alone`
+        is the largest relative change of a token's logits between a document in the row and in a separate row. The
+        noise thresholds are in parentheses.
         """
         settings = (f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items())
         lines = [f"{self.model}: {', '.join(settings)}"]

@@ -36,8 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         status = args.run(args)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        print(f"\ntransformers-packed {args.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        # A terminal shows ^C where the cursor is.
+        newline = "\n" if sys.stderr.isatty() else ""
+        print(f"{newline}transformers-packed {args.command}: interrupted {error}".rstrip(), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # As in `transformers-packed env | head -3`. Python flushes stdout again at exit.

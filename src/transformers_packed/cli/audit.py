@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from ..audit.probe import audit_model
     from ..audit.tiny import load_model
     from ..models.registry import registered
-    from .checkpoint import own_code_refused
+    from .checkpoint import cannot_read, own_code_refused
 
     def fail(why: str) -> int:
         print(f"transformers-packed audit: {why}", file=sys.stderr)
@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with nullcontext() if args.stock else registered(), own_code_refused("MODEL_OR_TYPE", args.model):
             model = load_model(args.model, device=device, **options)
+    except OSError as error:
+        expected = "a model type, a local directory or a model on the Hub"
+        return fail(str(cannot_read("MODEL_OR_TYPE", args.model, "model", error, expected)))
     except Exception as error:  # A configuration or custom model code may raise anything.
         return fail(f"{args.model} cannot be built: {error}")
     try:

@@ -8,9 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from huggingface_hub import is_offline_mode
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..errors import input_error
+
+
+_LOG_IN = "`hf auth login`"
+# Type of the cause, reason and fix. A gated repository is also a RepositoryNotFoundError.
+_UNAVAILABLE = (
+    (HFValidationError, "the name is not valid on the Hub", "Check the path."),
+    (GatedRepoError, "access to this model on the Hub is restricted", f"Request access, then log in with {_LOG_IN}."),
+    (
+        RepositoryNotFoundError,
+        "the Hub has no such model",
+        f"Check the name; for a private model, log in with {_LOG_IN}.",
+    ),
+    (LocalEntryNotFoundError, "the Hub could not be reached", "Check the name and the connection."),
+)
 
 
 def load_config(option: str, source: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -67,7 +88,25 @@ def _errors(option: str, source: str, what: str) -> Iterator[None]:
         with own_code_refused(option, source):
             yield
     except OSError as error:
-        raise OSError(f"{option}: cannot read a {what} from {source}: {' '.join(str(error).split())}") from error
+        raise cannot_read(option, source, what, error) from error
+
+
+def cannot_read(
+    option: str, source: str, what: str, error: OSError, expected: str = "a local directory or a model on the Hub"
+) -> OSError:
+    """Build the error of a command for the `error` of Transformers. Raise it from `error`.
+
+    If `source` is neither a local path nor available on the Hub, Transformers gives the reason only by the type of the
+    cause.
+    """
+    if not Path(source).exists():
+        for kind, reason, fix in _UNAVAILABLE:
+            if isinstance(error.__cause__, kind):
+                if kind is LocalEntryNotFoundError and is_offline_mode():
+                    reason, fix = "no such model in the cache (HF_HUB_OFFLINE is set)", "Unset it to download."
+                got = f"{source!r}: no such local directory, and {reason}"
+                return OSError(str(input_error(expected, got, fix, option=option)))
+    return OSError(f"{option}: cannot read a {what} from {source}: {' '.join(str(error).split())}")
 
 
 def directory_of(source: str) -> str:

@@ -87,8 +87,8 @@ def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> Non
         raise input_error(f"a batch of {batch_size} samples", len(data), "Raise --samples or lower --batch-size.")
     (work / "samples.json").write_text(json.dumps(data), encoding="utf-8")
     print(
-        f"{len(pairs)} docstring-function pairs ({broken} files did not parse); {len(data)} samples, of which "
-        f"{truncated} were cut at {MAX_LENGTH} tokens; {len(chosen) - len(data)} with longer docstrings left out."
+        f"{len(pairs)} docstring-function pairs ({broken} files did not parse); {len(data)} samples, "
+        f"{truncated} of them truncated to {MAX_LENGTH} tokens; {len(chosen) - len(data)} with longer docstrings dropped."
     )
 
 

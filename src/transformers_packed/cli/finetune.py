@@ -5,7 +5,6 @@ content. Stock classes load the saved model.
 """
 
 import os
-import sys
 import time
 from argparse import Namespace
 from importlib.util import find_spec
@@ -31,8 +30,15 @@ from ..errors import input_error
 from ..models.families import FAMILIES
 from ..models.registry import registered
 from ..ops import implementations_used
-from ..training.run_folder import RunFolderTrainer, check_same_settings, find_checkpoint, left, write_settings
-from .checkpoint import has_own_code, load_tokenizer
+from ..training.run_folder import (
+    SETTINGS_FILE,
+    RunFolderTrainer,
+    check_same_settings,
+    find_checkpoint,
+    left,
+    write_settings,
+)
+from .checkpoint import cannot_read, has_own_code, load_tokenizer
 
 
 KEPT_CHECKPOINTS = 2
@@ -47,6 +53,7 @@ def finetune(settings: Namespace) -> int:
         `ImportError`: a required optional package is missing.
         `OSError`: the model, the data or the output directory cannot be read or written. No incomplete output is left.
         `ValueError`: the data, the model or the settings are not valid together. Nothing has been written.
+        `KeyboardInterrupt`: Ctrl-C while the model is trained or saved. The message names the step and the checkpoint to continue from.
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
@@ -59,8 +66,7 @@ def finetune(settings: Namespace) -> int:
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
     kept = settings_to_keep(settings, source, samples)
-    if settings.resume:
-        check_same_settings(settings.output, kept)
+    check_same_settings(settings.output, kept, settings.resume)
     _say(
         f"{len(samples.data)} samples ({samples.format}) with {samples.tokens} tokens, {samples.targets} of them targets; "
         f"{samples.truncated} truncated to {settings.max_length} tokens, {samples.dropped} without a target dropped."
@@ -84,16 +90,18 @@ def finetune(settings: Namespace) -> int:
         _say(f"Resuming from {checkpoint}.")
     elif settings.resume:
         _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
+    elif (settings.output / SETTINGS_FILE).is_file():
+        _say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except _NothingLeftError:
-        _say("No steps left to train.")
-    except KeyboardInterrupt:
-        print(f"\nInterrupted at step {trainer.state.global_step}: {left(settings.output)}.", file=sys.stderr)
-        raise
-    trainer.save_to_folder()
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except _NothingLeftError:
+            _say("No steps left to train.")
+        trainer.save_to_folder()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     for op, names in implementations_used(isolating=True).items():
         _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
@@ -125,10 +133,9 @@ def supported_config(source: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         found = f"{type(config).__name__} ({config.model_type})"
     except OSError as error:
-        message = " ".join(str(error).split())
-        raise OSError(f"--model: cannot read a checkpoint from {source}: {message}") from error
+        raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
-        config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split())
+        config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
     if type(config).__name__ not in supported:
         families = ", ".join(sorted(set(supported.values())))
         raise input_error(f"a checkpoint of {families}", f"{source}: {found}", option="--model")

@@ -5,10 +5,17 @@ from pathlib import Path
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that shows defaults and adds shared options."""
+    """A parser that shows defaults, adds shared options, and refuses unknown arguments with its own usage."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=_Formatter, **kwargs)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Refuse unknown arguments. `argparse` hands those of a command to the main parser, and so shows its usage."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
         """Add an option for a positive integer."""

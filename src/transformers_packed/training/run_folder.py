@@ -24,6 +24,9 @@ SETTINGS_FILE = "transformers_packed_train.json"
 _LAST_FILES = ("config.json", "adapter_config.json")
 _TRAINER_STATE = "trainer_state.json"
 _PARTIAL = "partial"
+_PARTIAL_SETTINGS = Path(SETTINGS_FILE).with_suffix(".partial").name
+# Left by a run that ended before its first checkpoint.
+_WITHOUT_RESULTS = {SETTINGS_FILE, _PARTIAL_SETTINGS, _PARTIAL}
 # Words in torch's RuntimeError for a file that cannot be written. torch raises RuntimeError for many other reasons.
 _TORCH_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos")
 
@@ -82,8 +85,10 @@ class RunFolderTrainer(Trainer):
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, if any, and the defects of later ones.
 
+    Without `resume`, `output` may hold the settings of a run that ended before its first checkpoint.
+
     Raises:
-        `ValueError`: `output` holds other files, or the run cannot be continued.
+        `ValueError`: `output` holds other files or an earlier run, or the run cannot be continued.
         `PermissionError`: `output` is not writable.
     """
     if output.exists() and not output.is_dir():
@@ -91,13 +96,23 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"--output: {existing} is not a writable directory")
-    if not output.is_dir() or not any(output.iterdir()):
+    names = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if not names - {_PARTIAL_SETTINGS}:
         return None, []
-    if not (output / SETTINGS_FILE).is_file():
+    if SETTINGS_FILE not in names:
         expected = "a new or empty directory, or the output of an earlier run of this command"
-        raise input_error(expected, f"{output}, which holds other files", option="--output")
+        raise input_error(expected, f"{output}, which holds other files ({_shorten(names)})", option="--output")
     if not resume:
-        got, fix = f"{output}, which holds an earlier run", "Add --resume to continue that run."
+        if not (results := names - _WITHOUT_RESULTS):
+            return None, []
+        got, fix = (
+            f"{output}, which holds other files ({_shorten(results)})",
+            "Remove them, or choose another --output.",
+        )
+        if any(name.startswith("checkpoint-") for name in results):
+            got, fix = f"{output}, which holds an earlier run", "Add --resume to continue that run."
+        elif results.intersection(_LAST_FILES):
+            got, fix = f"{output}, which holds a finished run", "Choose another --output."
         raise input_error("a new or empty directory", got, fix, option="--output")
     checkpoint, damaged = last_checkpoint(output)
     if checkpoint is None and damaged:
@@ -125,7 +140,14 @@ def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
 def left(output: Path) -> str:
     """The checkpoint that an interrupted run can continue from, in words."""
     last, _ = last_checkpoint(output)
-    return f"{last} is complete; --resume continues from it" if last else "no checkpoint was written"
+    if last:
+        return f"{last} is complete; --resume continues from it"
+    return "no checkpoint was written, so the same command starts from the beginning"
+
+
+def _shorten(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join([*first, "..."] if len(names) > len(first) else first)
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -150,8 +172,7 @@ def _damage(checkpoint: Path) -> str | None:
 
 def write_settings(output: Path, kept: dict[str, Any]) -> None:
     """Write the settings that a resumed run must share with this one."""
-    path = output / SETTINGS_FILE
-    partial = path.with_suffix(".partial")
+    path, partial = output / SETTINGS_FILE, output / _PARTIAL_SETTINGS
     try:
         partial.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
@@ -159,19 +180,21 @@ def write_settings(output: Path, kept: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def check_same_settings(output: Path, kept: dict[str, Any]) -> None:
+def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> None:
     """Raise a `ValueError` that names all differences from the settings of the run in `output`, if there is one."""
     path = output / SETTINGS_FILE
     if not path.is_file():
         return
-    expected = f"the settings of the run in {output}"
+    expected, option = f"the settings of the run in {output}", "--resume" if resume else "--output"
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         differing = {name: before.get(name) for name in kept if before.get(name) != kept[name]}
     except (ValueError, AttributeError) as error:
-        raise input_error(expected, f"{path} ({error})", "Choose another --output.", option="--resume") from error
+        raise input_error(expected, f"{path} ({error})", "Choose another --output.", option=option) from error
     if differing:
         got = [f"{name} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"]
         got += ["other samples"] * ("samples" in differing)
         fix = "Use the command of that run, or choose another --output."
-        raise input_error(expected, "; ".join(got), fix, option="--resume")
+        if not resume:
+            fix = f"Use the command of that run, choose another --output, or delete {path} to start over."
+        raise input_error(expected, "; ".join(got), fix, option=option)

@@ -1,4 +1,4 @@
-"""The plan of `transformers-packed memory`: its formulae against what was measured, what is exchanged, its own page."""
+"""The plan of `transformers-packed memory`: its formulas against measurements, the exchanged bytes, and its page."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ SIZES = {
     "9B": {},
 }
 SMALL = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-# Model, and methods.
+# Model and methods.
 EXCHANGES = {
     "states and heads": ("dense", {"attention": "heads"}, (2, 4)),
     "heads": ("dense", {"gated_delta_rule": "heads", "attention": "heads"}, (2,)),
@@ -64,7 +64,7 @@ def make_model(name):
 
 
 def count_received(size):
-    """Bytes from other ranks in a forward and in the backward after it."""
+    """Return the bytes received from other ranks in a forward and its backward."""
     counted = 0
 
     def counting(function, of_others):
@@ -88,7 +88,7 @@ def count_received(size):
             if size not in sizes:
                 continue
             parallel, model = SequenceParallel(size, **methods), make_model(name)
-            # Cut in short pieces, into two parts as into four.
+            # Cut into short pieces, into two parts as into four.
             documents = [{"input_ids": [1 + n for n in range(length)]} for length in (10, 4, 8, 4, 8, 4, 10)]
             batch = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(documents)
             inputs = shard_batch(batch, parallel.rank, size, parallel=parallel)
@@ -101,11 +101,14 @@ def count_received(size):
 
 
 def measured_on_gpus():
-    """Model, tokens, P, checkpointing and GiB of each run: forward and backward from no gradients, all weights on each GPU."""
+    """Yield model, tokens, P, checkpointing and GiB of each run.
+
+    A run is forward and backward without existing gradients, with all weights on each GPU.
+    """
     results = ROOT / "benchmarks" / "results"
     for run in json.loads((results / "step.json").read_text())["runs"]:
         ours = run["arms"].get("ours", {})
-        # An arm with graphs leaves something behind.
+        # An arm with graphs leaves some memory allocated.
         if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
             yield run["model"], run["tokens"], 1, run["checkpointing"], ours["peak_GiB"]
     for run in json.loads((results / "sequence_parallel.json").read_text())["runs"]:
@@ -115,7 +118,7 @@ def measured_on_gpus():
 
 
 def expected_peak(model, row_length, size, checkpointing):
-    """GiB by the formulae where a layer's gradients are there only after its backward: at the loss, or in some layer."""
+    """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
     config = Qwen3_5TextConfig(**SIZES[model])
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
     need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing)
@@ -123,7 +126,7 @@ def expected_peak(model, row_length, size, checkpointing):
     kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(config, tokens)], 2 * config.hidden_size * tokens
     for number in range(layers):
-        # Of the root and of the layers behind this one.
+        # Gradients of the root and of the layers after this one.
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
         saved = number * given + kept[number] if checkpointing else sum(kept[: number + 1])
         peaks.append(gradients + saved + layer[number][1])
@@ -191,7 +194,7 @@ class PlanTest(unittest.TestCase):
         for size in (1, 2, 4):
             self.assertEqual(2 * half.options[size][0].moments, full.options[size][0].moments)
             self.assertEqual(half.options[size][0].saved, full.options[size][0].saved)
-        # A P with less than a window on each rank, or that does not fit the heads, is no option.
+        # A P is no option if a rank has less than a window, or if it does not divide the heads.
         self.assertEqual(list(plan_sequence_parallel(config, 11, 8, 80).options), [1, 2])
         odd = Qwen3_5TextConfig(**{**SIZE_4B, "num_attention_heads": 12})
         self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80).options), [1, 2, 4, 8, 16])

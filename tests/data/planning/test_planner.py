@@ -34,7 +34,7 @@ def distributions(samples):
 
 
 def rows_of_best_fit_decreasing(lengths, max_length):
-    """One document after the other, longest first, each where the least room is left that holds it."""
+    """Pack one document at a time, longest first, into the row with the least sufficient space."""
     rooms = []
     rows = 0
     for length in sorted(lengths, reverse=True):
@@ -49,7 +49,7 @@ def rows_of_best_fit_decreasing(lengths, max_length):
 
 
 def step_means(plan):
-    """The mean document length of each step."""
+    """Return the mean document length of each step."""
     tokens, documents = (x.reshape(plan.steps, -1).sum(1) for x in (plan.row_tokens, plan.documents_per_row))
     return tokens / documents
 
@@ -68,7 +68,7 @@ ARGUMENTS = {
 
 class PropertiesTest(unittest.TestCase):
     def plan(self, lengths, max_length, **arguments):
-        """The plan, or None where the arguments ask for the impossible."""
+        """Return the plan, or None if the arguments ask for the impossible."""
         try:
             return plan_packing(lengths, max_length, **arguments)
         except ValueError as error:
@@ -90,7 +90,7 @@ class PropertiesTest(unittest.TestCase):
     @settings(max_examples=400, deadline=None)
     @given(**ARGUMENTS)
     def test_every_kept_token_stands_in_one_row(self, lengths, max_length, **arguments):
-        # Elsewhere: a row is longer than asked for, and memory runs out at random.
+        # Elsewhere: a row is longer than requested, and memory runs out at random.
         plan = self.plan(lengths, max_length, **arguments)
         if plan is None:
             return
@@ -126,7 +126,7 @@ class PropertiesTest(unittest.TestCase):
     @settings(max_examples=100, deadline=None)
     @given(epoch=st.integers(0, 3), **ARGUMENTS)
     def test_shards_and_epochs_hold_each_row_once(self, lengths, max_length, epoch, **arguments):
-        # Elsewhere: training hangs at the end of an epoch, as processes have different numbers of rows.
+        # Elsewhere: training hangs at the end of an epoch, because processes have different numbers of rows.
         whole = self.plan(lengths, max_length, **arguments)
         if whole is None:
             return
@@ -144,7 +144,7 @@ class PropertiesTest(unittest.TestCase):
     @settings(max_examples=60, deadline=None)
     @given(**ARGUMENTS)
     def test_the_same_seed_gives_the_same_plan_and_the_file_too(self, lengths, max_length, **arguments):
-        # Elsewhere: processes time out while one of them packs; each can plan by itself, and the plans agree.
+        # Elsewhere: processes time out while one of them packs. Here each process plans alone, and the plans agree.
         plan = self.plan(lengths, max_length, **arguments)
         if plan is None:
             return
@@ -175,7 +175,7 @@ class FillTest(unittest.TestCase):
     @settings(max_examples=200, deadline=None)
     @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=200), room=st.integers(0, 60))
     def test_as_few_rows_for_any_lengths(self, lengths, room):
-        # Elsewhere: a packer does not pack at all for some row lengths.
+        # Elsewhere: a packer fails to pack for some row lengths.
         most = max(lengths) + room
         self.assertEqual(len(plan_packing(lengths, most)), rows_of_best_fit_decreasing(lengths, most))
 
@@ -188,7 +188,7 @@ class FillTest(unittest.TestCase):
         self.assertEqual(sorted(plan.row_cost.tolist()), [8 + 17.0, 8 + 20.0, 8 + 32.0])
         self.assertEqual(sorted(plan.documents_per_row.tolist()), [1, 2, 2])
         self.assertEqual(plan.row_tokens.tolist(), [8, 8, 8])
-        # The longest of five drawn with replacement, weighed by hand.
+        # The longest of five, drawn with replacement and weighted by hand.
         longest = sum(n * (((i + 1) / 5) ** 5 - (i / 5) ** 5) for i, n in enumerate([2, 3, 5, 6, 8]))
         self.assertAlmostEqual(plan.padding_avoided, 1 - 4.8 / longest)
         text = plan.summary()
@@ -209,7 +209,7 @@ class FillTest(unittest.TestCase):
 
 
 class BalanceTest(unittest.TestCase):
-    """By the cost of the smallest Qwen3.5, in which long documents weigh most."""
+    """Use the cost of the smallest Qwen3.5, in which long documents weigh most."""
 
     cost = PackingCost.from_config(
         Qwen3_5TextConfig(
@@ -244,7 +244,7 @@ class BalanceTest(unittest.TestCase):
 
     @parameterized.expand([(8, 1), (64, 1), (8, 4)])
     def test_steps_are_as_random_as_a_random_order(self, world_size, accumulation):
-        """Over ten epochs, as the few hundred steps of one vary by chance alone."""
+        """Average over ten epochs, because the few hundred steps of one epoch vary by chance."""
         plan = self.plan(world_size, accumulation)
         rng = np.random.default_rng(0)
         expected, variances, correlations = [], [], []
@@ -259,7 +259,7 @@ class BalanceTest(unittest.TestCase):
 
     @parameterized.expand([(8, False, 0.1), (64, False, 0.1), (8, True, 0.25), (64, True, 0.25)])
     def test_steps_vary_as_those_of_samples_in_random_order(self, world_size, balance, tolerance):
-        """Rows of best-fit decreasing hold documents of about one length: mixing makes nine times the variance one."""
+        """Best-fit decreasing puts similar lengths into a row, with nine times the variance. Mixing fixes this."""
         lengths = lognormal(300_000)
         plan = plan_packing(lengths, 4096, world_size=world_size, balance=balance)
         rng = np.random.default_rng(0)
@@ -273,7 +273,7 @@ class BalanceTest(unittest.TestCase):
         self.assertAlmostEqual(found / np.mean(expected), 1, delta=tolerance)
 
     def test_accumulated_rows_even_out(self):
-        """Rows of one document each: only which rank gets which rows can help."""
+        """With one document per row, only the assignment of rows to ranks can help."""
         lengths = np.random.default_rng(0).integers(2100, 4097, 64_000)
         plan = plan_packing(lengths, 4096, world_size=8, gradient_accumulation_steps=8)
         self.assertEqual(len(plan), len(lengths))
@@ -281,7 +281,7 @@ class BalanceTest(unittest.TestCase):
         self.assertGreater(plan_packing(lengths, 4096, world_size=8).imbalance, 0.2)
 
     def test_samples_are_dealt_at_random(self):
-        """Equal samples do not come in the order of the dataset, and neighbours do not stay together."""
+        """Equal samples do not follow the order of the dataset, and neighbours are separated."""
         plan = plan_packing(np.full(40_000, 400), 4096)
         self.assertLess(abs(np.corrcoef(plan.samples, np.arange(40_000))[0, 1]), 0.02)
         self.assertLess((np.abs(np.diff(plan.samples)) == 1).mean(), 0.001)
@@ -292,7 +292,7 @@ class BalanceTest(unittest.TestCase):
         self.assertLess(plan.imbalance, 0.05)
 
     def test_rows_that_are_a_multiple_already(self):
-        """All rows are full, and a few cost more, of one long and one short document: the short ones move."""
+        """All rows are full. A few with one long and one short document cost more, and their short documents move."""
         lengths = [4000, 96] * 40 + [512] * 8 * 760
         self.assertEqual(len(plan_packing(lengths, 4096, balance=self.cost)), 800)
         plan = plan_packing(lengths, 4096, balance=self.cost, world_size=8)
@@ -489,7 +489,7 @@ class CostTest(unittest.TestCase):
 
     def test_the_other_parts(self):
         cost = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes))
-        # One full-attention layer: 6 heads of 16, two products over half of the square.
+        # One full-attention layer: 6 heads of dimension 16, two products over half of the square.
         self.assertEqual(cost.quadratic, 2 * 6 * 16)
         within = 64 * 8 * 3 + 64 * 12 * 2 + 64 * 64 / 3
         self.assertEqual(cost.chunked, 3 * 2 * 4 * (within + 3 * 8 * 12))

@@ -9,7 +9,7 @@ from transformers_packed.data.records.samples import make_samples
 
 
 class SamplesTest(unittest.TestCase):
-    """Tokens and labels against segments written out by hand, `(text, is a target)`."""
+    """Compare tokens and labels with segments written by hand, `(text, is a target)`."""
 
     def check(self, tokenizer, record, *segments, **arguments):
         ids, labels = [], []
@@ -36,7 +36,7 @@ class SamplesTest(unittest.TestCase):
         self.check(tokenizer, {"prompt": "", "completion": "b"}, ("b<|im_end|>", True))
 
     def test_the_special_tokens_of_the_tokenizer(self):
-        """Those at the beginning stay, but no second one stands between prompt and completion."""
+        """The special tokens at the start stay, but no second one is inserted between prompt and completion."""
         tokenizer = make_tokenizer(None, bos_token="<|im_start|>")
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 2)]
@@ -74,7 +74,7 @@ class SamplesTest(unittest.TestCase):
         )
 
     def test_messages_by_the_marks_of_the_template(self):
-        """`{% generation %}` leaves the line break out here, which tells both ways apart."""
+        """`{% generation %}` excludes the line break here, which distinguishes the two methods."""
         self.check(
             make_tokenizer(MARKED),
             {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
@@ -119,7 +119,7 @@ class SamplesTest(unittest.TestCase):
         )
 
     def test_prompt_and_completion_as_messages(self):
-        """The assistant's turns in the prompt are no targets, whatever the template marks."""
+        """Assistant turns in the prompt are no targets, even if the template marks them."""
         for template in (CHATML, MARKED):
             self.check(
                 make_tokenizer(template),
@@ -171,7 +171,7 @@ class SamplesTest(unittest.TestCase):
         self.assertEqual(samples.data[0]["labels"].tolist(), [-100] * 3 + tokenizer("def")["input_ids"])
         self.assertEqual(samples.data[1]["labels"].tolist(), [-100] * 2 + [*tokenizer("cde")["input_ids"], 1])
         self.assertEqual((samples.tokens, samples.targets), (12, 7))
-        # The first token is predicted by nothing.
+        # No token predicts the first one.
         with self.assertRaisesRegex(ValueError, r"a target, got none in 1 records \(1 are longer than 1 tokens\)"):
             make_samples(records({"text": "abc"}), tokenizer, 1)
         with self.assertRaisesRegex(ValueError, r"got none in 1 records \(0 are longer"):

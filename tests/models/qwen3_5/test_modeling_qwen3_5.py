@@ -55,7 +55,7 @@ class Qwen3_5HeadsTest(PackedHeadsTesterMixin, unittest.TestCase):
 
 class Qwen3_5PositionIdsTest(unittest.TestCase):
     def test_four_rows_of_position_ids(self):
-        """The text row of `[4, 1, T]` says where documents start, and explicit boundaries go with `[3, 1, T]`."""
+        """The text row of `[4, 1, T]` marks document starts. Explicit boundaries accompany `[3, 1, T]`."""
         torch.manual_seed(0)
         model = packed.Qwen3_5ForCausalLM(tiny_config())
         documents = [torch.randint(1, VOCAB_SIZE, (n,)) for n in (5, 70, 3)]
@@ -70,7 +70,7 @@ class Qwen3_5PositionIdsTest(unittest.TestCase):
             with self.subTest(name):
                 logits = model(**{"input_ids": batch["input_ids"], **inputs}).logits
                 self.assertTrue(torch.equal(logits, expected))
-        # Three rows alone say nothing about documents.
+        # Three rows alone do not mark documents.
         single = model(input_ids=batch["input_ids"], position_ids=four[1:]).logits
         self.assertGreater(relative_error(single, expected), 1e-2)
 

@@ -22,7 +22,7 @@ EXPERTS = {
 class RouterStatisticsTesterMixin:
     @parameterized.expand([("tail_padding", 64), ("no_padding", None)])
     def test_router_statistics_leave_padding_out(self, _, multiple):
-        """Router logits of the real tokens only, and the auxiliary loss of the padded batch with its mask."""
+        """Router logits cover real tokens only. The auxiliary loss equals that of the padded batch with its mask."""
         builtin_model, model = self.models()
         expected = builtin_model(**self.padded(self.documents, "right"), output_router_logits=True)
         row = packed_batch(self.documents, pad_to_multiple_of=multiple, pad_token_id=0)

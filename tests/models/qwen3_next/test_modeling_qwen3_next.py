@@ -38,7 +38,7 @@ def tiny_config(**kwargs) -> Qwen3NextConfig:
 
 
 class Qwen3NextModelTest(PackedPaddingTesterMixin, PackedModelTesterMixin, unittest.TestCase):
-    """Every layer with a dense MLP."""
+    """Every layer has a dense MLP."""
 
     builtin_class = builtin.Qwen3NextForCausalLM
     packed_class = packed.Qwen3NextForCausalLM
@@ -48,7 +48,7 @@ class Qwen3NextModelTest(PackedPaddingTesterMixin, PackedModelTesterMixin, unitt
 
 
 class Qwen3NextMoeModelTest(PackedPaddingRouterTesterMixin, PackedModelTesterMixin, unittest.TestCase):
-    """Every layer with a mixture of experts, as in the released checkpoints."""
+    """Every layer has a mixture of experts, as in the released checkpoints."""
 
     builtin_class = builtin.Qwen3NextForCausalLM
     packed_class = packed.Qwen3NextForCausalLM
@@ -83,7 +83,7 @@ class Qwen3NextHeadsTest(PackedHeadsTesterMixin, unittest.TestCase):
 
 
 class Qwen3NextExpertsTest(unittest.TestCase):
-    """Experts in groups see matrices of other shapes when another document changes: small differences, no leak."""
+    """Shapes in grouped experts depend on other documents. This causes small differences, but is no leak."""
 
     @parameterized.expand(["eager", "grouped_mm"])
     def test_grouped_experts_stay_close(self, experts):

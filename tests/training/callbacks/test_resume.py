@@ -1,4 +1,4 @@
-"""Training that is killed at random and resumed sees every document exactly once per pass."""
+"""Training that is killed at random and resumed processes every document exactly once per pass."""
 
 import collections
 import json
@@ -59,7 +59,7 @@ class RunTestCase(unittest.TestCase):
 class ResumeTest(RunTestCase):
     @classmethod
     def setUpClass(cls):
-        # It imports torch and Trainer once; each run is a fork of it.
+        # The server imports torch and Trainer once. Each run is a fork of it.
         cls.server = subprocess.Popen(
             [sys.executable, resume_run.__file__, "serve"],
             stdin=subprocess.PIPE,
@@ -71,11 +71,11 @@ class ResumeTest(RunTestCase):
 
     @classmethod
     def tearDownClass(cls):
-        # An end of its input would not reach it while a data loader's worker holds the other end as well.
+        # Closing its input would not reach the server while a data loader's worker holds the other end too.
         cls.server.communicate("stop\n", timeout=60)
 
     def ask_server(self, spec: dict) -> int:
-        """Start a run; its process id. The server's next line is its exit status."""
+        """Start a run and return its process id. The next line of the server is its exit status."""
         self.server.stdin.write(json.dumps(spec) + "\n")
         return int(self.server.stdout.readline())
 
@@ -84,11 +84,11 @@ class ResumeTest(RunTestCase):
         self.assertEqual(int(self.server.stdout.readline()), 0)
 
     def passes(self, spec: dict) -> int:
-        """Give `spec` its number of steps, and say how often these pass over the data."""
+        """Set the number of steps of `spec`, and return the number of passes over the data."""
         if spec["dataset"] == "map":
             spec["epochs"] = 2
             return 2
-        # Trainer skips within the first pass only.
+        # Trainer skips only within the first pass.
         spec["passes"] = [self.batches(spec, epoch) for epoch in range(2 if spec["resume"] == "state" else 1)]
         spec["steps"] = sum(spec["passes"])
         return len(spec["passes"])
@@ -126,7 +126,7 @@ class ResumeTest(RunTestCase):
         self.assertGreater(resumed, 0)
 
     def kill_at_random(self, process: int, spec: dict, chance: random.Random) -> None:
-        """SIGKILL after some steps more, within a step, a checkpoint or between."""
+        """Send SIGKILL after some more steps: within a step, within a checkpoint, or between."""
 
         def steps():
             return len(log.read_text().splitlines()) if log.exists() else 0
@@ -144,7 +144,7 @@ class ResumeTest(RunTestCase):
 
     @parameterized.expand(CASES)
     def test_killed_runs_lose_and_repeat_nothing(self, *case):
-        # Elsewhere: a second resume of a stream starts at zero, or a sample in flight is lost.
+        # Elsewhere: a second resume of a stream starts at zero, or loses a sample in flight.
         self.crash_test(case, kills=2, seed=len(str(case)))
 
     @parameterized.expand(CASES)
@@ -154,7 +154,7 @@ class ResumeTest(RunTestCase):
 
     @parameterized.expand([("state", 0), ("state", 2), ("state", 3), ("replay", 0), ("replay", 2)])
     def test_a_resumed_run_takes_the_same_steps(self, resume, workers):
-        """To the same weights, also when resuming several times, after any worker's turn, and from the end of a pass."""
+        """The weights are also the same, after several resumes, at any worker's turn, and from the end of a pass."""
         spec = self.spec("stream", "hf_stream", resume, workers)
         passes = self.passes(spec)
         self.run_in_server({**spec, "output": f"{self.directory}/whole", "log": f"{self.directory}/whole"})
@@ -168,7 +168,7 @@ class ResumeTest(RunTestCase):
         self.assertTrue(torch.equal(weights["embedding.weight"], expected["embedding.weight"]))
 
     def test_two_processes_with_two_workers(self):
-        """Stopped and resumed; accelerate fills each worker's last step with rows of its first since then, and no others."""
+        """Stopped and resumed. accelerate completes a worker's last step only with its first rows since resuming."""
         rows = [
             sum(1 for _ in packed.IterablePackingDataset(documents(), MAX_LENGTH, buffer_size=5, rank=i, world_size=2))
             for i in (0, 1)
@@ -185,7 +185,7 @@ class ResumeTest(RunTestCase):
         self.assertLessEqual(max(seen.values()), 2)
 
     def test_two_processes_read_a_plan(self):
-        """Resumed in the second epoch, mid-epoch; both ranks take rows of the same step of the plan."""
+        """Resumed within the second epoch. Both ranks take rows of the same step of the plan."""
         spec = self.spec("map", "list", "replay", 2, "sequential", batch=1, epochs=2, stop=36, processes=2)
         self.launch(spec)
         ranks = [trajectory(spec, rank) for rank in (0, 1)]
@@ -205,7 +205,7 @@ class ResumeTest(RunTestCase):
             self.assertEqual(process.status, 0, process.stderr[-3000:])
 
     def test_the_test_can_fail(self):
-        """Neither skipping nor a state: the resumed run begins at the beginning."""
+        """Without skipping and without a state, the resumed run starts at the beginning."""
         spec = self.spec("stream", "list", "replay", 0)
         self.passes(spec)
         run({**spec, "stop": 9})

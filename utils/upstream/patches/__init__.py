@@ -1,1 +1,1 @@
-"""The patches, each with the test that goes with it."""
+"""The patches, each with its test."""

@@ -1,4 +1,4 @@
-"""`cu_seqlens` from the collator, and as an argument of the linear-attention blocks."""
+"""Return `cu_seqlens` from the collator, and accept it as an argument of the linear-attention blocks."""
 
 import libcst as cst
 
@@ -106,7 +106,7 @@ def keywords(module: cst.Module) -> cst.Module:
 
 
 def block(function: cst.FunctionDef) -> cst.FunctionDef:
-    """The forward of a gated delta net."""
+    """Edit the forward of a gated delta net."""
     function = add_parameters(
         function, "seq_idx: torch.IntTensor | None = None", "cu_seqlens: torch.IntTensor | None = None"
     )
@@ -129,7 +129,7 @@ def block(function: cst.FunctionDef) -> cst.FunctionDef:
 
 
 def blocks(module: cst.Module) -> list[str]:
-    """The forwards of a module that call the gated delta rule."""
+    """List the forwards of a module that call the gated delta rule."""
     found = []
     for node in module.body:
         if isinstance(node, cst.ClassDef):

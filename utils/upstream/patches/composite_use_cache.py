@@ -1,4 +1,4 @@
-"""`Trainer` turns the cache of the text model off, not only that of the configuration around it."""
+"""Make `Trainer` disable the cache in the configuration of the text model, not only in the outer one."""
 
 import libcst as cst
 

@@ -1,4 +1,4 @@
-"""Tensors on a CPU take the torch path, whatever is installed."""
+"""Run tensors on a CPU through the torch path, independent of installed packages."""
 
 import libcst as cst
 
@@ -27,7 +27,7 @@ class _Rename(cst.CSTTransformer):
 
 
 def chooses(statement: cst.BaseStatement) -> bool:
-    """What asks whether there is a kernel, to decide on what runs; not the warning that there is none."""
+    """Match statements that choose between kernel and torch function, except the warning about a missing kernel."""
     warns = "warning_once" in code_of(statement)
     return KERNEL in names_in(statement) and not is_export(statement) and not warns
 
@@ -38,7 +38,7 @@ def apply_to(module: cst.Module) -> cst.Module:
     def dispatch(function: cst.FunctionDef) -> cst.FunctionDef:
         if "run_kernel" in names_in(function):
             raise AlreadyFixed(f"{FILE} looks at the device")
-        # That it refuses boundaries in torch functions makes it the function that the patch was written for.
+        # The refusal of boundaries in torch functions identifies the expected version of this function.
         if not any(is_refusal(s) for s in function.body.body) or not is_call(function.body.body[-1]):
             raise TargetChanged(f"expected `{WRAPPED}` to refuse packed sequences and to call the implementation")
         count = sum(chooses(s) for s in function.body.body)

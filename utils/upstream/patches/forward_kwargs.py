@@ -1,4 +1,4 @@
-"""Models that drop the keyword arguments of their forward hand them on, to the layers that mix along the sequence."""
+"""Pass the keyword arguments of a model's forward on to the layers that mix along the sequence."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from ..source import Edited, parse
 from .hub_kernels import isolates
 
 
-# File, and in it the methods with the calls that are to be given `**kwargs`.
+# By file, the methods with the calls that get `**kwargs`.
 CALLS = {
     "models/mamba2/modeling_mamba2.py": {"Mamba2ForCausalLM.forward": "self.backbone"},
     **dict.fromkeys(
@@ -45,7 +45,7 @@ CALLS = {
         "FalconMambaForCausalLM.forward": "self.backbone",
     },
 }
-# A fused kernel of these takes the place of the convolution and the scan, and knows nothing of sequences.
+# This fused kernel replaces the convolution and the scan, and does not support sequence boundaries.
 FUSED = "mamba_inner_fn"
 PACKED = """
 # The fused kernel is not told of packed sequences
@@ -60,7 +60,7 @@ def hand_over(callee: str, function: cst.FunctionDef) -> cst.FunctionDef:
 
 
 def convolve_with_kwargs(function: cst.FunctionDef) -> cst.FunctionDef:
-    """The convolution of Zamba gets all boundaries, as in the other models, where it gets `seq_idx` alone."""
+    """Pass all boundaries to the convolution of Zamba, as in the other models, instead of `seq_idx` alone."""
 
     def change(call):
         kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "seq_idx"]

@@ -1,4 +1,4 @@
-"""FLA's convolution where causal-conv1d is not installed."""
+"""Use FLA's convolution if causal-conv1d is not installed."""
 
 import libcst as cst
 

@@ -1,4 +1,4 @@
-"""Torch functions, and kernels that take no boundaries, run on each packed sequence alone."""
+"""Run torch functions, and kernels without support for boundaries, on each packed sequence separately."""
 
 import libcst as cst
 

@@ -1,4 +1,4 @@
-"""The attention of GraniteMoeHybrid gets the position ids that tell packed sequences apart."""
+"""Pass the position ids, which mark packed sequences, to the attention of GraniteMoeHybrid."""
 
 import libcst as cst
 

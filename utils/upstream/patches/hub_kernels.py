@@ -1,4 +1,4 @@
-"""What the patches of `integrations/hub_kernels.py` look for there: the decorator that chooses an implementation."""
+"""Shared by the patches of `integrations/hub_kernels.py`: matchers for the decorator that selects implementations."""
 
 import libcst as cst
 import libcst.matchers as m
@@ -12,7 +12,7 @@ DECORATOR = "use_kernel_func_from_hub_with_fallback"
 INNER = f"{DECORATOR}.decorator"
 WRAPPED = f"{INNER}.wrapped"
 
-# More than one patch needs it.
+# Several patches insert this function.
 ON_ACCELERATOR = '''
 
 def _on_accelerator(*values) -> bool:
@@ -26,7 +26,7 @@ def defines(module: cst.Module, name: str) -> bool:
 
 
 def add_functions(module: cst.Module, code: str) -> cst.Module:
-    """Functions before the decorator, those that are not there yet."""
+    """Insert those functions before the decorator that the module does not define yet."""
     new = [s for s in statements(code) if not defines(module, s.name.value)]
     return edit_statements(
         module,
@@ -37,19 +37,19 @@ def add_functions(module: cst.Module, code: str) -> cst.Module:
 
 
 def is_refusal(statement: cst.BaseStatement) -> bool:
-    """The `if` that raises when a torch function is given boundaries."""
+    """Match the `if` that raises an error for boundaries in torch functions."""
     if not isinstance(statement, cst.If) or not m.findall(statement.body, m.Raise()):
         return False
     return {"cu_seqlens", "seq_idx"} <= {s.evaluated_value for s in m.findall(statement.test, m.SimpleString())}
 
 
 def is_export(statement: cst.BaseStatement) -> bool:
-    """The `if` that takes the torch function when a model is exported."""
+    """Match the `if` that selects the torch function during export."""
     return isinstance(statement, cst.If) and "is_torchdynamo_exporting" in names_in(statement.test)
 
 
 def is_call(statement: cst.BaseStatement) -> bool:
-    """The last one: the call of the implementation."""
+    """Match the last statement, the call of the implementation."""
     call = m.Return(value=m.Call(func=m.Name("implementation")))
     return m.matches(statement, m.SimpleStatementLine(body=[call]))
 
@@ -59,7 +59,7 @@ def insert_before_refusal(function: cst.FunctionDef, code: str) -> cst.FunctionD
 
 
 def isolates(tree: Edited, model: str) -> None:
-    """Where gdn-torch-path-packed was applied before: this model has no layer any more that mixes sequences."""
+    """Mark a model as free of layers that mix sequences. Without gdn-torch-path-packed this does nothing."""
     if not defines(parse(tree.read(FILE)), "_run_per_sequence"):
         return
 

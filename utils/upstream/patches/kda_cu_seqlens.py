@@ -1,4 +1,4 @@
-"""Kimi delta attention is told of packed sequences."""
+"""Pass packed boundaries to Kimi delta attention."""
 
 import libcst as cst
 
@@ -21,7 +21,7 @@ RULES = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
 
 
 def forwards(module: cst.Module) -> list[str]:
-    """The methods of a module that call Kimi delta attention."""
+    """List the methods of a module that call Kimi delta attention."""
     return [
         f"{node.name.value}.{method.name.value}"
         for node in module.body

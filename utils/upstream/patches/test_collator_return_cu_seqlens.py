@@ -67,7 +67,7 @@ BLOCKS = [
 
 class GatedDeltaNetArgumentsTest(unittest.TestCase):
     def run_block(self, modeling, name, config_class, **boundaries):
-        """What the convolution and the delta rule are told when the block gets these boundaries."""
+        """Return the boundaries that reach the convolution and the delta rule of a block."""
         config = config_class(**TINY) if config_class is not OlmoHybridConfig else olmo_hybrid_config()
         torch.manual_seed(0)
         block = getattr(modeling, name)(config, layer_idx=0)

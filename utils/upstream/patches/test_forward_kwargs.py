@@ -45,13 +45,13 @@ MODELS = [
         ),
     ),
 ]
-# The functions that mix along the sequence, and the dimension of it.
+# The functions that mix along the sequence, with the sequence dimension.
 MIXING = {"causal_conv1d_fn": -1, "mamba2_chunk_scan": 1, "mamba_selective_scan": -1}
 FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 
 
 def told(function, dim):
-    """A stand-in for a kernel that keeps sequences apart when it is given `seq_idx`."""
+    """Create a stand-in for a kernel that keeps sequences apart if it gets `seq_idx`."""
     reference = inspect.unwrap(function)
 
     def kernel(*args, seq_idx=None, **kwargs):
@@ -81,7 +81,7 @@ def kernels(modeling):
 
 
 def fused_kernels(modeling, calls):
-    """Stand-ins for fused kernels: they only note that they ran, and let the others do the work."""
+    """Patch in stand-ins for fused kernels that only record their calls."""
     stack = contextlib.ExitStack()
     for name in FUSED:
         if hasattr(modeling, name):
@@ -97,7 +97,7 @@ class ForwardKwargsTest(unittest.TestCase):
         model = AutoModelForCausalLM.from_config(config())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # As they are made, the weights let little through, and a leak with it
+                # Initial weights are too small to show leaks
                 if parameter.ndim > 1 and not name.endswith(("A_log", "dt_proj_weight", "dt_proj_bias", "D")):
                     parameter.normal_(std=0.3)
         return model, [torch.randint(1, 64, (n,)) for n in LENGTHS]
@@ -146,7 +146,7 @@ class ForwardKwargsTest(unittest.TestCase):
 
     @parameterized.expand([model for model in MODELS if model[0] != "zamba"])
     def test_unchanged_other_input(self, _, modeling, config):
-        """Labels with `num_items_in_batch`, a cache, padding on the left, and generation."""
+        """Covers labels with `num_items_in_batch`, a cache, left padding, and generation."""
         model, sequences = self.model(config)
         model.eval()
         row = sequences[2][None]

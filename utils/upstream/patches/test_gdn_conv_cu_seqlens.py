@@ -19,7 +19,7 @@ def fla_causal_conv1d(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
     backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs,
 ):  # fmt: skip
-    """The contract of FLA's convolution: `x` is `[batch, sequence, channels]`, and sequences are kept apart."""
+    """Convolve each sequence separately: the contract of FLA's convolution. `x` is `[batch, sequence, channels]`."""
     lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     pieces = []
     for piece in x.split(lengths, dim=1):
@@ -99,7 +99,7 @@ class FlaConvolutionTest(unittest.TestCase):
         x, weight, bias = self.arguments()
         with self.on_accelerator():
             try:
-                # With another patch this may be served, but never by a kernel that is not told
+                # Another patch may support this call, but must not run a kernel without boundaries
                 self.convolution(x, weight, bias, seq_idx=self.boundaries()[1])
             except ValueError as error:
                 self.assertIn("packed sequences", str(error))

@@ -56,7 +56,7 @@ FUNCTIONS = [
 
 
 def call(name, length):
-    """The row that a function gets, its other arguments, and the dimension of the sequence."""
+    """Return the row for a function, its other arguments, and the sequence dimension."""
     torch.manual_seed(0)
     if name == "causal_conv1d_fn":
         row = {"hidden_states": torch.randn(1, 6, length)}
@@ -78,7 +78,7 @@ class PackedTorchFunctionsTest(unittest.TestCase):
     def test_each_sequence_as_if_alone(self, family, name, form):
         run = function(family, name)
         row, other, dim = call(name, sum(LENGTHS))
-        # Arguments in front are given by position in some models.
+        # Some models pass the first argument by position.
         order = [n for n in inspect.signature(inspect.unwrap(run)).parameters if n in row][:1]
         leaves = {n: x.clone().requires_grad_() for n, x in row.items()}
         arguments = {n: x for n, x in leaves.items() if n not in order} | other | boundaries(form)
@@ -129,7 +129,7 @@ class PackedTorchFunctionsTest(unittest.TestCase):
 
     @parameterized.expand(FUNCTIONS)
     def test_unchanged_without_boundaries(self, family, name):
-        """Also the functions themselves, which ignore boundaries."""
+        """This includes the undecorated functions, which ignore boundaries."""
         run = function(family, name)
         row, other, _ = call(name, 70)
         want = inspect.unwrap(run)(**row, **other)
@@ -143,10 +143,10 @@ def causal_conv1d_fn(hidden_states, weight, **kwargs):
 
 
 class PackedKernelsTest(unittest.TestCase):
-    """Kernels that take no boundaries, and kernels that take others, are not run across sequences either."""
+    """Kernels without support for the given boundaries do not run across sequences either."""
 
     def setUp(self):
-        # Where kernels are for accelerators only, these made up ones count as running on one
+        # If kernels are restricted to accelerators, these fake kernels count as running on one
         patch = mock.patch.object(hub_kernels, "_on_accelerator", lambda *values: True, create=True)
         patch.start()
         self.addCleanup(patch.stop)
@@ -264,12 +264,12 @@ class PackedModelsTest(unittest.TestCase):
 
     @parameterized.expand(MIXING)
     def test_unchanged_no_leak_in_models_that_mix_elsewhere(self, _, config):
-        """They refuse packed sequences, until they keep them apart."""
+        """These models refuse packed sequences unless they keep them apart."""
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # As they are made, the weights let little through
+                # Initial weights are too small to show leaks
                 if parameter.ndim > 1 and not name.endswith(("A_log", "dt_proj_weight", "dt_proj_bias", "D")):
                     parameter.normal_(std=0.3)
         collator = DataCollatorWithFlattening(**COLLATORS["all"])

@@ -33,7 +33,7 @@ class GraniteMoeHybridPackedTest(unittest.TestCase):
 
     @parameterized.expand(["eager", "sdpa"])
     def test_layers_get_position_ids(self, attention):
-        """FlashAttention finds packed sequences by them."""
+        """FlashAttention detects packed sequences from position ids."""
         model, _ = self.model(attention)
         seen = []
         for layer in model.model.layers:

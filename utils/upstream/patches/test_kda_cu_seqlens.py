@@ -23,7 +23,7 @@ BLOCKS = [
 
 
 def kernels(modeling, told):
-    """Stand-ins for causal-conv1d and FLA on a CPU: each takes the boundaries that the real one takes."""
+    """Patch in CPU stand-ins for causal-conv1d and FLA, each with the boundary arguments of the real kernel."""
     convolution = inspect.unwrap(modeling.causal_conv1d_fn)
     rule = inspect.unwrap(modeling.chunk_kimi_delta_attention)
 

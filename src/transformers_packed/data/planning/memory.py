@@ -139,37 +139,42 @@ class SequenceParallelPlan:
         """The plan as text."""
         first = self.options[self.size][0]
         lines = [
-            f"{self.config.model_type}, {self.parameters.total / 1e9:.2f} B parameters; rows of {self.row_length:,} tokens on "
-            f"{self.gpus:,} GPUs of {self.memory:g} GiB, to be filled to {FILLED:.0%}",
-            f"Per GPU, sharded by FSDP2 over all of them: weights {_gib(first.weights)}, gradients "
-            f"{_gib(first.gradients)}, AdamW {_gib(first.moments)} GiB; gathered while it runs: {_gib(first.gathered)} GiB",
+            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters, rows of {self.row_length:,} "
+            f"tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
+            f"{_gib(first.moments)} GiB",
+            f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
             "",
-            "  P  rows at once  tokens per GPU  GiB without checkpointing  with",
+            "P is the number of GPUs that share a row. The last two columns are the memory per GPU.",
+            "  P  rows at once  tokens per GPU  GiB without checkpointing  GiB with",
         ]
         for size, pair in self.options.items():
             without, with_it = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in pair)
             tokens = -(-self.row_length // size)
-            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {without:>25} {with_it:>6}".rstrip())
-        lines += ["* does not fit", ""]
+            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {without:>25} {with_it:>9}".rstrip())
+        lines += [f"* more than {FILLED:.0%} of the memory", ""]
         for name, size in zip(("without", "with"), self.needed, strict=True):
-            verdict = "no P that these GPUs allow is enough" if size is None else f"P = {size}"
-            lines.append(f"Needed {name} gradient checkpointing: {verdict}")
+            verdict = "none fits" if size is None else f"P = {size}"
+            lines.append(f"Smallest P {name} gradient checkpointing: {verdict}")
         lines.append("")
         if self.size > 1:
             attention = _attention_method(self.config.get_text_config(), self.size, self.methods["attention"])
             lines.append(
-                f'With P = {self.size} (gated delta rule by "{self.methods["gated_delta_rule"]}", attention by '
-                f'"{attention}") each GPU receives for one row'
+                f'Each GPU receives per row with P = {self.size}, gated_delta_rule="{self.methods["gated_delta_rule"]}" '
+                f'and attention="{attention}":'
             )
             found = self.exchanges(self.size)
             for exchange in found:
                 times = f"{exchange.layers} x {_mib(exchange.bytes)} MiB"
                 lines.append(f"  {exchange.name:<45} {times:>20} = {_mib(exchange.layers * exchange.bytes):>9} MiB")
             total = _mib(sum(exchange.layers * exchange.bytes for exchange in found))
-            lines.append(f"  in forward, {total} MiB; backward as much; a third time with gradient checkpointing")
+            lines.append(
+                f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
+            )
         gathered = _mib(self.parameters.total * _HALF * (1 - 1 / self.gpus))
         lines.append(
-            f"FSDP2 beside it: {gathered} MiB of weights in forward, again in backward, and as much of gradients"
+            f"FSDP2 transfers per GPU: {gathered} MiB of weights in forward, the same in backward, and {gathered} MiB of "
+            "gradients"
         )
         return "\n".join(lines)
 
@@ -357,21 +362,21 @@ def exchanges(
     if gated_delta_rule == "state":
         rule = "states in float32", others * heads * key_dim * (text.linear_value_head_dim + key_dim) * _FULL
     else:
-        rule = "tokens for heads, and back", swapped * (_HALF * (2 * keys + 2 * values + heads) + _FULL * heads)
+        rule = "all-to-all over heads", swapped * (_HALF * (2 * keys + 2 * values + heads) + _FULL * heads)
     if _attention_method(text, size, attention) == "gather":
         looked = "all keys and values", others * tokens * 2 * text.num_key_value_heads * text.head_dim * _HALF
     else:
         shared = text.num_attention_heads + max(text.num_key_value_heads, size)
-        looked = "tokens for heads, and back", swapped * 2 * shared * text.head_dim * _HALF
+        looked = "all-to-all over heads", swapped * 2 * shared * text.head_dim * _HALF
     found = [
-        Exchange(linear, "convolution: tokens before the cut", halo),
+        Exchange(linear, "convolution: preceding tokens", halo),
         Exchange(linear, f"gated delta rule: {rule[0]}", rule[1]),
         Exchange(full, f"attention: {looked[0]}", looked[1]),
     ]
     if getattr(text, "output_router_logits", False):
         sparse = sum(has_experts(text, number) for number in range(len(text.layer_types)))
         logits = others * tokens * text.num_experts * _HALF
-        found.append(Exchange(sparse, "experts: the routers' logits, for their loss", logits))
+        found.append(Exchange(sparse, "experts: router logits for the auxiliary loss", logits))
     return found
 
 

@@ -128,7 +128,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
             for number, record in enumerate(records, 1):
                 yield f"{path}, row {number}", record
     except ArrowException as error:
-        raise input_error("a parquet file", error, option=path) from error
+        raise input_error("a parquet file", str(error).rstrip("."), option=path) from error
 
 
 def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -141,10 +141,15 @@ def _read_dataset(name: str, split: str, subset: str | None) -> Iterator[tuple[s
         raise ImportError(f"--data {name} {need}")
     try:
         dataset = datasets.load_dataset(name, subset, split=split)
-    except OSError:
-        raise
+    except OSError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        if Path(name).exists():
+            raise OSError(f"--data: cannot read a dataset from {name}: {reason}.") from error
+        expected, got = "a file, a local directory or a dataset on the Hub", f"{name!r}: no such file or directory"
+        fix = "Check the path or the name."
+        raise OSError(str(input_error(expected, f"{got} ({reason})", fix, option="--data"))) from error
     except Exception as error:  # datasets raises its own exceptions and those of the file readers
-        got = f"{name}: {' '.join(str(error).split())}"
+        got = f"{name}: {' '.join(str(error).split())}".rstrip(".")
         raise input_error(f"a file or a dataset with the split {split!r}", got, option="--data") from error
     for number, record in enumerate(dataset, 1):
         yield f"{name} [{split}], row {number}", record
