@@ -94,9 +94,9 @@ class FusedTest(unittest.TestCase):
     @parameterized.expand(named(ONE_SIZE))
     def test_compiles_nothing_for_another_number_of_tokens(self, _, case, size):
         with compiled_kernels() as names:
-            # No model has float16 here, so the first run has to compile, and the hook to see it.
+            # No model uses float16 here, so the first run has to compile, and the hook records it. Adapters add no kernel.
             case.run(case.fused, case.inputs(1000, DEVICE, torch.float16, **size))
-            if case.fused == "triton":
+            if case.fused == "triton" and not case.name.endswith("_lora"):
                 self.assertGreater(len(names), 0)
             names.clear()
             for tokens in (1, 2, 16, 65, 1024, 4097):

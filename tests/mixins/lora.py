@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from transformers_packed.models import projections
-from transformers_packed.ops.linear import Adapter
+from transformers_packed.ops.projection import Adapter
 
 
 LINEARS = [
