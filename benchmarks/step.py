@@ -131,8 +131,11 @@ def sample_lengths(distribution: str, tokens: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def model_flops(config: dict, lengths: list[int]) -> float:
-    """Of forward and backward: products with weights, the delta rule's recurrence, attention inside documents, the head."""
+def model_flops(config: dict, lengths: list[int], frozen: bool = False) -> float:
+    """FLOPs of forward and backward: products with weights, the delta rule's recurrence, attention in documents, the head.
+
+    Frozen weights need no gradient, which is a third of their products. The products of adapters are left out.
+    """
     hidden, inner, tokens = config["hidden_size"], config["intermediate_size"], sum(lengths)
     value_heads, key_heads, dim = (
         config["linear_num_value_heads"],
@@ -142,7 +145,7 @@ def model_flops(config: dict, lengths: list[int]) -> float:
     linear = 2 * (
         hidden * (2 * key_heads * dim + 2 * value_heads * dim + 2 * value_heads) + value_heads * dim * hidden
     )
-    linear += 8 * (2 * key_heads * dim + value_heads * dim) + 8 * value_heads * dim**2
+    recurrence = 8 * (2 * key_heads * dim + value_heads * dim) + 8 * value_heads * dim**2
     heads, key_value_heads, head_dim = (
         config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -150,8 +153,9 @@ def model_flops(config: dict, lengths: list[int]) -> float:
     within = 4 * heads * head_dim * sum(n * n for n in lengths) / 2
     mlp = 6 * hidden * inner
     layers = config["num_hidden_layers"]
-    per_token = layers * mlp + layers * 3 // 4 * linear + layers // 4 * full + 2 * hidden * config["vocab_size"]
-    return 3 * (per_token * tokens + layers // 4 * within)
+    weights = layers * mlp + layers * 3 // 4 * linear + layers // 4 * full + 2 * hidden * config["vocab_size"]
+    rest = layers * 3 // 4 * recurrence * tokens + layers // 4 * within
+    return (2 if frozen else 3) * weights * tokens + 3 * rest
 
 
 # Of an arm at least: caches of the host and the GPU's clock settle.
@@ -347,7 +351,7 @@ def without_flash_qla(*args, **kwargs):
 def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, float]) -> dict:
     """All arms on one model and one set of samples; each arm's model lives only while it runs, to measure its memory."""
     config, lengths = MODELS[model], sample_lengths(distribution, tokens)
-    flops, results = model_flops(config, lengths), {}
+    results = {}
     for round_number in range(args.rounds):
         for name in args.arms:
             try:
@@ -378,9 +382,9 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-    for entry in results.values():
+    for name, entry in results.items():
         if "seconds" in entry:
-            median = statistics.median(entry["seconds"])
+            flops, median = model_flops(config, lengths, "lora" in name), statistics.median(entry["seconds"])
             entry |= {
                 "median_ms": round(1000 * median, 2),
                 "tokens_per_second": round(tokens / median),
@@ -398,7 +402,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
         "documents": len(lengths),
         "tokens": tokens,
         "checkpointing": args.checkpointing,
-        "flops": flops,
+        "flops": model_flops(config, lengths),
         "arms": results,
     }
 
