@@ -25,7 +25,7 @@ EXTRAS["dev"] = [
     "libcst>=1.5",
     "liger-kernel>=0.8.5; platform_system == 'Linux'",
     "parameterized>=0.9",
-    "peft>=0.18",
+    "peft>=0.21",
     "pytest>=8",
     "pytest-xdist>=3.6.1",
     "ruff==0.17.5",

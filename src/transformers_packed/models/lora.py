@@ -33,7 +33,9 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
     if not is_untouched(layer, *classes):
         return "it is hooked, wrapped or compiled"
     state = vars(layer)
-    if state.get("fan_in_fan_out") or not state["cast_input_dtype_enabled"]:
+    if "lora_variant" not in state:
+        return "this release of PEFT has no table of LoRA variants"
+    if state.get("fan_in_fan_out") or not state.get("cast_input_dtype_enabled", True):
         return "its weight is transposed, or its input is not cast"
     if state["merged_adapters"] or state["_disable_adapters"]:
         both = state["merged_adapters"] and state["_disable_adapters"]
