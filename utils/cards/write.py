@@ -13,6 +13,7 @@ from pathlib import Path
 
 from card import table
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
+from lora import lora
 from on_cpu import balance, cpu_step, dataset_cost, planning
 from steps import equal_documents, long_rows, memory_4b, profile, short_rows, step_time
 
@@ -23,6 +24,7 @@ CARDS = {
     "step_time": step_time,
     "equal_documents": equal_documents,
     "short_rows": short_rows,
+    "lora": lora,
     "memory_4b": memory_4b,
     "long_rows": long_rows,
     "profile": profile,
