@@ -32,7 +32,7 @@ class Card:
     def page(self, links: dict) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         commits = ", ".join(f"`{commit}` ({day})" for commit, day in self.committed)
-        rows = [("Machine", self.machine), *self.extra, ("Versions", versions), ("Committed in", commits)]
+        rows = [("Machine", self.machine), *self.extra, ("Versions", versions), ("Results added in commit", commits)]
         rows.append(("Raw results", ", ".join(f"[{name}]({links['results']}/{name})" for name in self.results)))
         commands = "\n".join(dict.fromkeys(self.commands))
         parts = [f"# {self.title}", f"**{self.headline}**", *self.body, "## Source", table(("", ""), rows)]

@@ -21,7 +21,7 @@ from card import (
 
 WAYS = {
     "whole": "each GPU computes a row of its own",
-    "state+gather": 'two share a row: `"state"` and `"gather"` (default here)',
+    "state+gather": 'two share a row: `"state"` and `"gather"` (the default for this shape)',
     "state+heads": 'two share a row: `"state"` and `"heads"`',
     "heads+gather": 'two share a row: `"heads"` and `"gather"`',
     "heads+heads": 'two share a row: `"heads"` and `"heads"`',
@@ -74,9 +74,9 @@ def sequence_parallel(results: dict) -> Card:
                 rows,
             ),
             f"""Forward and backward in bfloat16 with gradient checkpointing, no optimizer, all weights on each GPU. The last row of the
-table is from a run in which a row alone took {ms(last)}. [Several GPUs](../how_to/several_gpus.md) describes the ways.""",
-            f"""One document of {one["tokens"]:,} tokens takes two GPUs {gib(one["arms"][0])} each. That run took {one["arms"][0]["median_ms"] / 1000:.0f} s, with kernels that were not
-tuned and beside another test.""",
+table is from a run in which a row alone took {ms(last)}. [Several GPUs](../how_to/several_gpus.md) describes the methods.""",
+            f"""One document of {one["tokens"]:,} tokens takes two GPUs {gib(one["arms"][0])} each. That run took {one["arms"][0]["median_ms"] / 1000:.0f} s, while another test
+used the same GPUs.""",
             "## Equality",
             f"""Over 20 steps of `accelerate launch` with FSDP2 in bfloat16, losses stay within {percent(max(f["losses, largest"] for f in training), 1)} of one GPU's and gradient norms within
 {percent(max(f["grad_norms, largest"] for f in training), 2)} ([gpu_tests.json](../../benchmarks/results/gpu_tests.json)). Each op on two GPUs is about as close to the whole row in
@@ -300,7 +300,7 @@ def tried(results: dict) -> Card:
     return Card(
         "Tried without gain",
         f"The best other form of the convolution takes {best['forward_us']} us forward and {best['backward_us']} us backward instead of {kept['forward_us']} and "
-        f"{kept['backward_us']}: 0.6 % of a step at 0.8B.",
+        f"{kept['backward_us']}.",
         [
             "All of these were measured at 0.8B on 16,384 tokens in 44 documents, and none is kept.",
             "## The convolution",

@@ -62,11 +62,11 @@ def step_time(results: dict) -> Card:
         f"""{NOISE} Later runs of the same row, medians of 10 to 20 steps, took {again["0.8B"][0]:.0f} to
 {again["0.8B"][-1]:.0f} ms at 0.8B ({len(again["0.8B"])} processes) and {again["4B"][0]:.0f} to {again["4B"][-1]:.0f} ms at
 4B ({len(again["4B"])} processes).""",
-        """The 0.8B run passed 4,096 tokens at a time through the head, the others 3,072. The smaller piece saves 0.5 GiB
-at 4B, and the difference in time is within the noise.""",
+        """The 0.8B run passed 4,096 tokens at a time through the head, the others 3,072. The JSON does not hold these
+sizes. The difference in time is within the noise.""",
         "## Share of the GPU's speed",
-        f"""A single matrix product reaches at most {small["gemm_flops_per_second"] / 1e12:.0f} TFLOP/s on this GPU. Repeated for a
-second it reaches {profiled(results, "4B")["sustained_gemm_flops_per_second"] / 1e12:.0f}, because the power limit lowers the
+        f"""A single matrix product reached {small["gemm_flops_per_second"] / 1e12:.0f} TFLOP/s before the 0.8B run. Repeated for a
+second before the 4B run, it reached {profiled(results, "4B")["sustained_gemm_flops_per_second"] / 1e12:.0f}, because the power limit lowers the
 clock. The model's FLOPs per second, as a share of both:""",
         shares,
         f"""The 9B run measured its single product on a warm GPU, at {largest["gemm_flops_per_second"] / 1e12:.0f} TFLOP/s; of
@@ -160,29 +160,30 @@ def short_rows(results: dict) -> Card:
     }
     plain = next(run for run in results["tried.json"]["steps"] if not run["graphs"])
     short = [run for run in pairs if run["model"] == "0.8B" and run["tokens"] == 2048]
+    host = [run["arms"]["ours"]["median_ms"] for run in runs if "ours" in run["arms"]]
+    room, longest = min(key for key in tried if key[1])
     stock_ratio = first["packed+varlen+liger"]["median_ms"] / first["ours+graphs"]["median_ms"]
     return Card(
         "Short rows and CUDA graphs",
         f"With CUDA graphs a step of the 0.8B shape on 2,048 tokens takes {first['ours+graphs']['median_ms']:.0f} ms, "
-        f"{times(stock_ratio)} as fast as the stock class and {times(first['ours']['median_ms'] / first['ours+graphs']['median_ms'])} "
+        f"{times(stock_ratio)} as fast as the stock class in the same run and {times(first['ours']['median_ms'] / first['ours+graphs']['median_ms'])} "
         "as fast as without graphs.",
         [
             table(("Run, 0.8B on 2,048 tokens in 4 documents", "Ours", "Stock, packed", "Ours with graphs"), stock),
             "[`use_cuda_graphs`](../how_to/short_rows.md) replays the layers as one launch for forward and one for backward. "
             "Milliseconds of a step, with and without graphs in the same run:",
             table(("Shape, row", "With graphs, ms", "Without, ms", "Memory with", "Memory without"), graphs),
-            f"""Repeated rows of the table come from another machine. The host's time differs between machines and from minute to
-minute; the graphs' times do not ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms).""",
+            f"""The host's time differs between runs. The graphs' times in repeated rows of the table do not ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms).""",
             "## Why short rows gain",
-            f"""The host takes 70 to 105 ms for a step of the 0.8B shape. It launches {profile["launches"]:,} kernels at 16,384 tokens
+            f"""Without graphs, a step of the 0.8B shape on 2,048 tokens takes {min(host):.0f} to {max(host):.0f} ms. The host launches {profile["launches"]:,} kernels at 16,384 tokens
 and 1,440 at 2,048. A row of 2,048 tokens, whose kernels take 30 ms, is therefore bound by the host. A count of the calls
 gives 560 launches to cuBLAS and 280 to this package; the rest belong to FlashQLA, `varlen_attn` and torch. (The JSON
 holds the launches at 16,384 tokens; the other figures of this paragraph come from a profile.)""",
             "## Where graphs cost",
             f"""From 8,192 tokens on the kernels take longer than their launches. A graph launches attention as if each of the 8, 32 or 128
 documents that it has room for could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
-instead of 4.2 (from a profile). A graph with room for {46} documents and a longest document of 1,191 tokens was tried:
-its kernels took {tried[46, 1191]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
+instead of 4.2 (from a profile). A graph with room for {room} documents and a longest document of {longest:,} tokens was tried:
+its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
 ([tried without gain](tried.md)).""",
             """Graphs keep the activations of one row after the step, and hold the gradients of the layers twice. The memory columns
 show the price.""",
@@ -249,7 +250,7 @@ def long_rows(results: dict) -> Card:
             f"The speed per token is that of the short row: {runs[1]['arms']['ours']['tokens_per_second']:,} against "
             f"{runs[0]['arms']['ours']['tokens_per_second']:,} tokens per second. For longer rows, see "
             "[several GPUs per row](sequence_parallel.md).",
-            f"{SETTING} {LENGTHS} These are medians of two steps.",
+            f"{SETTING} {LENGTHS} These are medians of {min(len(run['arms']['ours']['seconds']) for run in runs)} steps or more.",
         ],
         ["step.json"],
         **on_gpu(results),
