@@ -1,7 +1,8 @@
 """Detect modules that a fused op may replace: those that do exactly what their class does.
 
 Hooks, wrappers, replacements, parametrizations and sharding are visible in a module's attributes. Such a module is
-called normally, so adapters, hooks, sharding and quantization have the same effect as on the stock model.
+called normally, so hooks, wrappers and sharding have the same effect as on the stock model. [`projection_of`] adds plain
+LoRA layers and 4-bit weights.
 """
 
 import torch
