@@ -50,9 +50,9 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
     if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
     from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
 
-    if not is_untouched(layer, Linear4bit, parameters=(type(layer.weight), torch.nn.Parameter)):
+    if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
         return None
     weight, state = layer.weight, layer.weight.quant_state
     if state is None or layer.compute_dtype is None:
@@ -62,9 +62,13 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
 
 def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
     """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
-    if torch.compiler.is_compiling() or not triton.on_gpu(hidden_states):
+    if not triton.on_gpu(hidden_states):
         return None
-    projection, dtype = projection_of(layer, hidden_states)
+    if torch.compiler.is_compiling():
+        projection = Projection(layer.weight, layer.bias) if is_bare_linear(layer) else None
+        dtype = projection and product_dtype(hidden_states, projection)
+    else:
+        projection, dtype = projection_of(layer, hidden_states)
     return projection if dtype == hidden_states.dtype else None
 
 

@@ -62,24 +62,32 @@ class GLU(torch.autograd.Function):
         y = torch.empty_like(x)
         if y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
+        if not structure:
+            ctx.save_for_backward(gate, x)
+            return y
         products = Products(structure, tensors, x.dtype)
-        outputs = products.forward(y.view(-1, y.shape[-1]))
+        (output,) = products.forward(y.view(-1, y.shape[-1]))
         ctx.save_for_backward(gate, x, *products.to_save())
-        return unflattened(outputs[0], x.shape[:-1]) if outputs else y
+        return unflattened(output, x.shape[:-1])
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out):
         gate, x, *saved = ctx.saved_tensors
-        products, wanted = Products.restore(ctx.structure, saved, x.dtype), ctx.needs_input_grad[4:]
+        wanted, found = ctx.needs_input_grad[4:], []
         again = needs_rows(ctx.structure, wanted)
-        d_outs = [d_out.reshape(-1, d_out.shape[-1])] if ctx.structure else []
-        dy = products.input_gradient(d_outs, True) if ctx.structure else d_out.contiguous()
-        # The kernel reads an element of `dy` before it writes the same element of `dx`.
-        dgate, dx = torch.empty_like(gate), dy.view(x.shape) if ctx.structure else torch.empty_like(x)
-        y = torch.empty_like(x) if again else None
+        if ctx.structure:
+            products, d_outs = Products.restore(ctx.structure, saved, x.dtype), [d_out.reshape(-1, d_out.shape[-1])]
+            dy = products.input_gradient(d_outs, True)
+            # The kernel reads an element of `dy` before it writes the same element of `dx`.
+            dx = dy.view(x.shape)
+        else:
+            dy, dx = d_out.contiguous(), torch.empty_like(x)
+        dgate, y = torch.empty_like(gate), torch.empty_like(x) if again else None
         if x.numel():
             grid = (ceil_div(x.numel(), _BLOCK),)
             _gate_backward[grid](dy, gate, x, dgate, dx, y, x.numel(), ctx.silu, again, _BLOCK)
-        rows = y.view(-1, y.shape[-1]) if again else None
-        return dgate, dx, None, None, *products.parameter_gradients(d_outs, rows, wanted)
+        if ctx.structure:
+            rows = y.view(-1, y.shape[-1]) if again else None
+            found = products.parameter_gradients(d_outs, rows, wanted)
+        return dgate, dx, None, None, *found

@@ -122,10 +122,11 @@ class RMSNorm(torch.autograd.Function):
         ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
         grid = (ceil_div(rows, tile["ROWS"]),)
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **ctx.options)
-        ctx.structure, products = structure, Products(structure, tensors, y.dtype)
+        ctx.structure = structure
         if not structure:
             ctx.save_for_backward(total, weight, gate, r)
             return y if residual is None else (y, total)
+        products = Products(structure, tensors, y.dtype)
         (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
         ctx.save_for_backward(total, weight, gate, r, *products.to_save())
         return unflattened(output, ctx.shape[:-2])
