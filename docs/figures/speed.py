@@ -22,7 +22,7 @@ def main() -> None:
     scale = WIDEST / max(arm["median_ms"] for run in runs for arm in run["arms"].values())
     bars = sum(len(run["arms"]) for run in runs)
     picture = Picture(
-        118 + 72 * len(runs) + 42 * bars, "Milliseconds of forward and backward: ours, stock packed, stock padded"
+        84 + 62 * len(runs) + 42 * bars, "Milliseconds of forward and backward: ours, stock packed, stock padded"
     )
     picture.text(24, 44, "Forward + backward of 16,384 tokens, ms", 25, font_weight="700")
     picture.text(24, 74, f"{results['machine']}, bfloat16. Stock with Liger and FlashQLA.", 20, MUTED)
