@@ -22,7 +22,7 @@ def projection_of(
     The layer may have LoRA adapters of PEFT, and a base layer in 4 bit. If it has to be called, both are `None`.
     """
     adapters, base, none = (), layer, (None, None)
-    if is_lora(layer):
+    if type(layer) is not torch.nn.Linear and is_lora(layer):
         adapters, base = adapters_of(layer), layer.base_layer
         if isinstance(adapters, str):
             _record_peft(adapters)

@@ -160,7 +160,7 @@ def _fused(hidden_states, *projections):
     if torch.is_autocast_enabled(hidden_states.device.type):
         return outputs
     # A quantized layer returns the dtype of its input, even if its products have another one.
-    return tuple(y.to(hidden_states.dtype) for y in outputs)
+    return outputs if dtype == hidden_states.dtype else tuple(y.to(hidden_states.dtype) for y in outputs)
 
 
 def _verify_fused(hidden_states, *projections):
@@ -176,7 +176,8 @@ class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, structure, dtype, recompute, source, weight, *tensors):
         ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = rows if rows.dtype == dtype else rows.to(dtype)
         products = Products(structure, tensors, dtype)
         outputs = products.forward(rows)
         ctx.recompute = recompute

@@ -11,6 +11,7 @@ All products run in one dtype. Adapters in another dtype are cast, not `x`.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -117,19 +118,22 @@ class Products:
         self.structure, self.tensors, self.dtype = structure, tensors, dtype
         self.projections = unflatten(structure, tensors)
         self.adapters = {(i, j): a for i, p in enumerate(self.projections) for j, a in enumerate(p.adapters)}
+        # Without adapters, the methods return early: the host takes longer for the rest than a GPU for a short row.
+        if not self.adapters:
+            return
         self.dropped = [at for at, adapter in self.adapters.items() if adapter.dropout]
         # Columns of `low`: those of the stack, then one range for each adapter with dropout, whose inputs differ.
         self.narrow: dict[int, slice] = {}
         self.columns: dict[tuple[int, int], slice] = {}
-        self.width = 0
-        weights = {i: p.weight for i, p in enumerate(self.projections) if not isinstance(p.weight, QuantizedWeight)}
-        narrow = [i for i, weight in weights.items() if weight.shape[0] <= _NARROW]
-        # A stack of one weight would only copy it.
-        if len(narrow) + len(self.adapters) - len(self.dropped) > 1:
-            self.narrow = {i: self._range(weights[i].shape[0]) for i in narrow}
-        for at in (at for at in self.adapters if at not in self.dropped):
-            self.columns[at] = self._range(len(self.adapters[at].down))
-        self.stacked = self.width
+        self.width = self.stacked = 0
+        stacked = [at for at in self.adapters if at not in self.dropped]
+        if stacked:
+            for i, (weight, _, _) in enumerate(self.projections):
+                if not isinstance(weight, QuantizedWeight) and weight.shape[0] <= _NARROW:
+                    self.narrow[i] = self._range(weight.shape[0])
+            for at in stacked:
+                self.columns[at] = self._range(len(self.adapters[at].down))
+            self.stacked = self.width
         for at in self.dropped:
             self.columns[at] = self._range(len(self.adapters[at].down))
 
@@ -151,6 +155,9 @@ class Products:
 
     def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
+        if not self.adapters:
+            self.kept = [None, None, None]
+            return [F.linear(rows, self._weight(i), self._bias(i)) for i in range(len(self.projections))]
         stack, ups = self._cast()
         low = rows.new_empty(len(rows), self.width) if self.width else None
         seeds = None
@@ -171,11 +178,8 @@ class Products:
         return [self._output(i, rows, low) for i in range(len(self.projections))]
 
     def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
-        weight, bias, adapters = self.projections[i]
+        adapters, start = self.projections[i].adapters, self._bias(i)
         ups = dict(zip(self.adapters, self.kept[3:], strict=True))
-        biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
-        biases = [x.to(self.dtype) for x in biases if x is not None]
-        start = sum(biases[1:], biases[0]) if biases else None
         y = low[:, self.narrow[i]] if i in self.narrow else None
         if start is not None:
             y = start.expand(len(rows), -1) if y is None else y + start
@@ -207,16 +211,26 @@ class Products:
             parts = list(stack.split([len(block) for block in blocks]))
         copies = [torch.empty_like(up, dtype=self.dtype) for up in ups]
         # All adapters are copied by one kernel. Weights may have another dtype, which would take a kernel for each.
-        count = len(weights)
-        if count:
-            torch._foreach_copy_(parts[:count], weights)
+        first = len(weights)
+        if first:
+            torch._foreach_copy_(parts[:first], weights)
         if ups:
-            torch._foreach_copy_(parts[count:] + copies, blocks[count:] + ups)
+            torch._foreach_copy_(parts[first:] + copies, blocks[first:] + ups)
         return stack, copies
+
+    def _bias(self, i: int) -> torch.Tensor | None:
+        """Return the sum of a layer's bias and those of its adapters."""
+        _, bias, adapters = self.projections[i]
+        if bias is None and not adapters:
+            return None
+        biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
+        biases = [x.to(self.dtype) for x in biases if x is not None]
+        return sum(biases[1:], biases[0]) if biases else None
 
     def _weight(self, i: int) -> torch.Tensor:
         weight = self.projections[i].weight
-        return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).to(self.dtype)
+        weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        return weight if weight.dtype == self.dtype else weight.to(self.dtype)
 
     def input_gradient(self, gradients: Sequence[torch.Tensor | None], wanted: bool) -> torch.Tensor | None:
         """Return the gradient of the rows if it is wanted. Prepares [`Products.parameter_gradients`].
@@ -227,7 +241,14 @@ class Products:
             wanted (`bool`):
                 Whether the rows need a gradient.
         """
-        (stack, _, seeds, *ups), d_rows = self.kept, None
+        d_rows = None
+        if not self.adapters:
+            for i, gradient in enumerate(gradients):
+                if wanted and gradient is not None:
+                    weight = self._weight(i)
+                    d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
+            return d_rows
+        stack, _, seeds, *ups = self.kept
         like = next(gradient for gradient in gradients if gradient is not None)
         self.d_low = like.new_empty(len(like), self.width)
         for i, columns in self.narrow.items():
@@ -268,6 +289,13 @@ class Products:
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
         """
+        if not self.adapters:
+            found = []
+            for (weight, bias, _), gradient, k in zip(self.projections, gradients, count(0, 2)):
+                of_weight, of_bias = gradient is not None and wanted[k], gradient is not None and wanted[k + 1]
+                found.append(product(gradient.t(), rows, dtype=weight.dtype) if of_weight else None)
+                found.append(gradient.sum(0, dtype=bias.dtype) if of_bias else None)
+            return found
         _, low, seeds, *_ = self.kept
         d_stack, wide = None, torch.promote_types(self.dtype, torch.float32)
         if self.stacked and rows is not None:
@@ -319,13 +347,17 @@ def product(
     left: torch.Tensor, right: torch.Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return `scale * left @ right` in `dtype`. On a GPU, float32 results are not rounded to the factors' dtype first."""
-    like = left.new_empty(left.shape[0], right.shape[1])
-    if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16):
-        like = like.new_empty(like.shape, dtype=dtype)
-        return torch.addmm(like, left, right, beta=0, alpha=scale, out_dtype=dtype, out=like)
-    return like.addmm_(left, right, beta=0, alpha=scale).to(dtype or left.dtype)
+    wide = left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16)
+    if scale == 1:
+        result = torch.mm(left, right, out_dtype=dtype) if wide else torch.mm(left, right)
+    elif wide:
+        result = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+        torch.addmm(result, left, right, beta=0, alpha=scale, out_dtype=dtype, out=result)
+    else:
+        result = left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+    return result if dtype in (None, result.dtype) else result.to(dtype)
 
 
 def unflattened(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return `rows` `[T, out]` as `[*shape, out]`, not as a view: autograd forbids in-place changes to views."""
-    return torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+    return torch.ops.aten._unsafe_view.default(rows, (*shape, rows.shape[-1]))
