@@ -42,7 +42,7 @@ class AllLinearTest(TorchFormsTestCase):
     def test_packed_is_alone(self, name):
         builtin = all_linear(name)
         ours = patch_model(copy.deepcopy(builtin))
-        with mock.patch.object(projections, "shared_input_linears", wraps=projections.shared_input_linears) as shared:
+        with mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared:
             fused, called, (_, _, gradients) = self.check_equal(builtin, ours, documents(name))
         adapted = {path for path, module in ours.named_modules() if isinstance(module, LoraLayer)}
         self.assertEqual(fused, {path for path in adapted if fusible(path)})

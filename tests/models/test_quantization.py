@@ -138,11 +138,11 @@ class FusedQuantizedLayersTest(QuantizationTest):
         labels[0, starts] = -100
         batch = {"input_ids": row, "labels": labels, "cu_seqlens": torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)])}
         model.zero_grad()
-        triton, shared = "transformers_packed.ops.backends.triton", projections.shared_input_linears
+        triton, shared = "transformers_packed.ops.backends.triton", projections.fused_linears
         with (
             mock.patch(f"{triton}.on_gpu", lambda tensor: fused),
             mock.patch(f"{triton}.problem", lambda: "are left out here"),
-            mock.patch.object(projections, "shared_input_linears", side_effect=shared) as calls,
+            mock.patch.object(projections, "fused_linears", side_effect=shared) as calls,
         ):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 output = model(**batch, skip_logits=False)

@@ -45,13 +45,13 @@ def each_alone(x, *layers):
 class ProjectTest(unittest.TestCase):
     def setUp(self):
         self.calls = []
-        shared = linear.shared_input_linears
+        shared = linear.fused_linears
 
-        def count(*args):
-            self.calls.append(len(args) - 1)
-            return shared(*args)
+        def count(hidden_states, layers, dtype):
+            self.calls.append(len(layers))
+            return shared(hidden_states, layers, dtype)
 
-        self.enterContext(mock.patch.object(projections, "shared_input_linears", count))
+        self.enterContext(mock.patch.object(projections, "fused_linears", count))
         self.enterContext(on_a_gpu())
 
     def check(self, layers, x, calls, used=(0, 1, 2), function=project):

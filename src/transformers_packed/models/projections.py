@@ -5,7 +5,7 @@ from transformers.utils import logging
 
 from ..ops.backends import triton
 from ..ops.dispatch import record
-from ..ops.linear import product_dtype, shared_input_linears
+from ..ops.linear import fused_linears, product_dtype
 from ..ops.projection import Projection, QuantizedWeight
 from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
@@ -82,6 +82,6 @@ def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torc
             outputs[i] = layer(hidden_states)
         else:
             groups.setdefault(dtype, {})[i] = projection
-    for group in groups.values():
-        outputs |= zip(group, shared_input_linears(hidden_states, *group.values()), strict=True)
+    for dtype, group in groups.items():
+        outputs |= zip(group, fused_linears(hidden_states, group.values(), dtype), strict=True)
     return tuple(outputs[i] for i in range(len(layers)))

@@ -7,16 +7,16 @@ Separate layers each return a gradient of `x`, and autograd adds these gradients
 The products run in the dtype of autocast, or else in that of the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import first_order
+from .autograd import first_order, is_transformed
 from .backends import triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, always, logger, record, run
 from .projection import Products, Projection, QuantizedWeight, flatten, needs_rows, unflattened
 
 
@@ -48,14 +48,15 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
     The layer has to be called if it would fail, or if autocast would cast a weight that is trained: autocast casts such
     a weight once for all its uses. A quantized weight has the dtype of its products.
     """
-    weight, device = as_projection(layer).weight, hidden_states.device.type
-    dtype = weight.dtype
+    weight = as_projection(layer).weight
+    dtype, device = weight.dtype, hidden_states.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
         return None if cast or hidden_states.dtype == torch.float64 else dtype
-    wider = hidden_states.dtype == torch.float32 and isinstance(weight, QuantizedWeight)
-    return dtype if hidden_states.dtype == dtype or wider else None
+    if hidden_states.dtype == dtype:
+        return dtype
+    return dtype if hidden_states.dtype == torch.float32 and isinstance(weight, QuantizedWeight) else None
 
 
 def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
@@ -100,8 +101,25 @@ def shared_input_linears(
     for layer in layers:
         check_layer(hidden_states.shape[-1], layer)
     projections = tuple(map(as_projection, layers))
-    name = "linear_lora" if any(projection.adapters for projection in projections) else "linear"
-    return run(name, impl, IMPLEMENTATIONS, hidden_states, *projections)
+    return run(_name(projections), impl, IMPLEMENTATIONS, hidden_states, *projections)
+
+
+def fused_linears(
+    hidden_states: torch.Tensor, projections: Sequence[Projection], dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """[`shared_input_linears`] on a GPU, for layers whose [`product_dtype`] is `dtype`.
+
+    It skips the checks of each layer. On short rows, the host would take longer for them than the GPU for the layers.
+    """
+    name = _name(projections)
+    if is_transformed() or (name == "linear_lora" and not _verify_fused(hidden_states, *projections)[0]):
+        return shared_input_linears(hidden_states, *projections)
+    record(name, "fused", [], logger.info)
+    return _fused(hidden_states, *projections, dtype=dtype)
+
+
+def _name(projections):
+    return "linear_lora" if any(projection.adapters for projection in projections) else "linear"
 
 
 def _reference(hidden_states, *projections):
@@ -146,7 +164,7 @@ def remember_recipe(result: torch.Tensor, recompute: Callable, source: torch.Ten
     result._recipe = _Recipe(result._version, recompute, source.detach(), weight)
 
 
-def _fused(hidden_states, *projections):
+def _fused(hidden_states, *projections, dtype=None):
     structure, tensors = flatten(projections)
     recompute = source = weight = None
     recipe = getattr(hidden_states, "_recipe", None)
@@ -155,7 +173,7 @@ def _fused(hidden_states, *projections):
     long = hidden_states.numel() >= _WORTH_RECOMPUTING
     if long and frozen and recipe is not None and recipe.version == hidden_states._version:
         _, recompute, source, weight = recipe
-    dtype = product_dtype(hidden_states, projections[0])
+    dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
     if torch.is_autocast_enabled(hidden_states.device.type):
         return outputs
@@ -176,18 +194,19 @@ class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_states, structure, dtype, recompute, source, weight, *tensors):
         ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        rows = rows if rows.dtype == dtype else rows.to(dtype)
+        inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
         products = Products(structure, tensors, dtype)
-        outputs = products.forward(rows)
+        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if products.adapters else inputs)
+        if products.adapters or any(y._is_view() for y in outputs):
+            outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
         ctx.recompute = recompute
         if not needs_rows(structure, ctx.needs_input_grad[6:]):
             ctx.recompute = source = weight = None
         elif recompute is None:
-            source = rows
+            source = inputs
         ctx.save_for_backward(source, weight, *products.to_save())
         ctx.set_materialize_grads(False)
-        return tuple(unflattened(y, hidden_states.shape[:-1]) for y in outputs)
+        return tuple(outputs)
 
     @staticmethod
     @first_order("Call the layers one by one, as on a CPU.")
@@ -196,8 +215,8 @@ class _SharedInputLinears(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         rows, weight, *saved = ctx.saved_tensors
         if ctx.recompute is not None:
-            rows = ctx.recompute(rows, weight)
-            rows = rows.view(-1, rows.shape[-1]).to(ctx.dtype)
+            rows = ctx.recompute(rows, weight).to(ctx.dtype)
+        rows = None if rows is None else rows.reshape(-1, rows.shape[-1])
         products = Products.restore(ctx.structure, saved, ctx.dtype)
         gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
         d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])

@@ -154,7 +154,10 @@ class Products:
         return products
 
     def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`."""
+        """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`.
+
+        Without adapters, rows may have more dimensions.
+        """
         if not self.adapters:
             self.kept = [None, None, None]
             return [F.linear(rows, self._weight(i), self._bias(i)) for i in range(len(self.projections))]
