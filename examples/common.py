@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 from datasets import Dataset
-from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -41,7 +40,7 @@ def run(main: Callable[[argparse.Namespace], None], description: str, dataset: s
     )
     parser.add_argument("--model", metavar="NAME", help="checkpoint (default: a tiny one with random weights)")
     parser.add_argument("--dataset", metavar="NAME", help=f"dataset with {dataset} (default: a small generated one)")
-    parser.add_argument("--output", default="tuned", metavar="DIR", help="output directory (default: tuned)")
+    parser.add_argument("--output", default="example", metavar="DIR", help="output directory (default: example)")
     parser.add_argument("--max-steps", type=int, default=10, metavar="N", help="training steps (default: 10)")
     parser.add_argument(
         "--batch-size", type=int, default=4, metavar="N", help="samples or rows per batch (default: 4)"
@@ -144,6 +143,8 @@ def tiny_vision_checkpoint() -> tuple[str, Qwen3VLProcessor]:
 
 def image_chats(number: int = 64) -> list[dict]:
     """Colored rectangles, each with a question about its color."""
+    from PIL import Image
+
     random, rows = np.random.default_rng(0), []
     for _ in range(number):
         color = list(COLORS)[random.integers(len(COLORS))]

@@ -76,7 +76,7 @@ class ExamplesTest(unittest.TestCase):
         losses = [re.findall(r"'loss': '([\d.]+)'", result.stdout) for result in (alone, shared)]
         self.assertEqual([len(x) for x in losses], [1, 1])
         self.assertAlmostEqual(float(losses[0][0]), float(losses[1][0]), delta=2e-3)
-        self.assertTrue((self.directory / "tuned" / "model.safetensors").is_file())
+        self.assertTrue((self.directory / "example" / "model.safetensors").is_file())
 
     def test_the_config_of_accelerate(self):
         """accelerate accepts every key, and shards the named layer."""
@@ -93,10 +93,10 @@ class ExamplesTest(unittest.TestCase):
         result = self.run_script(name)
         for line in printed:
             self.assertRegex(result.stdout, line)
-        self.assertTrue((self.directory / "tuned" / saved).is_file())
+        self.assertTrue((self.directory / "example" / saved).is_file())
         if name == "trainer":
             # The stock class loads it without new or missing weights.
-            _, loading = AutoModelForCausalLM.from_pretrained(self.directory / "tuned", output_loading_info=True)
+            _, loading = AutoModelForCausalLM.from_pretrained(self.directory / "example", output_loading_info=True)
             self.assertFalse(any(loading.values()), loading)
 
     def run_here(self, name, *arguments):
