@@ -34,6 +34,7 @@ def step_time(results: dict) -> Card:
     small, large = (compared(results, model, 16_384) for model in ("0.8B", "4B"))
     largest = step_runs(results, "9B", 16_384)[-1]
     ours = small["arms"]["ours"]
+    larger, smaller = profiled(results, "4B")["arms"]["ours"], large["arms"]["ours"]
     rows = [
         (f"{run['model']}, {run['documents']} documents", f"{ms(run['arms']['ours'])}, {gib(run['arms']['ours'])}")
         + tuple(against(run, arm) for arm in ("packed+varlen+liger", "padded+liger"))
@@ -62,8 +63,8 @@ def step_time(results: dict) -> Card:
         f"""{NOISE} Later runs of the same row, medians of 10 to 20 steps, took {again["0.8B"][0]:.0f} to
 {again["0.8B"][-1]:.0f} ms at 0.8B ({len(again["0.8B"])} processes) and {again["4B"][0]:.0f} to {again["4B"][-1]:.0f} ms at
 4B ({len(again["4B"])} processes).""",
-        """The 0.8B run passed 4,096 tokens at a time through the head, the others 3,072. The smaller piece saves 0.5 GiB
-at 4B, and the difference in time is within the noise.""",
+        f"""The 0.8B run passed 4,096 tokens at a time through the head, the others 3,072. The smaller piece saves {fixed(larger["peak_GiB"] - smaller["peak_GiB"], 1)} GiB
+at 4B, where the medians are {ms(larger)} and {ms(smaller)}.""",
         "## Share of the GPU's speed",
         f"""A single matrix product reaches at most {small["gemm_flops_per_second"] / 1e12:.0f} TFLOP/s on this GPU. Repeated for a
 second it reaches {profiled(results, "4B")["sustained_gemm_flops_per_second"] / 1e12:.0f}, because the power limit lowers the
@@ -112,10 +113,10 @@ def equal_documents(results: dict) -> Card:
     ]
     return Card(
         "Documents of 512 tokens",
-        f"With {run['documents']} documents of 512 tokens, where batches contain no padding, a step takes {ms(ours)} against "
+        f"With {run['documents']} documents of {run['tokens'] // run['documents']} tokens, where batches contain no padding, a step takes {ms(ours)} against "
         f"{ms(packed)} packed and {ms(padded)} padded.",
         [
-            table(("0.8B, 16,384 tokens", "Time", "Memory", "Over ours"), rows),
+            table((f"0.8B, {run['tokens']:,} tokens", "Time", "Memory", "Over ours"), rows),
             """Documents of equal length leave batches without padding, so the difference is the speed of the layers. Batches of 8
 documents also launch four times as many steps through the layers as one row.""",
             SETTING,
@@ -158,6 +159,8 @@ def short_rows(results: dict) -> Card:
         for run in results["tried.json"]["steps"]
         if run["graphs"]
     }
+    room = min(documents for documents, _ in tried)
+    longest = max(length for _, length in tried if length)
     plain = next(run for run in results["tried.json"]["steps"] if not run["graphs"])
     short = [run for run in pairs if run["model"] == "0.8B" and run["tokens"] == 2048]
     stock_ratio = first["packed+varlen+liger"]["median_ms"] / first["ours+graphs"]["median_ms"]
@@ -167,7 +170,15 @@ def short_rows(results: dict) -> Card:
         f"{times(stock_ratio)} as fast as the stock class and {times(first['ours']['median_ms'] / first['ours+graphs']['median_ms'])} "
         "as fast as without graphs.",
         [
-            table(("Run, 0.8B on 2,048 tokens in 4 documents", "Ours", "Stock, packed", "Ours with graphs"), stock),
+            table(
+                (
+                    f"Run, 0.8B on {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents",
+                    "Ours",
+                    "Stock, packed",
+                    "Ours with graphs",
+                ),
+                stock,
+            ),
             "[`use_cuda_graphs`](../how_to/short_rows.md) replays the layers as one launch for forward and one for backward. "
             "Milliseconds of a step, with and without graphs in the same run:",
             table(("Shape, row", "With graphs, ms", "Without, ms", "Memory with", "Memory without"), graphs),
@@ -181,8 +192,8 @@ holds the launches at 16,384 tokens; the other figures of this paragraph come fr
             "## Where graphs cost",
             f"""From 8,192 tokens on the kernels take longer than their launches. A graph launches attention as if each of the 8, 32 or 128
 documents that it has room for could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
-instead of 4.2 (from a profile). A graph with room for {46} documents and a longest document of 1,191 tokens was tried:
-its kernels took {tried[46, 1191]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
+instead of 4.2 (from a profile). A graph with room for {room} documents and a longest document of {longest:,} tokens was tried:
+its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
 ([tried without gain](tried.md)).""",
             """Graphs keep the activations of one row after the step, and hold the gradients of the layers twice. The memory columns
 show the price.""",
@@ -213,7 +224,7 @@ def memory_4b(results: dict) -> Card:
         f"The 4B shape needs {gib(ours)} for a row of 16,384 tokens, {stock['peak_GiB'] - ours['peak_GiB']:.1f} GiB less than the "
         "stock class.",
         [
-            table(("4B, 16,384 tokens in 44 documents", "Peak memory", "Time"), rows),
+            table((f"4B, {run['tokens']:,} tokens in {run['documents']} documents", "Peak memory", "Time"), rows),
             "The peak counts weights and gradients in bfloat16 and no optimizer state.",
             """Backward recomputes the inputs of `down_proj`, `o_proj` and `out_proj` from the tensors that the gate, or the gated norm,
 keeps anyway. At 4B and 16,384 tokens this saves 13 GiB for one more write per element (not in the JSON).""",
@@ -249,7 +260,7 @@ def long_rows(results: dict) -> Card:
             f"The speed per token is that of the short row: {runs[1]['arms']['ours']['tokens_per_second']:,} against "
             f"{runs[0]['arms']['ours']['tokens_per_second']:,} tokens per second. For longer rows, see "
             "[several GPUs per row](sequence_parallel.md).",
-            f"{SETTING} {LENGTHS} These are medians of two steps.",
+            f"{SETTING} {LENGTHS} These are medians of {len(ours['seconds'])} steps.",
         ],
         ["step.json"],
         **on_gpu(results),
@@ -282,7 +293,7 @@ def profile(results: dict) -> Card:
         "Where the time goes",
         f"Matrix products take {percent(share[0])} of the kernel time at 0.8B and {percent(share[1])} at 4B.",
         [
-            "Milliseconds of kernels in a step of 16,384 tokens in 44 documents:",
+            f"Milliseconds of kernels in a step of {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents:",
             table(("", "0.8B, ours", "0.8B, stock packed", "4B, ours", "4B, stock packed"), rows),
             """**Matrix products** bound the step. The [share of the GPU's speed](step_time.md#share-of-the-gpus-speed) that the model's
 FLOPs reach includes all other kernels.""",
