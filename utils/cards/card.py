@@ -1,6 +1,5 @@
 """What the pages of measurements share: the card, and how figures are written."""
 
-import math
 import textwrap
 from dataclasses import dataclass, field
 from decimal import ROUND_HALF_UP, Decimal
@@ -66,12 +65,6 @@ def gib(arm: dict) -> str:
 
 def small(error: float) -> str:
     return f"{error:.1e}".replace("e-0", "e-")
-
-
-def one_in(error: float) -> str:
-    """A bound of a relative error in words, with one digit: 1 part in 9,000,000."""
-    unit = 10 ** math.floor(math.log10(1 / error))
-    return f"1 part in {math.floor(1 / error / unit) * unit:,}"
 
 
 def times(ratio: float) -> str:

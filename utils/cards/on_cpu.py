@@ -1,6 +1,6 @@
 """Pages of figures of a CPU."""
 
-from card import CPU, PLANS, Card, fixed, one_in, percent, table
+from card import CPU, PLANS, Card, fixed, percent, table
 
 
 def cpu_machine(results: dict, name: str) -> dict:
@@ -32,7 +32,7 @@ def cpu_step(results: dict) -> Card:
 and a hidden size of {config["hidden_size"]}. The arms take turns.""",
             """The torch form of the gated delta rule accounts for the rest of the ratio: it repeats no heads and avoids denormal
 numbers.""",
-            f"""The losses of both arms differ by at most {one_in(measured["largest_relative_loss_difference"])}. The ratio in the repeats was
+            f"""The largest relative difference of a loss is {measured["largest_relative_loss_difference"]:.0e}. The ratio in the repeats was
 {", ".join(f"{ratio:.2f}" for ratio in measured["ratio_in_each_repeat"])}.""",
         ],
         ["cpu_step.json"],
