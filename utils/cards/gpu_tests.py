@@ -64,7 +64,7 @@ def sequence_parallel(results: dict) -> Card:
         [
             table(
                 (
-                    "4B, 65,536 tokens in 137 documents",
+                    f"4B, {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents",
                     "Time of a row",
                     "Tokens/s per GPU",
                     "Memory per GPU",

@@ -61,14 +61,16 @@ def planning(results: dict) -> Card:
     ]
     fills = [(name, percent(fill["plan_packing"], 2)) for name, fill in data["fill"].items()]
     ours, huge = data["speed"]["plan_packing"], data["huge"]
+    runs, count = sorted(ours["seconds_of_each_run"]), data["lengths"].split()[0]
     faster = data["speed"]["trl.pack_dataset, bfd"]["seconds"] / ours["seconds"]
     return Card(
         "Planning packed rows",
-        f"`plan_packing` plans 1,000,000 documents in {ours['seconds']:.2f} s, {faster:.0f} x as fast as TRL, and fills "
+        f"`plan_packing` plans {count} documents in {ours['seconds']:.2f} s, {faster:.0f} x as fast as TRL, and fills "
         f"{percent(ours['fill'], 2)} of the rows.",
         [
-            table(("1,000,000 lengths, rows of 4,096 tokens", "Seconds", "Fill"), rows),
-            f"""Lengths: {data["lengths"]}. All packers run on one core. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
+            table((f"{count} lengths, rows of {data['max_length']:,} tokens", "Seconds", "Fill"), rows),
+            f"""Lengths: {data["lengths"]}. All packers run on one core. `plan_packing` has the best of {len(runs)} runs ({fixed(runs[0], 2)} to {fixed(runs[-1], 2)} s),
+the others one run each. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
 Twinkle call it. TRL also copies the tokens, here one byte each.""",
             f"""{huge["samples"]:,} lengths take {huge["seconds"]:.0f} s and {huge["peak_GiB"]} GiB. They give {huge["rows"]:,} rows, {percent(huge["fill"], 2)} full.""",
             "## Fill by distribution",
@@ -79,7 +81,7 @@ Twinkle call it. TRL also copies the tokens, here one byte each.""",
         **cpu_machine(results, "packing.json"),
         commands=[data["command"]],
         committed=[PLANS],
-        number=f"{ours['seconds']:.2f} s for 1,000,000 documents, {percent(ours['fill'], 2)} full",
+        number=f"{ours['seconds']:.2f} s for {count} documents, {percent(ours['fill'], 2)} full",
     )
 
 
@@ -138,6 +140,7 @@ def dataset_cost(results: dict) -> Card:
         )
         for name, title in (("datasets.Dataset", "`datasets.Dataset`"), ("list", "list in memory"))
     ]
+    repeats = data["command"].partition("--repeats ")[2]
     arrow, stream = measured["datasets.Dataset"], measured["stream over a list"]
     return Card(
         "Cost of packing a dataset",
@@ -146,7 +149,7 @@ def dataset_cost(results: dict) -> Card:
         [
             table(("Source", "Reading samples, s", "Reading rows, s", "Microseconds per row"), rows),
             f"""Both arms read the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens. A list hands out
-references, so its last column shows the cost of a row in itself.""",
+references, so its last column shows the cost of a row in itself. Each figure is the best of {repeats} runs.""",
             f"""`IterablePackingDataset` over a list of {data["samples"]["stream"]:,} samples fills {percent(stream["fill"], 1)} of its rows with a buffer of
 {stream["buffer_size"]} open rows.""",
         ],

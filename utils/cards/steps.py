@@ -112,10 +112,10 @@ def equal_documents(results: dict) -> Card:
     ]
     return Card(
         "Documents of 512 tokens",
-        f"With {run['documents']} documents of 512 tokens, where batches contain no padding, a step takes {ms(ours)} against "
+        f"With {run['documents']} documents of {run['tokens'] // run['documents']} tokens, where batches contain no padding, a step takes {ms(ours)} against "
         f"{ms(packed)} packed and {ms(padded)} padded.",
         [
-            table(("0.8B, 16,384 tokens", "Time", "Memory", "Over ours"), rows),
+            table((f"0.8B, {run['tokens']:,} tokens", "Time", "Memory", "Over ours"), rows),
             """Documents of equal length leave batches without padding, so the difference is the speed of the layers. Batches of 8
 documents also launch four times as many steps through the layers as one row.""",
             SETTING,
@@ -169,7 +169,15 @@ def short_rows(results: dict) -> Card:
         f"{times(stock_ratio)} as fast as the stock class in the same run and {times(first['ours']['median_ms'] / first['ours+graphs']['median_ms'])} "
         "as fast as without graphs.",
         [
-            table(("Run, 0.8B on 2,048 tokens in 4 documents", "Ours", "Stock, packed", "Ours with graphs"), stock),
+            table(
+                (
+                    f"Run, 0.8B on {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents",
+                    "Ours",
+                    "Stock, packed",
+                    "Ours with graphs",
+                ),
+                stock,
+            ),
             "[`use_cuda_graphs`](../how_to/short_rows.md) replays the layers as one launch for forward and one for backward. "
             "Milliseconds of a step, with and without graphs in the same run:",
             table(("Shape, row", "With graphs, ms", "Without, ms", "Memory with", "Memory without"), graphs),
@@ -214,7 +222,7 @@ def memory_4b(results: dict) -> Card:
         f"The 4B shape needs {gib(ours)} for a row of 16,384 tokens, {stock['peak_GiB'] - ours['peak_GiB']:.1f} GiB less than the "
         "stock class.",
         [
-            table(("4B, 16,384 tokens in 44 documents", "Peak memory", "Time"), rows),
+            table((f"4B, {run['tokens']:,} tokens in {run['documents']} documents", "Peak memory", "Time"), rows),
             "The peak counts weights and gradients in bfloat16 and no optimizer state.",
             """Backward recomputes the inputs of `down_proj`, `o_proj` and `out_proj` from the tensors that the gate, or the gated norm,
 keeps anyway. At 4B and 16,384 tokens this saves 13 GiB for one more write per element (not in the JSON).""",
@@ -283,7 +291,7 @@ def profile(results: dict) -> Card:
         "Where the time goes",
         f"Matrix products take {percent(share[0])} of the kernel time at 0.8B and {percent(share[1])} at 4B.",
         [
-            "Milliseconds of kernels in a step of 16,384 tokens in 44 documents:",
+            f"Milliseconds of kernels in a step of {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents:",
             table(("", "0.8B, ours", "0.8B, stock packed", "4B, ours", "4B, stock packed"), rows),
             """**Matrix products** bound the step. The [share of the GPU's speed](step_time.md#share-of-the-gpus-speed) that the model's
 FLOPs reach includes all other kernels.""",
