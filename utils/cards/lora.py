@@ -1,7 +1,7 @@
 """The page of LoRA and QLoRA steps."""
 
 from card import LORA, Card, gib, ms, on_gpu, percent, table, times
-from steps import LENGTHS, SETTING
+from steps import LENGTHS, arms, setting
 
 
 NAMES = {
@@ -50,6 +50,7 @@ def lora(results: dict) -> Card:
         f"A LoRA step of the 4B shape takes {ms(ours)}, {ours['median_ms'] / full['median_ms']:.2f} of the time of full "
         f"fine-tuning, and is {times(stock['median_ms'] / ours['median_ms'])} as fast as the stock class with PEFT.",
         [
+            f"{arms('packed')} {LENGTHS}",
             table(("Shape", "Arm", "Time", "Time over ours with LoRA", "Peak memory"), rows),
             """The adapters have rank 16 on all 12 kinds of linear layers. They are in float32 and their weights are random, so
 that no product is with zeros. The base is in bfloat16 and runs under autocast, as in `Trainer` with `bf16=True`.""",
@@ -60,7 +61,7 @@ layer, the activations of one layer and the gradients of its gate. QLoRA takes {
 once in each direction.""",
             """At 0.8B, the host needs about as long to launch a step as the GPU to run it. Its time varies between machines and
 runs.""",
-            f"{SETTING} {LENGTHS}",
+            setting("packed"),
         ],
         ["lora.json"],
         **on_gpu(results, "lora.json"),
