@@ -205,19 +205,19 @@ def short_rows(results: dict) -> Card:
             f"{arms('packed')} {LENGTHS}",
             table(("Run, 0.8B on 2,048 tokens in 4 documents", "Ours", "Stock, packed", "Ours with graphs"), stock),
             "[`use_cuda_graphs`](../how_to/short_rows.md) replays the layers as one launch for forward and one for backward. "
-            "Milliseconds of a step, with and without graphs in the same run:",
+            "Milliseconds of a step, with and without graphs in the same run (an empty cell was not measured):",
             table(("Shape, row", "With graphs, ms", "Without, ms", "Memory with", "Memory without"), graphs),
-            f"""The host's time differs between runs. The graphs' times in repeated rows of the table do not ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms).""",
+            f"""Without graphs, the time depends on the host and differs between runs. With graphs it agrees ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms at 2,048 tokens).""",
             "## Why short rows gain",
             f"""Without graphs, a step of the 0.8B shape on 2,048 tokens takes {min(host):.0f} to {max(host):.0f} ms. The host launches {profile["launches"]:,} kernels at 16,384 tokens
 and 1,440 at 2,048. A row of 2,048 tokens, whose kernels take 30 ms, is therefore bound by the host. A count of the calls
 gives 560 launches to cuBLAS and 280 to this package; the rest belong to FlashQLA, `varlen_attn` and torch. (The JSON
 holds the launches at 16,384 tokens; the other figures of this paragraph come from a profile.)""",
             "## Where graphs cost",
-            f"""From 8,192 tokens on the kernels take longer than their launches. A graph launches attention as if each of the 8, 32 or 128
-documents that it has room for could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
-instead of 4.2 (from a profile). A graph with room for {room} documents and a longest document of {longest:,} tokens was tried:
-its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
+            f"""From 8,192 tokens on the kernels take longer than their launches. A graph has room for 8, 32 or 128
+documents, and launches attention as if each of them could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
+instead of 4.2 (from a profile). A graph with room for {room} documents and a known longest document of {longest:,} tokens was tried:
+its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the form of this package
 ([tried without gain](tried.md)).""",
             """Graphs keep the activations of one row after the step, and hold the gradients of the layers twice. The memory columns
 show the price.""",
