@@ -237,13 +237,18 @@ def audit_gpu(results: dict) -> Card:
         "Audit on a GPU",
         "In bfloat16 on a GPU no bit of another document's logits or gradients changes in our models, where the stock classes leak.",
         [
-            table(("Shape", "Class", "Delta rule", "`position_ids` (forward, backward)", "everything"), rows),
-            """The [audit](../how_to/audit.md) changes one document of a packed row after the other. The brackets hold the largest relative
-change of another document's token, and the largest gradient that reaches another document. *Everything* passes all
-boundaries that the collator can give.""",
-            f"The stock classes refuse everything: {refused}",
+            """The [audit](../how_to/audit.md) changes one document of a packed row after the other. *Ours* is the class of this
+package, *stock* that of Transformers. One column passes `position_ids` that restart in every document, the other
+*all boundaries* that the collator can give. *Leaks* means that documents change each other, *refused* that the model raises an error.
+The brackets hold the largest relative change of another document's token, and the largest gradient that reaches
+another document.""",
+            table(
+                ("Shape", "Class", "Delta rule", "`position_ids` (forward, backward)", "all boundaries"),
+                rows,
+            ),
+            f"The stock classes refuse all boundaries: {refused}",
             """Shapes are those of Qwen3.5 0.8B and, with small experts, Qwen3.5-MoE and Qwen3-Next, on random weights. The runs with
-flash-linear-attention computed the linear layers behind gates and norms unfused.""",
+flash-linear-attention did not fuse gates and norms with the linear layers behind them.""",
         ],
         ["audit_gpu.json"],
         machine=f"one {last['machine']['gpu']}",
