@@ -59,9 +59,11 @@ def sequence_parallel(results: dict) -> Card:
     default = found["state+gather"]
     return Card(
         "Sequence parallelism on two GPUs",
-        f"Two GPUs that share a row keep {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second and "
+        f"Two GPUs that share a row keep {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second with a row each, and "
         f"need {gib(default)} instead of {gib(whole)} each.",
         [
+            """With sequence parallelism several GPUs share a packed row. The two names in quotes are the methods of the gated delta
+rule and of attention, which [long rows](../how_to/long_rows.md#how-layers-share-a-row) describe.""",
             table(
                 (
                     "4B, 65,536 tokens in 137 documents",
@@ -73,8 +75,8 @@ def sequence_parallel(results: dict) -> Card:
                 ),
                 rows,
             ),
-            f"""Forward and backward in bfloat16 with gradient checkpointing, no optimizer, all weights on each GPU. The last row of the
-table is from a run in which a row alone took {ms(last)}. [Several GPUs](../how_to/several_gpus.md) describes the methods.""",
+            f"""Forward and backward in bfloat16 with gradient checkpointing, no optimizer, all weights on each GPU. The last line of the
+table is from another run, in which a row of its own took {ms(last)}.""",
             f"""One document of {one["tokens"]:,} tokens takes two GPUs {gib(one["arms"][0])} each. That run took {one["arms"][0]["median_ms"] / 1000:.0f} s, while another test
 used the same GPUs.""",
             "## Equality",
@@ -84,7 +86,7 @@ float32 as the whole row in bfloat16 is. No bit of another document changes, als
 (`tests/gpu/test_sequence_parallel.py`).""",
             """On a CPU, with 2 and 4 processes, updates equal those of one process to 1e-5 after one step and after ten, also with
 images, experts and gradient checkpointing. `eval_loss` is the same, and no document changes another by a bit. A
-checkpoint continues on another number of processes if a step has as many rows (`pytest -m slow tests/parallel`).""",
+checkpoint continues on another number of processes if a step has as many rows as before (`pytest -m slow tests/parallel`).""",
         ],
         ["sequence_parallel.json", "gpu_tests.json"],
         machine=f"two {data['machine']}s",
