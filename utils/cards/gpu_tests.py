@@ -59,7 +59,7 @@ def sequence_parallel(results: dict) -> Card:
     default = found["state+gather"]
     return Card(
         "Sequence parallelism on two GPUs",
-        f"Two GPUs that share a row keep {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second with a row each, and "
+        f"Two GPUs that share a row reach {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of two GPUs with a row each, and "
         f"need {gib(default)} instead of {gib(whole)} each.",
         [
             """With sequence parallelism several GPUs share a packed row. The two names in quotes are the methods of the gated delta
@@ -142,7 +142,7 @@ def gpu_tests(results: dict) -> Card:
         ("whole models, bfloat16: all gradients together", f"{small(worst(half, 'gradients'))}"),
         ("the same with a hook on each module: gradients", f"{small(worst(hooked, 'gradients'))}"),
         (
-            "whole models, float32 (torch form of the delta rule)",
+            "whole models, float32 (PyTorch reference of the delta rule)",
             f"{small(max(worst(single, 'logits'), worst(single, 'gradients')))}",
         ),
         *(
@@ -176,12 +176,13 @@ def gpu_tests(results: dict) -> Card:
         f"within {small(worst(half, 'gradients'))}, and no other document's logits change by a bit.",
         [
             table(("Largest relative error", ""), rows),
-            """Whole models are compared with float32 on the CPU, where each document runs alone. Kernels are compared with their torch
-form. The fused Triton kernels are compared with float64 from 1 to 65,536 tokens and at the end of a row of 262,144; a
-repeated run gives the same bits. The row of hooked modules compares fused layers with their called modules.""",
+            """Whole models are compared with float32 on the CPU, where each document runs alone. Kernels are compared with their
+PyTorch reference. The fused Triton kernels are compared with float64 from 1 to 65,536 tokens and at the end of a row of 262,144; a
+repeated run gives the same bits. A hook on a module turns off the fused ops that replace the module, and its row
+of the table compares layers with and without them.""",
             f"""**Isolation.** In {len(leaks)} comparisons of ops and models, changing one document left all others bit for bit the same, and
 gradients across documents were exactly zero.""",
-            "**Host syncs.** A fresh row's forward and backward synchronizes nowhere.",
+            "**Host syncs.** Forward and backward of a new row wait for the GPU nowhere.",
             "## Test runs",
             table(("Kernels installed", "Tests", "Outcome"), runs),
             """One test failed with tilelang installed, and the JSON does not name it. With tilelang, flash-linear-attention's backward
@@ -306,7 +307,7 @@ def tried(results: dict) -> Card:
     )
     return Card(
         "Tried without gain",
-        f"The best other form of the convolution takes {best['forward_us']} us forward and {best['backward_us']} us backward instead of {kept['forward_us']} and "
+        f"The best other form of the convolution takes {best['forward_us']} µs forward and {best['backward_us']} µs backward instead of {kept['forward_us']} and "
         f"{kept['backward_us']}.",
         [
             """All of these were measured at 0.8B on 16,384 tokens in 44 documents. None made a step measurably faster, so this package
@@ -322,8 +323,8 @@ settings of run length, warps and registers changed backward by less than a tent
                     "Tokens unrolled",
                     "Registers",
                     "Heads per program",
-                    "Forward, us",
-                    "Backward, us",
+                    "Forward, µs",
+                    "Backward, µs",
                 ),
                 rows,
             ),
