@@ -67,12 +67,16 @@ def planning(results: dict) -> Card:
         f"`plan_packing` plans 1,000,000 documents in {ours['seconds']:.2f} s, {faster:.0f} x as fast as TRL, and fills "
         f"{percent(ours['fill'], 2)} of the rows.",
         [
+            f"""Planning assigns documents to rows. *Fill* is the share of the rows' tokens that belong to documents. The lengths are
+lognormal, with many short and few long documents: {data["lengths"].replace(" lognormal,", " lengths,")}.""",
             table(("1,000,000 lengths, rows of 4,096 tokens", "Seconds", "Fill"), rows),
-            f"""Lengths: {data["lengths"]}. All packers run on one core. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
+            """All packers run on one core. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
 Twinkle call it. TRL also copies the tokens, here one byte each.""",
             f"""{huge["samples"]:,} lengths take {huge["seconds"]:.0f} s and {huge["peak_GiB"]} GiB. They give {huge["rows"]:,} rows, {percent(huge["fill"], 2)} full.""",
             "## Fill by distribution",
-            "Each fill equals that of plain best-fit decreasing over all samples.",
+            """*Bimodal* mixes short and long documents, and *nearly the cap* has documents little shorter than a row.
+`benchmarks/packing.py` has the parameters of these distributions. Each fill equals that of plain
+best-fit decreasing over all samples.""",
             table(("Lengths", "Fill"), fills),
         ],
         ["packing.json"],
@@ -100,9 +104,12 @@ def balance(results: dict) -> Card:
     theirs = max(run["imbalance of TRL's rows in random order"] for run in data.values())
     return Card(
         "Balance over ranks",
-        f"The slowest rank of a step computes at most {percent(worst, 1)} longer than the mean, against {percent(theirs, 1)} with TRL's "
-        "rows in random order.",
+        f"Averaged over all steps, the slowest rank computes at most {percent(worst, 1)} longer than the mean rank, against "
+        f"{percent(theirs, 1)} with TRL's rows in random order.",
         [
+            """Each rank, or process, computes one row per step. *Slowest rank* is its extra time over the mean rank of the step, averaged
+over all steps. *Variance* is that of the mean document length of a step, over
+the variance with samples in random order: 1 equals a random mix.""",
             table(
                 (
                     "Model, ranks",
@@ -114,9 +121,7 @@ def balance(results: dict) -> Card:
                 ),
                 rows,
             ),
-            """*Slowest rank* is the time by the cost model of the slowest rank over the mean of its step, minus one. *Variance* is that of
-a step's mean document length, over the variance with samples in random order: 1 equals a random mix.""",
-            "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the costs; no model ran.",
+            "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the times; no model ran.",
         ],
         ["packing.json"],
         **cpu_machine(results, "packing.json"),
