@@ -26,13 +26,13 @@ def cpu_step(results: dict) -> Card:
         f"On one CPU thread packed rows train {measured['ratio']:.2f} x as fast as padded batches, where padding alone accounts for "
         f"{tokens['padded'] / tokens['real']:.2f} x.",
         [
-            table(("", "Computed tokens", "Seconds", "Real tokens/s"), rows),
             f"""The same samples go through the same weights, forward and backward in float32, in batches of {lengths["batch_size"]}. Lengths are
-{lengths["distribution"]} with a mean of {lengths["mean"]} and at most {lengths["max"]:,} tokens. The model is Qwen3.5 with {config["num_hidden_layers"]} layers
-and a hidden size of {config["hidden_size"]}. The arms take turns.""",
+{lengths["distribution"]} (many short, few long) with a mean of {lengths["mean"]} and at most {lengths["max"]:,} tokens. The model is Qwen3.5 with {config["num_hidden_layers"]} layers
+and a hidden size of {config["hidden_size"]}. Padded batches and packed rows take turns.""",
+            table(("", "Computed tokens", "Seconds", "Real tokens/s"), rows),
             """The reference of the gated delta rule in this package repeats no heads and avoids denormal numbers, which saves time
 beyond the padding.""",
-            f"""The losses of both arms agree to {small(measured["largest_relative_loss_difference"])} relative, which is rounding in float32. The ratio in the repeats was
+            f"""Both losses agree to {small(measured["largest_relative_loss_difference"])} relative, which is rounding in float32. The ratio in the repeats was
 {", ".join(f"{ratio:.2f}" for ratio in measured["ratio_in_each_repeat"])}.""",
         ],
         ["cpu_step.json"],
@@ -150,7 +150,8 @@ def dataset_cost(results: dict) -> Card:
         f"{round(stream['samples_per_second'], -4):,} samples per second.",
         [
             table(("Source", "Reading samples, s", "Reading rows, s", "Microseconds per row"), rows),
-            f"""Both arms read the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens. A list hands out
+            f"""Both times are for the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens; the last column is their
+difference per row. A list hands out
 references, so its last column shows the cost of a row in itself.""",
             f"""`IterablePackingDataset` over a list of {data["samples"]["stream"]:,} samples fills {percent(stream["fill"], 1)} of its rows with a buffer of
 {stream["buffer_size"]} open rows.""",
