@@ -323,7 +323,7 @@ def profile(results: dict) -> Card:
             "Milliseconds of kernels in a step of 16,384 tokens in 44 documents:",
             table(("", "0.8B, ours", "0.8B, stock packed", "4B, ours", "4B, stock packed"), rows),
             """**Matrix products** bound the step. The [share of the GPU's speed](step_time.md#share-of-the-gpus-speed) that the model's
-FLOPs reach includes all other kernels.""",
+FLOPs reach is over the time of all kernels.""",
             f"""**Memory traffic** bounds most of the rest. Counted from the sizes of inputs and outputs at 4.5 TB/s, norms and gates at 4B
 need 39 ms and take {columns[2]["norms and gates"]:.1f}. The convolution needs 8 ms and takes {columns[2]["convolution"]:.1f}; its bound is unknown.
 [Thirteen settings and several other forms](tried.md) did not make a step measurably faster.""",
