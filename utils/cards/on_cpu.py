@@ -39,7 +39,7 @@ beyond the padding.""",
         **cpu_machine(results, "cpu_step.json"),
         commands=[data["command"]],
         committed=[CPU],
-        number=f"{measured['ratio']:.2f} x",
+        number=f"{measured['ratio']:.2f} x as fast as padded batches",
         extra=[("Threads", str(data["machine"]["torch_threads"]))],
     )
 
@@ -127,7 +127,7 @@ the variance with samples in random order: 1 equals a random mix.""",
         **cpu_machine(results, "packing.json"),
         commands=[results["packing.json"]["command"]],
         committed=[PLANS],
-        number=f"at most {percent(worst, 1)} over the mean, TRL {percent(theirs, 1)}",
+        number=f"slowest rank at most {percent(worst, 1)} over the mean, TRL {percent(theirs, 1)}",
     )
 
 
@@ -160,5 +160,5 @@ references, so its last column shows the cost of a row in itself.""",
         **cpu_machine(results, "packing_data.json"),
         commands=[data["command"]],
         committed=[PLANS],
-        number=f"{percent(arrow['share_of_packing'], 1)}; {round(stream['samples_per_second'], -4):,} samples/s from a stream",
+        number=f"{percent(arrow['share_of_packing'], 1)} more time to read; {round(stream['samples_per_second'], -4):,} samples/s from a stream",
     )

@@ -115,7 +115,7 @@ clock. The model's FLOPs per second, as a share of both:""",
         commands=[run["command"] for run in (small, large, largest)]
         + [results["rooms.json"]["command"], results["untouched_modules.json"]["command"]],
         committed=[STEPS, ROOMS, UNTOUCHED],
-        number=f"0.8B: {ms(ours)}, {times(packed)} and {times(padded)}; 4B: {ms(large['arms']['ours'])}, "
+        number=f"0.8B: {ms(ours)}, {times(packed)} as fast as stock packed, {times(padded)} as padded; 4B: {ms(large['arms']['ours'])}, "
         f"{times(large['arms']['packed+varlen+liger']['median_ms'] / large['arms']['ours']['median_ms'])}",
     )
 
@@ -157,7 +157,7 @@ also runs the layers four times, once for each batch of 8 documents.""",
         **on_gpu(results),
         commands=[run["command"]],
         committed=[STEPS],
-        number=f"{ms(ours)}, {ratios[0]} and {ratios[1]}",
+        number=f"{ms(ours)}, {ratios[0]} as fast as stock packed, {ratios[1]} as padded",
     )
 
 
@@ -250,7 +250,7 @@ def memory_4b(results: dict) -> Card:
         [
             f"{arms('packed')} {LENGTHS}",
             table(("4B, 16,384 tokens in 44 documents", "Peak memory", "Time"), rows),
-            "The peak counts weights and gradients in bfloat16 and no optimizer state.",
+            "The peak includes weights and gradients in bfloat16 and no optimizer state.",
             """Backward recomputes the inputs of `down_proj`, `o_proj` and `out_proj` from the tensors that the gate, or the gated norm,
 keeps anyway. At 4B and 16,384 tokens this saves 13 GiB for one more write per element (not in the JSON).""",
             """The loss holds the logits of 3,072 tokens at a time and accumulates the gradient of the head's weight in float32.
@@ -261,7 +261,7 @@ The [memory formulae](../explained/memory.md) predict these peaks.""",
         **on_gpu(results),
         commands=[run["command"], checkpointed["command"]],
         committed=[STEPS],
-        number=f"{gib(ours)} against {gib(stock)}",
+        number=f"{gib(ours)} against {gib(stock)} (stock)",
     )
 
 
@@ -323,7 +323,7 @@ def profile(results: dict) -> Card:
             "Milliseconds of kernels in a step of 16,384 tokens in 44 documents:",
             table(("", "0.8B, ours", "0.8B, stock packed", "4B, ours", "4B, stock packed"), rows),
             """**Matrix products** bound the step. The [share of the GPU's speed](step_time.md#share-of-the-gpus-speed) that the model's
-FLOPs reach is over the time of all kernels.""",
+FLOPs reach counts the time of the whole step.""",
             f"""**Memory traffic** bounds most of the rest. Counted from the sizes of inputs and outputs at 4.5 TB/s, norms and gates at 4B
 need 39 ms and take {columns[2]["norms and gates"]:.1f}. The convolution needs 8 ms and takes {columns[2]["convolution"]:.1f}; its bound is unknown.
 [Thirteen settings and several other forms](tried.md) did not make a step measurably faster.""",
