@@ -51,7 +51,7 @@ def lora(results: dict) -> Card:
         f"fine-tuning, and is {times(stock['median_ms'] / ours['median_ms'])} as fast as the stock class with PEFT.",
         [
             f"{arms('packed')} {LENGTHS}",
-            table(("Shape", "Arm", "Time", "Time over ours with LoRA", "Peak memory"), rows),
+            table(("Shape", "Variant", "Time", "Time over ours with LoRA", "Peak memory"), rows),
             """The adapters have rank 16 on all 12 kinds of linear layers. They are in float32, and their weights are random:
 products with zeros take less power, on which the GPU's clock depends. The base is in bfloat16 and runs under autocast, as in `Trainer` with `bf16=True`.""",
             f"""Counted without the products of the adapters and of the weights' gradients, the 4B step reaches

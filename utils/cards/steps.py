@@ -23,6 +23,7 @@ from card import (
 
 SHAPE = "A shape, such as 0.8B, has the layer sizes of the Qwen3.5 model of that name and random weights."
 LENGTHS = "Document lengths are lognormal (many short, few long) with a mean of 480 tokens."
+NOISE = """The host is shared: its share of a step differs by a third from minute to minute, and short rows show this most."""
 STOCK = {
     "packed": "*stock, packed* is Transformers' own class on the same row",
     "padded": "*stock, padded* is that class on padded batches of 8 documents",
@@ -42,7 +43,7 @@ def arms(*stock: str) -> str:
 
 def setting(*stock: str) -> str:
     """The conditions of a measurement with these arms of the stock class."""
-    same = ["All arms get the same samples and weights, and take turns."] if stock else []
+    same = ["All variants get the same samples and weights, and take turns."] if stock else []
     parts = [
         "A step is forward and backward in bfloat16, without an optimizer.",
         *same,
@@ -55,9 +56,6 @@ def setting(*stock: str) -> str:
             "Each figure is the median after a warm-up.",
         ]
     )
-
-
-NOISE = """The host is shared: its share of a step differs by a third from minute to minute, and short rows show this most."""
 
 
 def step_time(results: dict) -> Card:
@@ -149,7 +147,7 @@ def equal_documents(results: dict) -> Card:
         [
             arms("packed", "padded"),
             table(("0.8B, 16,384 tokens", "Time", "Memory", "Time over ours"), rows),
-            """Documents of equal length leave batches without padding, so the difference is the speed of the layers. The padded arm
+            """Documents of equal length leave batches without padding, so the difference is the speed of the layers. *Stock, padded*
 also runs the layers four times, once for each batch of 8 documents.""",
             setting("packed", "padded"),
         ],
