@@ -59,9 +59,11 @@ def sequence_parallel(results: dict) -> Card:
     default = found["state+gather"]
     return Card(
         "Sequence parallelism on two GPUs",
-        f"Two GPUs that share a row keep {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second and "
+        f"Two GPUs that share a row reach {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of two GPUs with a row each, and "
         f"need {gib(default)} instead of {gib(whole)} each.",
         [
+            """With sequence parallelism several GPUs share a packed row. The two names in quotes are the methods of the gated delta
+rule and of attention, which [long rows](../how_to/long_rows.md#how-layers-share-a-row) describe.""",
             table(
                 (
                     f"4B, {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents",
@@ -73,8 +75,8 @@ def sequence_parallel(results: dict) -> Card:
                 ),
                 rows,
             ),
-            f"""Forward and backward in bfloat16 with gradient checkpointing, no optimizer, all weights on each GPU. The last row of the
-table is from a run in which a row alone took {ms(last)}. [Several GPUs](../how_to/several_gpus.md) describes the methods.""",
+            f"""Forward and backward in bfloat16 with gradient checkpointing, no optimizer, all weights on each GPU. The last line of the
+table is from another run, in which a row of its own took {ms(last)}.""",
             f"""One document of {one["tokens"]:,} tokens takes two GPUs {gib(one["arms"][0])} each. That run took {one["arms"][0]["median_ms"] / 1000:.0f} s, while another test
 used the same GPUs.""",
             "## Equality",
@@ -84,14 +86,14 @@ float32 as the whole row in bfloat16 is. No bit of another document changes, als
 (`tests/gpu/test_sequence_parallel.py`).""",
             """On a CPU, with 2 and 4 processes, updates equal those of one process to 1e-5 after one step and after ten, also with
 images, experts and gradient checkpointing. `eval_loss` is the same, and no document changes another by a bit. A
-checkpoint continues on another number of processes if a step has as many rows (`pytest -m slow tests/parallel`).""",
+checkpoint continues on another number of processes if a step has as many rows as before (`pytest -m slow tests/parallel`).""",
         ],
         ["sequence_parallel.json", "gpu_tests.json"],
         machine=f"two {data['machine']}s",
         versions=data["versions"],
         commands=[run["command"] for run in [*runs, one]],
         committed=[RANKS],
-        number=f"{percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second per GPU",
+        number=f"{percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of separate rows",
     )
 
 
@@ -140,7 +142,7 @@ def gpu_tests(results: dict) -> Card:
         ("whole models, bfloat16: all gradients together", f"{small(worst(half, 'gradients'))}"),
         ("the same with a hook on each module: gradients", f"{small(worst(hooked, 'gradients'))}"),
         (
-            "whole models, float32 (torch form of the delta rule)",
+            "whole models, float32 (PyTorch reference of the delta rule)",
             f"{small(max(worst(single, 'logits'), worst(single, 'gradients')))}",
         ),
         *(
@@ -174,12 +176,13 @@ def gpu_tests(results: dict) -> Card:
         f"within {small(worst(half, 'gradients'))}, and no other document's logits change by a bit.",
         [
             table(("Largest relative error", ""), rows),
-            """Whole models are compared with float32 on the CPU, where each document runs alone. Kernels are compared with their torch
-form. The fused Triton kernels are compared with float64 from 1 to 65,536 tokens and at the end of a row of 262,144; a
-repeated run gives the same bits. The row of hooked modules compares fused layers with their called modules.""",
+            """Whole models are compared with float32 on the CPU, where each document runs alone. Kernels are compared with their
+PyTorch reference. The fused Triton kernels are compared with float64 from 1 to 65,536 tokens and at the end of a row of 262,144; a
+repeated run gives the same bits. A hook on a module turns off the fused ops that replace the module, and its row
+of the table compares layers with and without them.""",
             f"""**Isolation.** In {len(leaks)} comparisons of ops and models, changing one document left all others bit for bit the same, and
 gradients across documents were exactly zero.""",
-            "**Host syncs.** A fresh row's forward and backward synchronizes nowhere.",
+            "**Host syncs.** Forward and backward of a new row wait for the GPU nowhere.",
             "## Test runs",
             table(("Kernels installed", "Tests", "Outcome"), runs),
             """One test failed with tilelang installed, and the JSON does not name it. With tilelang, flash-linear-attention's backward
@@ -237,13 +240,18 @@ def audit_gpu(results: dict) -> Card:
         "Audit on a GPU",
         "In bfloat16 on a GPU no bit of another document's logits or gradients changes in our models, where the stock classes leak.",
         [
-            table(("Shape", "Class", "Delta rule", "`position_ids` (forward, backward)", "everything"), rows),
-            """The [audit](../how_to/audit.md) changes one document of a packed row after the other. The brackets hold the largest relative
-change of another document's token, and the largest gradient that reaches another document. *Everything* passes all
-boundaries that the collator can give.""",
-            f"The stock classes refuse everything: {refused}",
+            """The [audit](../how_to/audit.md) changes one document of a packed row after the other. *Ours* is the class of this
+package, *stock* that of Transformers. One column passes `position_ids` that restart in every document, the other
+*all boundaries* that the collator can give. *Leaks* means that documents change each other, *refused* that the model raises an error.
+The brackets hold the largest relative change of another document's token, and the largest gradient that reaches
+another document.""",
+            table(
+                ("Shape", "Class", "Delta rule", "`position_ids` (forward, backward)", "all boundaries"),
+                rows,
+            ),
+            f"The stock classes refuse all boundaries: {refused}",
             """Shapes are those of Qwen3.5 0.8B and, with small experts, Qwen3.5-MoE and Qwen3-Next, on random weights. The runs with
-flash-linear-attention computed the linear layers behind gates and norms unfused.""",
+flash-linear-attention did not fuse gates and norms with the linear layers behind them.""",
         ],
         ["audit_gpu.json"],
         machine=f"one {last['machine']['gpu']}",
@@ -251,7 +259,7 @@ flash-linear-attention computed the linear layers behind gates and norms unfused
         | {"triton with flash-linear-attention alone": data["flash-linear-attention+triton"]["machine"]["triton"]},
         commands=[group["command"] for group in data.values()],
         committed=[AUDIT_FLA, AUDIT],
-        number="ours: exactly 0; stock: " + " to ".join(stock_range(data)),
+        number="largest change of another document, ours: exactly 0; stock: " + " to ".join(stock_range(data)),
     )
 
 
@@ -299,16 +307,25 @@ def tried(results: dict) -> Card:
     )
     return Card(
         "Tried without gain",
-        f"The best other form of the convolution takes {best['forward_us']} us forward and {best['backward_us']} us backward instead of {kept['forward_us']} and "
+        f"The best other form of the convolution takes {best['forward_us']} µs forward and {best['backward_us']} µs backward instead of {kept['forward_us']} and "
         f"{kept['backward_us']}.",
         [
-            "All of these were measured at 0.8B on 16,384 tokens in 44 documents, and none is kept.",
+            """All of these were measured at 0.8B on 16,384 tokens in 44 documents. None made a step measurably faster, so this package
+uses none of them. *Kept* is the form that it uses.""",
             "## The convolution",
-            """The other form has two thirds of the instructions: no division, no subnormal numbers, and masks only where a document
+            """The other form loads tokens ahead of their use. It has two thirds of the instructions: no division, no subnormal numbers, and masks only where a document
 begins. More tokens loaded ahead, or several heads side by side, do not make it faster. Of the kept form, 13
-settings of run length, warps and registers changed backward by less than a tenth (not in the JSON).""",
+settings of run length, warps and registers changed backward by less than a tenth (not in the JSON). A run is the tokens that a warp computes one after the other.""",
             table(
-                ("Form, 16 value heads", "Tokens", "Unrolled", "Registers", "Heads", "Forward, us", "Backward, us"),
+                (
+                    "Form, 16 value heads",
+                    "Tokens per run",
+                    "Tokens unrolled",
+                    "Registers",
+                    "Heads per program",
+                    "Forward, µs",
+                    "Backward, µs",
+                ),
                 rows,
             ),
             "## CUDA graphs of long rows",

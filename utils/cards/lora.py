@@ -1,7 +1,7 @@
 """The page of LoRA and QLoRA steps."""
 
 from card import LORA, Card, gib, ms, on_gpu, percent, table, times
-from steps import LENGTHS, SETTING
+from steps import LENGTHS, arms, setting
 
 
 NAMES = {
@@ -50,17 +50,18 @@ def lora(results: dict) -> Card:
         f"A LoRA step of the 4B shape takes {ms(ours)}, {ours['median_ms'] / full['median_ms']:.2f} of the time of full "
         f"fine-tuning, and is {times(stock['median_ms'] / ours['median_ms'])} as fast as the stock class with PEFT.",
         [
-            table(("Shape", "Arm", "Time", "Time over ours with LoRA", "Peak memory"), rows),
-            """The adapters have rank 16 on all 12 kinds of linear layers. They are in float32 and their weights are random, so
-that no product is with zeros. The base is in bfloat16 and runs under autocast, as in `Trainer` with `bf16=True`.""",
-            f"""Without the products of the adapters and of the weights' gradients, the 4B step has
-{percent(sustained)} of the FLOPs per second of a single product that is repeated for a second.""",
+            f"{arms('packed')} {LENGTHS}",
+            table(("Shape", "Variant", "Time", "Time over ours with LoRA", "Peak memory"), rows),
+            """The adapters have rank 16 on all 12 kinds of linear layers. They are in float32, and their weights are random:
+products with zeros take less power, on which the GPU's clock depends. The base is in bfloat16 and runs under autocast, as in `Trainer` with `bf16=True`.""",
+            f"""Counted without the products of the adapters and of the weights' gradients, the 4B step reaches
+{percent(sustained)} of the FLOPs per second of a matrix product that is repeated for a second.""",
             f"""With gradient checkpointing, the peak is in the backward of an MLP. It holds the weights, a checkpoint for each
 layer, the activations of one layer and the gradients of its gate. QLoRA takes {gib(four_bit)}. Its weights are dequantized
 once in each direction.""",
             """At 0.8B, the host needs about as long to launch a step as the GPU to run it. Its time varies between machines and
-runs.""",
-            f"{SETTING} {LENGTHS}",
+runs: *again* marks a later run.""",
+            setting("packed"),
         ],
         ["lora.json"],
         **on_gpu(results, "lora.json"),

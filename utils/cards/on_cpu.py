@@ -26,20 +26,20 @@ def cpu_step(results: dict) -> Card:
         f"On one CPU thread packed rows train {measured['ratio']:.2f} x as fast as padded batches, where padding alone accounts for "
         f"{tokens['padded'] / tokens['real']:.2f} x.",
         [
-            table(("", "Computed tokens", "Seconds", "Real tokens/s"), rows),
             f"""The same samples go through the same weights, forward and backward in float32, in batches of {lengths["batch_size"]}. Lengths are
-{lengths["distribution"]} with a mean of {lengths["mean"]} and at most {lengths["max"]:,} tokens. The model is Qwen3.5 with {config["num_hidden_layers"]} layers
-and a hidden size of {config["hidden_size"]}. The arms take turns.""",
+{lengths["distribution"]} (many short, few long) with a mean of {lengths["mean"]} and at most {lengths["max"]:,} tokens. The model is Qwen3.5 with {config["num_hidden_layers"]} layers
+and a hidden size of {config["hidden_size"]}. Padded batches and packed rows take turns.""",
+            table(("", "Computed tokens", "Seconds", "Real tokens/s"), rows),
             """The reference of the gated delta rule in this package repeats no heads and avoids denormal numbers, which saves time
 beyond the padding.""",
-            f"""The losses of both arms agree to {small(measured["largest_relative_loss_difference"])} relative, which is rounding in float32. The ratio in the repeats was
+            f"""Both losses agree to {small(measured["largest_relative_loss_difference"])} relative, which is rounding in float32. The ratio in the repeats was
 {", ".join(f"{ratio:.2f}" for ratio in measured["ratio_in_each_repeat"])}.""",
         ],
         ["cpu_step.json"],
         **cpu_machine(results, "cpu_step.json"),
         commands=[data["command"]],
         committed=[CPU],
-        number=f"{measured['ratio']:.2f} x",
+        number=f"{measured['ratio']:.2f} x as fast as padded batches",
         extra=[("Threads", str(data["machine"]["torch_threads"]))],
     )
 
@@ -68,13 +68,17 @@ def planning(results: dict) -> Card:
         f"`plan_packing` plans {count} documents in {ours['seconds']:.2f} s, {faster:.0f} x as fast as TRL, and fills "
         f"{percent(ours['fill'], 2)} of the rows.",
         [
+            f"""Planning assigns documents to rows. *Fill* is the share of the rows' tokens that belong to documents. The lengths are
+lognormal, with many short and few long documents: {data["lengths"].replace(" lognormal,", " lengths,")}.""",
             table((f"{count} lengths, rows of {data['max_length']:,} tokens", "Seconds", "Fill"), rows),
-            f"""Lengths: {data["lengths"]}. All packers run on one core. `plan_packing` has the best of {len(runs)} runs ({fixed(runs[0], 2)} to {fixed(runs[-1], 2)} s),
+            f"""All packers run on one core. `plan_packing` has the best of {len(runs)} runs ({fixed(runs[0], 2)} to {fixed(runs[-1], 2)} s),
 the others one run each. `binpacking` runs on windows of 1,000 lengths, as ms-swift and
 Twinkle call it. TRL also copies the tokens, here one byte each.""",
             f"""{huge["samples"]:,} lengths take {huge["seconds"]:.0f} s and {huge["peak_GiB"]} GiB. They give {huge["rows"]:,} rows, {percent(huge["fill"], 2)} full.""",
             "## Fill by distribution",
-            "Each fill equals that of plain best-fit decreasing over all samples.",
+            """*Bimodal* mixes short and long documents, and *nearly the cap* has documents little shorter than a row.
+`benchmarks/packing.py` has the parameters of these distributions. Each fill equals that of plain
+best-fit decreasing over all samples.""",
             table(("Lengths", "Fill"), fills),
         ],
         ["packing.json"],
@@ -102,9 +106,12 @@ def balance(results: dict) -> Card:
     theirs = max(run["imbalance of TRL's rows in random order"] for run in data.values())
     return Card(
         "Balance over ranks",
-        f"The slowest rank of a step computes at most {percent(worst, 1)} longer than the mean, against {percent(theirs, 1)} with TRL's "
-        "rows in random order.",
+        f"Averaged over all steps, the slowest rank computes at most {percent(worst, 1)} longer than the mean rank, against "
+        f"{percent(theirs, 1)} with TRL's rows in random order.",
         [
+            """Each rank, or process, computes one row per step. *Slowest rank* is its extra time over the mean rank of the step, averaged
+over all steps. *Variance* is that of the mean document length of a step, over
+the variance with samples in random order: 1 equals a random mix.""",
             table(
                 (
                     "Model, ranks",
@@ -116,15 +123,13 @@ def balance(results: dict) -> Card:
                 ),
                 rows,
             ),
-            """*Slowest rank* is the time by the cost model of the slowest rank over the mean of its step, minus one. *Variance* is that of
-a step's mean document length, over the variance with samples in random order: 1 equals a random mix.""",
-            "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the costs; no model ran.",
+            "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the times; no model ran.",
         ],
         ["packing.json"],
         **cpu_machine(results, "packing.json"),
         commands=[results["packing.json"]["command"]],
         committed=[PLANS],
-        number=f"at most {percent(worst, 1)} over the mean, TRL {percent(theirs, 1)}",
+        number=f"slowest rank at most {percent(worst, 1)} over the mean, TRL {percent(theirs, 1)}",
     )
 
 
@@ -148,7 +153,8 @@ def dataset_cost(results: dict) -> Card:
         f"{round(stream['samples_per_second'], -4):,} samples per second.",
         [
             table(("Source", "Reading samples, s", "Reading rows, s", "Microseconds per row"), rows),
-            f"""Both arms read the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens. A list hands out
+            f"""Both times are for the same {data["samples"]["dataset"]:,} samples in the same order, in rows of at most {data["max_length"]:,} tokens; the last column is their
+difference per row. A list hands out
 references, so its last column shows the cost of a row in itself. Each figure is the best of {repeats} runs.""",
             f"""`IterablePackingDataset` over a list of {data["samples"]["stream"]:,} samples fills {percent(stream["fill"], 1)} of its rows with a buffer of
 {stream["buffer_size"]} open rows.""",
@@ -157,5 +163,5 @@ references, so its last column shows the cost of a row in itself. Each figure is
         **cpu_machine(results, "packing_data.json"),
         commands=[data["command"]],
         committed=[PLANS],
-        number=f"{percent(arrow['share_of_packing'], 1)}; {round(stream['samples_per_second'], -4):,} samples/s from a stream",
+        number=f"{percent(arrow['share_of_packing'], 1)} more time to read; {round(stream['samples_per_second'], -4):,} samples/s from a stream",
     )

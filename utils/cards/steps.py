@@ -21,13 +21,41 @@ from card import (
 )
 
 
-SETTING = """A step is forward and backward in bfloat16 on random weights of the Qwen3.5 shape, without an optimizer. All arms get
-the same samples and weights. *Stock, packed* is Transformers' own class on the same packed row, with Liger, FlashQLA,
-flash-linear-attention's convolution and torch's `varlen_attn`, which Transformers does not offer by itself. *Stock,
-padded* runs batches of 8 with SDPA. Arms take turns. Steps follow one another as in training, and events on the GPU take
-the times. Each figure is the median after a warm-up."""
-LENGTHS = "Document lengths are lognormal with a mean of 480 tokens."
+SHAPE = "A shape, such as 0.8B, has the layer sizes of the Qwen3.5 model of that name and random weights."
+LENGTHS = "Document lengths are lognormal (many short, few long) with a mean of 480 tokens."
 NOISE = """The host is shared: its share of a step differs by a third from minute to minute, and short rows show this most."""
+STOCK = {
+    "packed": "*stock, packed* is Transformers' own class on the same row",
+    "padded": "*stock, padded* is that class on padded batches of 8 documents",
+}
+KERNELS = {
+    "packed": """The stock class on a packed row gets Liger, FlashQLA, flash-linear-attention's convolution and torch's `varlen_attn`,
+which Transformers does not offer by itself.""",
+    "padded": "On padded batches it gets Liger and SDPA.",
+}
+
+
+def arms(*stock: str) -> str:
+    """The names of a table, for the paragraph before it."""
+    *first, last = ["*Ours* is the class of this package on a packed row", *(STOCK[arm] for arm in stock)]
+    return f"{SHAPE} {', '.join(first)}, and {last}." if first else f"{SHAPE} {last}."
+
+
+def setting(*stock: str) -> str:
+    """The conditions of a measurement with these arms of the stock class."""
+    same = ["All variants get the same samples and weights, and take turns."] if stock else []
+    parts = [
+        "A step is forward and backward in bfloat16, without an optimizer.",
+        *same,
+        *(KERNELS[arm] for arm in stock),
+    ]
+    return " ".join(
+        [
+            *parts,
+            "Steps follow one another as in training, and CUDA events take the times.",
+            "Each figure is the median after a warm-up.",
+        ]
+    )
 
 
 def step_time(results: dict) -> Card:
@@ -56,13 +84,15 @@ def step_time(results: dict) -> Card:
         ],
     )
     body = [
+        f"""{arms("packed", "padded")} {LENGTHS} A cell holds the time of a step, in brackets its ratio to ours, and the peak
+memory.""",
         table(("Shape", "Ours", "Stock, packed", "Stock, padded"), rows),
         "![Milliseconds per step: ours, stock packed and stock padded](../figures/speed.svg)",
-        f"{SETTING} {LENGTHS}",
+        setting("packed", "padded"),
         f"""{NOISE} Later runs of the same row, medians of 10 to 20 steps, took {again["0.8B"][0]:.0f} to
 {again["0.8B"][-1]:.0f} ms at 0.8B ({len(again["0.8B"])} processes) and {again["4B"][0]:.0f} to {again["4B"][-1]:.0f} ms at
 4B ({len(again["4B"])} processes).""",
-        """The 0.8B run passed 4,096 tokens at a time through the head, the others 3,072. The JSON does not hold these
+        """The 0.8B run passed 4,096 tokens at a time through the language model head, the others 3,072. The JSON does not hold these
 sizes. The difference in time is within the noise.""",
         "## Share of the GPU's speed",
         f"""A single matrix product reached {small["gemm_flops_per_second"] / 1e12:.0f} TFLOP/s before the 0.8B run. Repeated for a
@@ -83,7 +113,7 @@ clock. The model's FLOPs per second, as a share of both:""",
         commands=[run["command"] for run in (small, large, largest)]
         + [results["rooms.json"]["command"], results["untouched_modules.json"]["command"]],
         committed=[STEPS, ROOMS, UNTOUCHED],
-        number=f"0.8B: {ms(ours)}, {times(packed)} and {times(padded)}; 4B: {ms(large['arms']['ours'])}, "
+        number=f"0.8B: {ms(ours)}, {times(packed)} as fast as stock packed, {times(padded)} as padded; 4B: {ms(large['arms']['ours'])}, "
         f"{times(large['arms']['packed+varlen+liger']['median_ms'] / large['arms']['ours']['median_ms'])}",
     )
 
@@ -113,18 +143,19 @@ def equal_documents(results: dict) -> Card:
     return Card(
         "Documents of 512 tokens",
         f"With {run['documents']} documents of {run['tokens'] // run['documents']} tokens, where batches contain no padding, a step takes {ms(ours)} against "
-        f"{ms(packed)} packed and {ms(padded)} padded.",
+        f"{ms(packed)} packed and {ms(padded)} padded with the stock class.",
         [
-            table((f"0.8B, {run['tokens']:,} tokens", "Time", "Memory", "Over ours"), rows),
-            """Documents of equal length leave batches without padding, so the difference is the speed of the layers. Batches of 8
-documents also launch four times as many steps through the layers as one row.""",
-            SETTING,
+            arms("packed", "padded"),
+            table((f"0.8B, {run['tokens']:,} tokens", "Time", "Memory", "Time over ours"), rows),
+            """Documents of equal length leave batches without padding, so the difference is the speed of the layers. *Stock, padded*
+also runs the layers four times, once for each batch of 8 documents.""",
+            setting("packed", "padded"),
         ],
         ["step.json"],
         **on_gpu(results),
         commands=[run["command"]],
         committed=[STEPS],
-        number=f"{ms(ours)}, {ratios[0]} and {ratios[1]}",
+        number=f"{ms(ours)}, {ratios[0]} as fast as stock packed, {ratios[1]} as padded",
     )
 
 
@@ -169,6 +200,7 @@ def short_rows(results: dict) -> Card:
         f"{times(stock_ratio)} as fast as the stock class in the same run and {times(first['ours']['median_ms'] / first['ours+graphs']['median_ms'])} "
         "as fast as without graphs.",
         [
+            f"{arms('packed')} {LENGTHS}",
             table(
                 (
                     f"Run, 0.8B on {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents",
@@ -179,23 +211,23 @@ def short_rows(results: dict) -> Card:
                 stock,
             ),
             "[`use_cuda_graphs`](../how_to/short_rows.md) replays the layers as one launch for forward and one for backward. "
-            "Milliseconds of a step, with and without graphs in the same run:",
+            "Milliseconds of a step, with and without graphs in the same run (an empty cell was not measured):",
             table(("Shape, row", "With graphs, ms", "Without, ms", "Memory with", "Memory without"), graphs),
-            f"""The host's time differs between runs. The graphs' times in repeated rows of the table do not ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms).""",
+            f"""Without graphs, the time depends on the host and differs between runs. With graphs it agrees ({" and ".join(f"{run['arms']['ours+graphs']['median_ms']:.1f}" for run in short)} ms at 2,048 tokens).""",
             "## Why short rows gain",
             f"""Without graphs, a step of the 0.8B shape on 2,048 tokens takes {min(host):.0f} to {max(host):.0f} ms. The host launches {profile["launches"]:,} kernels at 16,384 tokens
 and 1,440 at 2,048. A row of 2,048 tokens, whose kernels take 30 ms, is therefore bound by the host. A count of the calls
 gives 560 launches to cuBLAS and 280 to this package; the rest belong to FlashQLA, `varlen_attn` and torch. (The JSON
 holds the launches at 16,384 tokens; the other figures of this paragraph come from a profile.)""",
             "## Where graphs cost",
-            f"""From 8,192 tokens on the kernels take longer than their launches. A graph launches attention as if each of the 8, 32 or 128
-documents that it has room for could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
-instead of 4.2 (from a profile). A graph with room for {room} documents and a longest document of {longest:,} tokens was tried:
-its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the kept form
+            f"""From 8,192 tokens on the kernels take longer than their launches. A graph has room for 8, 32 or 128
+documents, and launches attention as if each of them could fill the row. With 44 documents in 16,384 tokens, attention's backward takes 12.9 ms
+instead of 4.2 (from a profile). A graph with room for {room} documents and a known longest document of {longest:,} tokens was tried:
+its kernels took {tried[room, longest]["kernels_ms"]:.1f} ms, against {plain["kernels_ms"]:.1f} without graphs and {tried[128, None]["kernels_ms"]:.1f} in the form of this package
 ([tried without gain](tried.md)).""",
             """Graphs keep the activations of one row after the step, and hold the gradients of the layers twice. The memory columns
 show the price.""",
-            f"{LENGTHS} {SETTING} {NOISE}",
+            f"{setting('packed')} {NOISE}",
         ],
         ["step.json", "tried.json"],
         **on_gpu(results),
@@ -222,19 +254,20 @@ def memory_4b(results: dict) -> Card:
         f"The 4B shape needs {gib(ours)} for a row of 16,384 tokens, {stock['peak_GiB'] - ours['peak_GiB']:.1f} GiB less than the "
         "stock class.",
         [
+            f"{arms('packed')} {LENGTHS}",
             table((f"4B, {run['tokens']:,} tokens in {run['documents']} documents", "Peak memory", "Time"), rows),
-            "The peak counts weights and gradients in bfloat16 and no optimizer state.",
+            "The peak includes weights and gradients in bfloat16 and no optimizer state.",
             """Backward recomputes the inputs of `down_proj`, `o_proj` and `out_proj` from the tensors that the gate, or the gated norm,
 keeps anyway. At 4B and 16,384 tokens this saves 13 GiB for one more write per element (not in the JSON).""",
             """The loss holds the logits of 3,072 tokens at a time and accumulates the gradient of the head's weight in float32.
 The [memory formulae](../explained/memory.md) predict these peaks.""",
-            SETTING,
+            setting("packed"),
         ],
         ["step.json"],
         **on_gpu(results),
         commands=[run["command"], checkpointed["command"]],
         committed=[STEPS],
-        number=f"{gib(ours)} against {gib(stock)}",
+        number=f"{gib(ours)} against {gib(stock)} (stock)",
     )
 
 
@@ -254,11 +287,12 @@ def long_rows(results: dict) -> Card:
         f"With gradient checkpointing one GPU trains the 4B shape on a row of 262,144 tokens in {ours['median_ms'] / 1000:.1f} s "
         f"and {gib(ours)}.",
         [
+            f"{arms()} {LENGTHS}",
             table(("4B, gradient checkpointing", "Time of a step", "Peak memory", "Tokens per second"), rows),
             f"The speed per token is that of the short row: {runs[1]['arms']['ours']['tokens_per_second']:,} against "
             f"{runs[0]['arms']['ours']['tokens_per_second']:,} tokens per second. For longer rows, see "
             "[several GPUs per row](sequence_parallel.md).",
-            f"{SETTING} {LENGTHS} These are medians of {min(len(run['arms']['ours']['seconds']) for run in runs)} steps or more.",
+            f"{setting()} These are medians of {min(len(run['arms']['ours']['seconds']) for run in runs)} steps or more.",
         ],
         ["step.json"],
         **on_gpu(results),
@@ -268,7 +302,7 @@ def long_rows(results: dict) -> Card:
     )
 
 
-KERNELS = {
+GROUPS = {
     "matmul": "matrix products",
     "gated delta rule": "gated delta rule (FlashQLA)",
     "norms and gates": "norms and gates",
@@ -283,7 +317,7 @@ KERNELS = {
 def profile(results: dict) -> Card:
     runs = [profiled(results, model) for model in ("0.8B", "4B")]
     columns = [run["arms"][arm]["profile_ms"] for run in runs for arm in ("ours", "packed+varlen+liger")]
-    rows = [(title, *(fixed(column[name], 1) for column in columns)) for name, title in KERNELS.items()]
+    rows = [(title, *(fixed(column[name], 1) for column in columns)) for name, title in GROUPS.items()]
     tried = results["tried.json"]
     plain = next(run for run in tried["steps"] if not run["graphs"])
     share = columns[0]["matmul"] / columns[0]["all kernels"], columns[2]["matmul"] / columns[2]["all kernels"]
@@ -291,10 +325,11 @@ def profile(results: dict) -> Card:
         "Where the time goes",
         f"Matrix products take {percent(share[0])} of the kernel time at 0.8B and {percent(share[1])} at 4B.",
         [
+            f"{arms('packed')} {LENGTHS}",
             f"Milliseconds of kernels in a step of {runs[0]['tokens']:,} tokens in {runs[0]['documents']} documents:",
             table(("", "0.8B, ours", "0.8B, stock packed", "4B, ours", "4B, stock packed"), rows),
             """**Matrix products** bound the step. The [share of the GPU's speed](step_time.md#share-of-the-gpus-speed) that the model's
-FLOPs reach includes all other kernels.""",
+FLOPs reach counts the time of the whole step.""",
             f"""**Memory traffic** bounds most of the rest. Counted from the sizes of inputs and outputs at 4.5 TB/s, norms and gates at 4B
 need 39 ms and take {columns[2]["norms and gates"]:.1f}. The convolution needs 8 ms and takes {columns[2]["convolution"]:.1f}; its bound is unknown.
 [Thirteen settings and several other forms](tried.md) did not make a step measurably faster.""",
@@ -302,7 +337,7 @@ need 39 ms and take {columns[2]["norms and gates"]:.1f}. The convolution needs 8
 4 ms of the convolution, 1.5 ms of residual additions outside of the norms and 1 ms of small sums over partial results,
 together 4 %. The gaps between the {plain["kernels"]:,} kernels of a step add up to {plain["gaps_ms"]} ms. (The gaps are in tried.json; the other
 estimates of these two paragraphs are counts from tensor sizes, not in a JSON.)""",
-            SETTING,
+            setting("packed"),
         ],
         ["step.json", "tried.json"],
         **on_gpu(results),
