@@ -61,7 +61,7 @@ each document is changed in turn. *Stock* columns are Transformers' own class, *
 * **isolated by unpacking**: the same. The base model computes the documents as padded batches.
 * **leaks**: documents change each other. The table names the first module that leaks and the way: through `attention`, a
   `convolution` or a `state`. With `boundary` the model cuts a document in the wrong place. With `positions` no other
-  document changes it, but it differs from the document alone.
+  document changes it, but it differs from the document alone. With `other` the audit could not tell the way.
 * **refused**: the model raises an error, or it is not causal, so that packing has no meaning.
 * **not built**: the audit could not build a tiny model of the type.
 
