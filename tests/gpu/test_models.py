@@ -98,6 +98,18 @@ class CudaModelsTest(unittest.TestCase):
         oracle, model = self.models(family, torch.float32)
         self.check(f"{family}, float32", model, oracle, make_documents(LENGTHS), (1e-4, 1e-4))
 
+    def test_compiled(self):
+        """`torch.compile` with its default backend computes what the model computes without it."""
+        _, model = self.models("qwen3_5", torch.bfloat16)
+        batch = on_gpu(packed_batch(make_documents(LENGTHS)))
+        expected = model(**batch)
+        expected_gradients = gradients(model, expected.loss)
+        compiled = torch.compile(model)
+        for _ in range(2):
+            output = compiled(**batch)
+            self.assertLess(relative_error(output.logits, expected.logits), 2e-2)
+            self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 5e-2)
+
     def test_autocast(self):
         oracle, model = self.models("qwen3_5", torch.float32)
         with torch.autocast("cuda", torch.bfloat16):

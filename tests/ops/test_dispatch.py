@@ -53,6 +53,14 @@ class DispatchTest(unittest.TestCase):
         self.table["fourth"] = Implementation(print, mock.Mock(side_effect=AssertionError("asked")))
         choose("op", "auto", self.table)
 
+    def test_the_compiler_gets_the_reference(self):
+        def fused(x):
+            raise AssertionError("kernels are opaque to the compiler")
+
+        table = {"fused": Implementation(fused, always), "reference": Implementation(torch.sin, always)}
+        compiled = torch.compile(lambda x: run("op", "auto", table, x), backend="eager", fullgraph=True)
+        self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).sin()))
+
     def test_a_name_that_cannot_serve(self):
         pattern = r'^expected an input that impl="first" supports, got first: needs a GPU\. Use impl="auto"'
         with self.assertRaisesRegex(ValueError, pattern) as caught:

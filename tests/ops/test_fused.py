@@ -19,7 +19,8 @@ from transformers_packed.ops import (
     glu,
     linear_cross_entropy,
 )
-from transformers_packed.ops.projection import Adapter, Projection, QuantizedWeight, flatten
+from transformers_packed.ops.backends.triton import glu as triton_glu
+from transformers_packed.ops.projection import Adapter, Products, Projection, QuantizedWeight, flatten
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -289,6 +290,22 @@ class LinearWithAdaptersTest(InterpretedTest):
         self.assertFalse(
             [x for x in kept if x.numel() == TOKENS * WIDTH and x.untyped_storage().data_ptr() not in known]
         )
+
+    @parameterized.expand([(out, trained) for out in (7, 150) for trained in TRAINED])
+    def test_a_product_recomputed_in_pieces(self, out, trained):
+        """Only the product with a frozen weight is recomputed in pieces, the last of which is shorter."""
+        layer, rows, add_stack_gradient = adapted(out, trained[1]), [], Products.add_stack_gradient
+        expected = self.results(glu, "triton", self.inputs(), layer)
+        with (
+            mock.patch.object(triton_glu, "_PIECE", 4 * WIDTH + 1),
+            mock.patch.object(Products, "add_stack_gradient", autospec=True) as add,
+        ):
+            add.side_effect = lambda products, x: rows.append(len(x)) or add_stack_gradient(products, x)
+            actual = self.results(glu, "triton", self.inputs(), layer)
+        self.assertLess(max(errors(actual, expected)), 1e-6)
+        if "down" in trained[1]:
+            in_pieces = "weight" not in trained[1]
+            self.assertEqual(rows, [len(x) for x in torch.empty(TOKENS).split(4 if in_pieces else TOKENS)])
 
     @parameterized.expand(AFTER)
     def test_a_frozen_input(self, _, op):

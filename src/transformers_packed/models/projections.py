@@ -62,13 +62,9 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
 
 def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
     """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
-    if not triton.on_gpu(hidden_states):
+    if not triton.on_gpu(hidden_states) or torch.compiler.is_compiling():
         return None
-    if torch.compiler.is_compiling():
-        projection = Projection(layer.weight, layer.bias) if is_bare_linear(layer) else None
-        dtype = projection and product_dtype(hidden_states, projection)
-    else:
-        projection, dtype = projection_of(layer, hidden_states)
+    projection, dtype = projection_of(layer, hidden_states)
     return projection if dtype == hidden_states.dtype else None
 
 

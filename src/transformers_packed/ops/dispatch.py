@@ -52,7 +52,10 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
         raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
     reasons = []
     for name in table if impl == "auto" else (impl,):
-        ok, reason = table[name].verify(*args, **kwargs)
+        if impl == "auto" and name != "reference" and "reference" in table and torch.compiler.is_compiling():
+            ok, reason = False, "torch.compile fuses the reference instead"
+        else:
+            ok, reason = table[name].verify(*args, **kwargs)
         if name != "reference" and "reference" in table and is_transformed():
             ok, reason = False, "does not support torch.func transforms"
         if ok:
@@ -69,7 +72,7 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     """Select an implementation with [`choose`] and call it.
 
     Under `torch.compile`, a call with `boundaries` runs outside of the graph, because kernel arguments depend on the
-    document lengths, which differ between rows.
+    document lengths, which differ between rows. Other calls run as their reference, which the compiler fuses.
     """
     boundaries = kwargs.get("boundaries")
     if boundaries is not None:

@@ -254,6 +254,7 @@ class Products:
         stack, _, seeds, *ups = self.kept
         like = next(gradient for gradient in gradients if gradient is not None)
         self.d_low = like.new_empty(len(like), self.width)
+        self.d_stack, self.seen = None, 0
         for i, columns in self.narrow.items():
             self.d_low[:, columns] = 0 if gradients[i] is None else gradients[i]
         for at, up in zip(self.adapters, ups, strict=True):
@@ -279,6 +280,13 @@ class Products:
                 d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
         return d_rows
 
+    def add_stack_gradient(self, rows: torch.Tensor) -> None:
+        """Add the part of the next `rows` `[N, in]` to the gradient of the stack, after [`Products.input_gradient`]."""
+        d_low = self.d_low[self.seen : self.seen + len(rows), : self.stacked].t()
+        self.seen += len(rows)
+        d_stack = product(d_low, rows, dtype=torch.promote_types(self.dtype, torch.float32))
+        self.d_stack = d_stack if self.d_stack is None else self.d_stack.add_(d_stack)
+
     def parameter_gradients(
         self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor | None, wanted: Sequence[bool]
     ) -> list[torch.Tensor | None]:
@@ -288,7 +296,8 @@ class Products:
             gradients (`Sequence[torch.Tensor | None]` of shape `[T, out]`):
                 Gradient of each output.
             rows (`torch.Tensor` of shape `[T, in]`, *optional*):
-                Rows of the forward. Needed if [`needs_rows`] is true.
+                Rows of the forward. Needed if [`needs_rows`] is true, unless [`Products.add_stack_gradient`] got them
+                in pieces, and only the stack needs them.
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
         """
@@ -300,9 +309,10 @@ class Products:
                 found.append(gradient.sum(0, dtype=bias.dtype) if of_bias else None)
             return found
         _, low, seeds, *_ = self.kept
-        d_stack, wide = None, torch.promote_types(self.dtype, torch.float32)
+        wide = torch.promote_types(self.dtype, torch.float32)
         if self.stacked and rows is not None:
-            d_stack = product(self.d_low[:, : self.stacked].t(), rows, dtype=wide)
+            self.add_stack_gradient(rows)
+        d_stack = self.d_stack
         wanted, found = iter(wanted), []
         for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
             for_weight, for_bias = next(wanted), next(wanted)
