@@ -5,7 +5,8 @@ import torch
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
-from transformers_packed.ops import linear_cross_entropy
+from transformers_packed.ops import cross_entropy, linear_cross_entropy
+from transformers_packed.ops.cross_entropy import _torch_softmax_step
 
 
 VOCAB, HIDDEN, TOKENS = 211, 16, 23
@@ -146,6 +147,25 @@ class ChunksMixin:
         hidden, weight, bias, labels = make()
         inputs = (hidden * 1e3, weight, bias, labels)
         self.assertLess(max(errors(run(self.impl, inputs), oracle(inputs))), 1e-5)
+
+
+class DefaultChunksTest(unittest.TestCase):
+    def test_a_frozen_head_takes_smaller_chunks(self):
+        """Only a trained head adds up a gradient of its weight over the chunks."""
+        hidden, weight, bias, labels = make()
+        for trained, sizes in ((True, [6, 6, 1]), (False, [4, 4, 4, 1])):
+            rows = []
+
+            def step(logits, labels, *args, rows=rows):
+                rows.append(len(labels))
+                return _torch_softmax_step(logits, labels, *args)
+
+            with (
+                mock.patch.multiple(cross_entropy, CHUNK_SIZE=6, FROZEN_CHUNK_SIZE=4),
+                mock.patch.object(cross_entropy, "_torch_softmax_step", step),
+            ):
+                linear_cross_entropy(hidden[:13], weight.requires_grad_(trained), labels[:13].clamp_min(0), impl="torch")
+            self.assertEqual(rows, sizes)
 
 
 class TorchChunksTest(ChunksMixin, unittest.TestCase):
