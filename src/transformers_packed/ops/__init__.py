@@ -14,6 +14,7 @@ from .gated_delta_rule import (
     torch_recurrent_gated_delta_rule,
 )
 from .glu import glu
+from .moe import choose_experts, experts
 from .norm import gated_rms_norm, rms_norm
 from .per_document import per_document
 from .rotary import qk_norm_rope
@@ -23,6 +24,8 @@ __all__ = [
     "attention",
     "causal_conv1d",
     "causal_conv1d_qkv",
+    "choose_experts",
+    "experts",
     "gated_delta_gates",
     "gated_delta_rule",
     "gated_rms_norm",

@@ -1,0 +1,189 @@
+"""Mixture of experts: each token chooses experts, and the result is the weighted sum of their outputs.
+
+The result of a token does not depend on the other tokens to the last bit, in the forward and in the backward. Matrix
+products run in blocks whose shape does not depend on the routing, and the outputs of a token's experts are added in the
+order in which it chose them.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import input_error
+from .backends import triton
+from .dispatch import Implementation, always, run
+from .norm import widened
+
+
+# Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.
+_BLOCK = 16
+
+
+def choose_experts(
+    router_logits: torch.Tensor, top_k: int, *, normalize: bool = True, impl: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts with the highest probabilities for each token.
+
+    The probabilities are the softmax of the logits in float32. Among equal ones, the lowest index comes first.
+
+    Args:
+        router_logits (`torch.Tensor` of shape `[T, experts]`):
+            Scores of all experts for each token.
+        top_k (`int`):
+            Number of experts per token.
+        normalize (`bool`, *optional*, defaults to `True`):
+            Whether to divide the probabilities of the chosen experts by their sum.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (with `normalize=True`) or `"reference"`.
+
+    Returns:
+        `tuple`: the weights `[T, top_k]` in the dtype of the logits, and the experts `[T, top_k]` in int64.
+
+    Raises:
+        `ValueError`: `top_k` is not between 1 and the number of experts, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import choose_experts
+    >>> weights, experts = choose_experts(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), 2)
+    >>> weights.tolist(), experts.tolist()
+    ([[0.5, 0.5]], [[1, 2]])
+
+    ```
+    """
+    if router_logits.ndim != 2 or not 0 < top_k <= router_logits.shape[-1]:
+        raise input_error("router_logits [T, experts] and top_k of 1 to experts", f"{tuple(router_logits.shape)}, {top_k}")
+    return run("choose_experts", impl, ROUTERS, router_logits, top_k, normalize)
+
+
+def _reference_router(router_logits, top_k, normalize):
+    probabilities = torch.softmax(widened(router_logits), -1)
+    # `topk` takes any of several equal probabilities.
+    weights, index = (x[:, :top_k] for x in probabilities.sort(dim=-1, descending=True, stable=True))
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(router_logits.dtype), index
+
+
+def _triton_router(router_logits, top_k, normalize):
+    from .backends.triton.moe import Router
+
+    return Router.apply(router_logits, top_k)
+
+
+def _verify_router(router_logits, top_k, normalize):
+    return triton.verify(router_logits) if normalize else (False, "supports normalized weights only")
+
+
+def experts(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Compute `sum over k of weight_k * down_k(silu(gate_k(x)) * up_k(x))` with the experts of each token.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[T, hidden]`):
+            Input of the experts, in any floating dtype.
+        top_k_index (`torch.LongTensor` of shape `[T, top_k]`):
+            Experts of each token. An index of `E` or more stands for an expert on another device and adds nothing.
+        top_k_weights (`torch.Tensor` of shape `[T, top_k]`):
+            Weights of these experts.
+        gate_up_proj (`torch.Tensor` of shape `[E, 2 * width, hidden]`):
+            First weights of all experts, those of the gate before the others.
+        down_proj (`torch.Tensor` of shape `[E, hidden, width]`):
+            Second weights of all experts.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (on GPUs of compute capability 9.0 or later) or `"reference"`. `"triton"` saves the
+            input and the outputs of `gate_up_proj` for the backward.
+
+    Returns:
+        `torch.Tensor` of shape `[T, hidden]`, in the dtype of `hidden_states`.
+
+    Raises:
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import experts
+    >>> gate_up = torch.tensor([[[20.0], [1.0]], [[20.0], [3.0]]])
+    >>> index, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+    >>> experts(torch.ones(1, 1), index, weights, gate_up, torch.ones(2, 1, 1)).tolist()
+    [[40.0]]
+
+    ```
+    """
+    shape, (tokens, hidden) = gate_up_proj.shape, hidden_states.shape
+    if shape[2] != hidden or down_proj.shape != (shape[0], hidden, shape[1] / 2):
+        got = f"{tuple(hidden_states.shape)}, {tuple(shape)} and {tuple(down_proj.shape)}"
+        raise input_error("hidden_states [T, hidden], weights [E, 2 * width, hidden] and [E, hidden, width]", got)
+    if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != (tokens,) or top_k_index.ndim != 2:
+        got = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+        raise input_error(f"top_k_index and top_k_weights [{tokens}, top_k]", got)
+    return run("experts", impl, EXPERTS, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
+
+
+def _reference(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+    tokens, top_k = top_k_index.shape
+    number, dtype = len(gate_up_proj), gate_up_proj.dtype
+    slots = top_k_index.flatten()
+    order = slots.argsort(stable=True)
+    counts = torch.bincount(slots.clamp(max=number), minlength=number + 1)[:number].tolist()
+    # One row per choice. The gradients of a token's rows are then added in the order of its choices.
+    rows = hidden_states.to(dtype)[:, None].expand(-1, top_k, -1).flatten(0, 1)
+    rows = rows[order[: sum(counts)]].split(counts)
+    found = [hidden_states.new_zeros(0, hidden_states.shape[1], dtype=dtype)]
+    for mine, gate_up, down in zip(rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True):
+        for block in mine.split(_BLOCK) if len(mine) else ():
+            gate, up = F.linear(F.pad(block, (0, 0, 0, _BLOCK - len(block))), gate_up).chunk(2, -1)
+            found.append(F.linear(F.silu(gate) * up, down)[: len(block)])
+    found = torch.cat([*found, hidden_states.new_zeros(len(slots) - sum(counts), hidden_states.shape[1], dtype=dtype)])
+    by_choice = widened(found[order.argsort()]).view(tokens, top_k, -1)
+    weights = widened(top_k_weights)[..., None]
+    total = by_choice[:, 0] * weights[:, 0]
+    for k in range(1, top_k):
+        total = total + by_choice[:, k] * weights[:, k]
+    return total.to(hidden_states.dtype)
+
+
+def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+    from .backends.triton.moe import Experts
+
+    device, dtype = hidden_states.device.type, gate_up_proj.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return Experts.apply(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, dtype)
+
+
+def _verify(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+    ok, reason = triton.verify(hidden_states)
+    if not ok:
+        return ok, reason
+    if hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) < (9, 0):
+        return False, "needs a GPU of compute capability 9.0 or later"
+    width = down_proj.shape[2]
+    if hidden_states.shape[1] % 64 or width % 64:
+        return False, f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
+    dtype = gate_up_proj.dtype
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        dtype = torch.get_autocast_dtype(hidden_states.device.type)
+    if dtype not in (torch.float16, torch.bfloat16) or down_proj.dtype != gate_up_proj.dtype:
+        return False, f"needs products in float16 or bfloat16, not {dtype}"
+    return True, ""
+
+
+ROUTERS = {
+    "triton": Implementation(_triton_router, _verify_router),
+    "reference": Implementation(_reference_router, always),
+}
+EXPERTS = {
+    "triton": Implementation(_triton, _verify),
+    "reference": Implementation(_reference, always),
+}
