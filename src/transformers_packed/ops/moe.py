@@ -53,7 +53,9 @@ def choose_experts(
     ```
     """
     if router_logits.ndim != 2 or not 0 < top_k <= router_logits.shape[-1]:
-        raise input_error("router_logits [T, experts] and top_k of 1 to experts", f"{tuple(router_logits.shape)}, {top_k}")
+        raise input_error(
+            "router_logits [T, experts] and top_k of 1 to experts", f"{tuple(router_logits.shape)}, {top_k}"
+        )
     return run("choose_experts", impl, ROUTERS, router_logits, top_k, normalize)
 
 

@@ -1,0 +1,372 @@
+"""Mixture of experts: routing, and grouped matrix products over rows that are sorted by expert.
+
+A row of these products is one choice of a token. `order` lists the choices `token * top_k + k` by expert, and rows are
+read from and written to their tokens directly. A tile has rows of one expert. Its size depends on neither the routing
+nor the time of kernels, no product is split along the reduced dimension, and a program adds up a token's choices in
+their order. So a token's result does not depend on other tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...autograd import first_order
+from . import ceil_div, on_its_device
+
+
+# Rows per tile, and elements of the reduced dimension per step.
+_ROWS, _STEP = 128, 64
+
+
+@triton.jit
+def _route(logits_ptr, weights_ptr, index_ptr, E, TOP: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    logits = tl.load(logits_ptr + token * E + column, mask=column < E, other=0.0).to(tl.float32)
+    # NaN is chosen first, as when sorting, and makes the weights NaN.
+    logits = tl.where(logits != logits, float("inf"), logits)
+    free = column < E
+    chosen = tl.full((SLOTS,), float("-inf"), tl.float32)
+    for k in tl.static_range(TOP):
+        best = tl.max(tl.where(free, logits, float("-inf")), 0)
+        expert = tl.min(tl.where(free & (logits == best), column, WIDTH), 0)
+        free = free & (column != expert)
+        chosen = tl.where(slot == k, best, chosen)
+        tl.store(index_ptr + token * TOP + k, expert.to(tl.int64))
+    weights = tl.exp(chosen - tl.max(chosen, 0))
+    weights = weights / tl.sum(weights, 0)
+    tl.store(weights_ptr + token * TOP + slot, weights.to(weights_ptr.dtype.element_ty), mask=slot < TOP)
+
+
+@triton.jit
+def _count_up_to(sorted_ptr, count, limit, STEPS: tl.constexpr):
+    """Return how many of the sorted values are at most `limit`, for each limit of a block."""
+    low, high = tl.zeros_like(limit), tl.zeros_like(limit) + count
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        up = (low < high) & (tl.load(sorted_ptr + middle, mask=low < high, other=0).to(tl.int32) <= limit)
+        high = tl.where(up | (low >= high), high, middle)
+        low = tl.where(up, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _plan(sorted_ptr, ends_ptr, tiles_ptr, count, E, STEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    expert = tl.arange(0, WIDTH)
+    ends = _count_up_to(sorted_ptr, count, expert, STEPS)
+    rows = ends - _count_up_to(sorted_ptr, count, expert - 1, STEPS)
+    tiles = tl.cumsum(tl.where(expert < E, (rows + ROWS - 1) // ROWS, 0), 0)
+    tl.store(ends_ptr + expert, ends, mask=expert < E)
+    tl.store(tiles_ptr + expert, tiles, mask=expert < E)
+
+
+@triton.jit
+def _tile(ends_ptr, tiles_ptr, tile, E, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the expert of a tile, its first row, and the end of the expert's rows. No row is left if there is none."""
+    column = tl.arange(0, WIDTH)
+    tiles = tl.load(tiles_ptr + column, mask=column < E, other=2147483647)
+    expert = tl.sum((tiles <= tile).to(tl.int32), 0)
+    before = tl.maximum(expert - 1, 0)
+    start = tl.where(expert > 0, tl.load(ends_ptr + before), 0)
+    first = tl.where(expert > 0, tl.load(tiles_ptr + before), 0)
+    end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
+    return expert, start + (tile - first) * ROWS, end
+
+
+@triton.jit
+def _rows_times_experts(
+    a_desc, a_ptr, b_desc, y_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
+    TOP: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = program % (N // COLUMNS) * COLUMNS
+    expert, row, end = _tile(ends_ptr, tiles_ptr, program // (N // COLUMNS), E, ROWS, WIDTH)
+    if row >= end:
+        return
+    rows = row + tl.arange(0, ROWS)
+    choices = rows.to(tl.int64)
+    if GATHER or SCATTER:
+        choices = tl.load(order_ptr + rows, mask=rows < end, other=0)
+    if GATHER:
+        a_at = a_ptr + (choices // TOP)[:, None] * K + tl.arange(0, STEP)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, K, STEP):
+        if GATHER:
+            a = tl.load(a_at + k)
+        else:
+            a = a_desc.load([row, k])
+        if TRANSPOSED:
+            total = tl.dot(a, b_desc.load([expert * N + column, k]).T, total)
+        else:
+            total = tl.dot(a, b_desc.load([expert * K + k, column]), total)
+    at = (choices if SCATTER else rows.to(tl.int64))[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None])
+
+
+@triton.jit
+def _gate_up(
+    x_ptr, w_desc, h_ptr, both_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
+    TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = program % (N // COLUMNS) * COLUMNS
+    expert, row, end = _tile(ends_ptr, tiles_ptr, program // (N // COLUMNS), E, ROWS, WIDTH)
+    if row >= end:
+        return
+    rows = row + tl.arange(0, ROWS)
+    inside = (rows < end)[:, None]
+    choices = tl.load(order_ptr + rows, mask=rows < end, other=0)
+    x_at = x_ptr + (choices // TOP)[:, None] * K + tl.arange(0, STEP)[None, :]
+    gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    first = expert * 2 * N + column
+    for k in range(0, K, STEP):
+        x = tl.load(x_at + k)
+        gate = tl.dot(x, w_desc.load([first, k]).T, gate)
+        up = tl.dot(x, w_desc.load([first + N, k]).T, up)
+    # Round to the saved values, from which the backward computes the product.
+    gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
+    columns = column + tl.arange(0, COLUMNS)[None, :]
+    if KEEP:
+        at = both_ptr + rows.to(tl.int64)[:, None] * 2 * N + columns
+        tl.store(at, gate, mask=inside)
+        tl.store(at + N, up, mask=inside)
+    gate = gate.to(tl.float32)
+    h = gate * tl.sigmoid(gate) * up.to(tl.float32)
+    tl.store(h_ptr + rows.to(tl.int64)[:, None] * N + columns, h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_backward(
+    both_ptr, dh_ptr, d_both_ptr, order_ptr, weights_ptr, d_weights_ptr, end_ptr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end_ptr):
+        return
+    choice = tl.load(order_ptr + row)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    gate = tl.load(both_ptr + row * 2 * N + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * N + N + column, mask=inside, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weights_ptr + choice).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    h = gate * sigmoid * up
+    tl.store(d_weights_ptr + choice, tl.sum(h * dh, 0).to(d_weights_ptr.dtype.element_ty))
+    dh *= weight
+    d_gate = dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    at = d_both_ptr + row * 2 * N + column
+    tl.store(at, d_gate.to(d_both_ptr.dtype.element_ty), mask=inside)
+    tl.store(at + N, (dh * gate * sigmoid).to(d_both_ptr.dtype.element_ty), mask=inside)
+    # The weighted product replaces the gradient that was read.
+    tl.store(dh_ptr + row * N + column, (weight * h).to(dh_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _combine(
+    rows_ptr, index_ptr, weights_ptr, y_ptr, E, N, TOP: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(TOP):
+        choice = token * TOP + k
+        row = tl.load(rows_ptr + choice * N + column, mask=column < N, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights_ptr + choice).to(tl.float32)
+        # The row of an expert on another device was never written.
+        total += tl.where(tl.load(index_ptr + choice) < E, row, 0.0)
+    tl.store(y_ptr + token * N + column, total.to(y_ptr.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _weight_gradient(
+    a_desc, b_ptr, dw_ptr, order_ptr, ends_ptr, M: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = program % (N // COLUMNS) * COLUMNS
+    row = program // (N // COLUMNS) % (M // ROWS) * ROWS
+    expert = program // (N // COLUMNS * (M // ROWS))
+    start = tl.where(expert > 0, tl.load(ends_ptr + tl.maximum(expert - 1, 0)), 0)
+    end = tl.load(ends_ptr + expert)
+    columns = column + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    whole = start + (end - start) // STEP * STEP
+    for k in range(start, whole, STEP):
+        token = tl.load(order_ptr + k + tl.arange(0, STEP)) // TOP
+        b = tl.load(b_ptr + token[:, None] * N + columns[None, :])
+        total = tl.dot(a_desc.load([k, row]).T, b, total)
+    if whole < end:
+        rest = whole + tl.arange(0, STEP)
+        token = tl.load(order_ptr + rest, mask=rest < end, other=0) // TOP
+        b = tl.load(b_ptr + token[:, None] * N + columns[None, :], mask=(rest < end)[:, None], other=0.0)
+        a = a_desc.load([whole, row])
+        total = tl.dot(tl.where((rest < end)[:, None], a, 0.0).to(a.dtype).T, b, total)
+    rows = row + tl.arange(0, ROWS)
+    if TRANSPOSED:
+        at = (expert.to(tl.int64) * N + columns)[:, None] * M + rows[None, :]
+        tl.store(dw_ptr + at, total.T.to(dw_ptr.dtype.element_ty))
+    else:
+        at = (expert.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
+        tl.store(dw_ptr + at, total.to(dw_ptr.dtype.element_ty))
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the largest power of two up to `most` that divides `size`."""
+    return min(size & -size, most)
+
+
+class Router(torch.autograd.Function):
+    """The weights `[T, top_k]` and the experts `[T, top_k]` with the highest logits `[T, E]`."""
+
+    @staticmethod
+    @on_its_device
+    def forward(ctx, logits, top_k: int):
+        logits = logits.contiguous()
+        tokens, number = logits.shape
+        weights = logits.new_empty(tokens, top_k)
+        index = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
+        if tokens:
+            sizes = (triton.next_power_of_2(n) for n in (number, top_k))
+            _route[(tokens,)](logits, weights, index, number, top_k, *sizes, num_warps=1)
+        ctx.save_for_backward(logits, index)
+        ctx.mark_non_differentiable(index)
+        return weights, index
+
+    @staticmethod
+    @first_order()
+    def backward(ctx, d_weights, _):
+        logits, index = ctx.saved_tensors
+        # The probabilities over their sum are the softmax of the chosen logits.
+        weights = torch.softmax(logits.gather(1, index).float(), -1)
+        d_chosen = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+        return torch.zeros_like(logits).scatter_(1, index, d_chosen.to(logits.dtype)), None
+
+
+class _Plan:
+    """The rows of each expert, as tensors on the device. The host never knows them."""
+
+    def __init__(self, order, ends, tiles, top_k):
+        self.order, self.ends, self.tiles, self.top_k = order, ends, tiles, top_k
+        self.width = triton.next_power_of_2(len(ends))
+
+    @classmethod
+    def of(cls, index: torch.Tensor, number: int) -> "_Plan":
+        ids, order = index.flatten().clamp(max=number).to(torch.int16).sort(stable=True)
+        ends, tiles = torch.empty(2, number, dtype=torch.int32, device=index.device)
+        width, steps = triton.next_power_of_2(number), len(order).bit_length()
+        # The number of steps is a constant of the kernel, so it changes only when the number of rows doubles.
+        _plan[(1,)](ids, ends, tiles, len(order), number, steps, _ROWS, width)
+        return cls(order, ends, tiles, index.shape[1])
+
+    def rows_times_experts(self, rows, weight, *, transposed: bool, gather: bool = False, scatter: bool = False):
+        """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`.
+
+        `gather` takes the rows of the tokens, and `scatter` returns the rows in the order of the choices.
+        """
+        number, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
+        columns = _divisor(n, 256)
+        y = rows.new_empty(len(self.order), n)
+        a = TensorDescriptor.from_tensor(rows, [_ROWS, _STEP])
+        b = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
+        _rows_times_experts[self.grid(n // columns)](
+            a, rows, b, y, self.order, self.ends, self.tiles, number, n, k, self.top_k, gather, transposed, scatter,
+            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
+        )  # fmt: skip
+        return y
+
+    def grid(self, columns: int) -> tuple[int]:
+        """Programs for the most tiles that any routing can have."""
+        return ((len(self.order) // _ROWS + len(self.ends)) * columns,)
+
+    def gate_up(self, x, weight, keep: bool):
+        """Return `silu(gate) * up` of each row, and gate and up if `keep`."""
+        number, n, k = weight.shape
+        n //= 2
+        columns = _divisor(n, 128)
+        h = x.new_empty(len(self.order), n)
+        both = x.new_empty(len(self.order), 2 * n) if keep else None
+        w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP])
+        _gate_up[self.grid(n // columns)](
+            x, w, h, both, self.order, self.ends, self.tiles, number, n, k, self.top_k, keep, _ROWS, columns, _STEP,
+            self.width, num_warps=8, num_stages=4,
+        )  # fmt: skip
+        return h, both
+
+    def gate_backward(self, both, dh, weights):
+        """Return the gradients of gate and up, and of the weights. `dh` then holds the weighted products."""
+        d_both, d_weights = torch.empty_like(both), torch.zeros_like(weights)
+        n = dh.shape[1]
+        _gate_backward[(len(both),)](
+            both, dh, d_both, self.order, weights, d_weights, self.ends[-1:], n, triton.next_power_of_2(n)
+        )
+        return d_both, d_weights
+
+    def weight_gradient(self, rows, tokens, dtype, transposed: bool):
+        """Sum the outer products of `rows` `[S, M]` and the rows of `tokens` `[T, N]`: `[E, M, N]`, or `transposed`."""
+        number, m, n = len(self.ends), rows.shape[1], tokens.shape[1]
+        dw = rows.new_empty(number, *((n, m) if transposed else (m, n)), dtype=dtype)
+        size, columns = _divisor(m, 128), _divisor(n, 256)
+        a = TensorDescriptor.from_tensor(rows, [_STEP, size])
+        _weight_gradient[(number * (m // size) * (n // columns),)](
+            a, tokens, dw, self.order, self.ends, m, n, self.top_k, transposed, size, columns, _STEP,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+        return dw
+
+
+def _sum_of_choices(rows, index, weights, number, dtype):
+    """Add the rows `[T * top_k, N]` of each token's choices, times their weights if there are any."""
+    n = rows.shape[1]
+    y, block = rows.new_empty(len(index), n, dtype=dtype), min(triton.next_power_of_2(n), 2048)
+    _combine[(len(index), ceil_div(n, block))](
+        rows, index, weights, y, number, n, index.shape[1], weights is not None, block
+    )
+    return y
+
+
+class Experts(torch.autograd.Function):
+    """The weighted sum of the experts' outputs for tokens `[T, hidden]`. All products run in `dtype`."""
+
+    @staticmethod
+    @on_its_device
+    def forward(ctx, x, index, weights, gate_up, down, dtype):
+        ctx.dtype, ctx.like = dtype, x.dtype
+        index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
+        rows = x.to(dtype).contiguous()
+        if not len(rows):
+            ctx.save_for_backward(rows, index, weights, gate_up, down, None, None, None, None)
+            return torch.empty_like(x)
+        plan = _Plan.of(index, number)
+        h, both = plan.gate_up(rows, gate_up.to(dtype).contiguous(), any(ctx.needs_input_grad))
+        y = plan.rows_times_experts(h, down.to(dtype).contiguous(), transposed=True, scatter=True)
+        ctx.save_for_backward(rows, index, weights, gate_up, down, both, plan.order, plan.ends, plan.tiles)
+        return _sum_of_choices(y, index, weights, number, x.dtype)
+
+    @staticmethod
+    @first_order()
+    def backward(ctx, dy):
+        x, index, weights, gate_up, down, both, *plan = ctx.saved_tensors
+        for_x, _, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
+        dx = d_weights = d_gate_up = d_down = None
+        if not len(x):
+            found = (torch.zeros_like(t) if wanted else None for t, wanted in zip(
+                (x.to(ctx.like), None, weights, gate_up, down), ctx.needs_input_grad, strict=False))  # fmt: skip
+            return *found, None
+        plan, dy = _Plan(*plan, index.shape[1]), dy.to(ctx.dtype).contiguous()
+        dh = plan.rows_times_experts(dy, down.to(ctx.dtype).contiguous(), transposed=False, gather=True)
+        d_both, d_weights = plan.gate_backward(both, dh, weights)
+        if for_down:
+            d_down = plan.weight_gradient(dh, dy, down.dtype, transposed=True)
+        del dh
+        if for_gate_up:
+            d_gate_up = plan.weight_gradient(d_both, x, gate_up.dtype, transposed=False)
+        if for_x:
+            rows = plan.rows_times_experts(d_both, gate_up.to(ctx.dtype).contiguous(), transposed=False, scatter=True)
+            dx = _sum_of_choices(rows, index, None, len(gate_up), ctx.like)
+        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None
