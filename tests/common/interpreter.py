@@ -1,4 +1,4 @@
-"""Make Triton's interpreter patch the language once per launch, not again for each function that a kernel calls."""
+"""Mend Triton's interpreter: patch the language once per launch, and multiply bfloat16 factors by their values."""
 
 import triton.language as tl
 from triton.runtime import interpreter
@@ -16,3 +16,22 @@ def _patch_language_once(function):
 
 
 interpreter._patch_lang = _patch_language_once
+
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _create_dot_of_values(self, a, b, *args):
+    """Multiply bfloat16 factors by their values. The interpreter multiplies their bits, read as integers."""
+    a, b = (
+        interpreter.TensorHandle(
+            interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view("float32"), tl.float32
+        )
+        if x.dtype.scalar == tl.bfloat16
+        else x
+        for x in (a, b)
+    )
+    return _create_dot(self, a, b, *args)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot_of_values

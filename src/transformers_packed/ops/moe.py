@@ -176,8 +176,8 @@ def _verify(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
-    if dtype not in (torch.float16, torch.bfloat16) or down_proj.dtype != gate_up_proj.dtype:
-        return False, f"needs products in float16 or bfloat16, not {dtype}"
+    if dtype != torch.bfloat16 or down_proj.dtype != gate_up_proj.dtype:
+        return False, f"needs products in bfloat16, not {dtype}"
     return True, ""
 
 

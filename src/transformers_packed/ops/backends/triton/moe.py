@@ -1,12 +1,13 @@
 """Mixture of experts: routing, and grouped matrix products over rows that are sorted by expert.
 
 A row of these products is one choice of a token. `order` lists the choices `token * top_k + k` by expert, and rows are
-read from and written to their tokens directly. A tile has rows of one expert. Its size depends on neither the routing
+read from and written to their tokens directly where that is faster than a copy. A tile has rows of one expert. Its size depends on neither the routing
 nor the time of kernels, no product is split along the reduced dimension, and a program adds up a token's choices in
 their order. So a token's result does not depend on other tokens.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -76,9 +77,9 @@ def _tile(ends_ptr, tiles_ptr, tile, E, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _rows_times_experts(
-    a_desc, a_ptr, b_desc, y_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
-    TOP: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    a_desc, b_desc, y_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = program % (N // COLUMNS) * COLUMNS
@@ -86,22 +87,17 @@ def _rows_times_experts(
     if row >= end:
         return
     rows = row + tl.arange(0, ROWS)
-    choices = rows.to(tl.int64)
-    if GATHER or SCATTER:
-        choices = tl.load(order_ptr + rows, mask=rows < end, other=0)
-    if GATHER:
-        a_at = a_ptr + (choices // TOP)[:, None] * K + tl.arange(0, STEP)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, K, STEP):
-        if GATHER:
-            a = tl.load(a_at + k)
-        else:
-            a = a_desc.load([row, k])
+        a = a_desc.load([row, k])
         if TRANSPOSED:
             total = tl.dot(a, b_desc.load([expert * N + column, k]).T, total)
         else:
             total = tl.dot(a, b_desc.load([expert * K + k, column]), total)
-    at = (choices if SCATTER else rows.to(tl.int64))[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
+    place = rows.to(tl.int64)
+    if SCATTER:
+        place = tl.load(order_ptr + rows, mask=rows < end, other=0)
+    at = place[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None])
 
 
@@ -184,36 +180,14 @@ def _combine(
 
 
 @triton.jit
-def _weight_gradient(
-    a_desc, b_ptr, dw_ptr, order_ptr, ends_ptr, M: tl.constexpr, N: tl.constexpr, TOP: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    column = program % (N // COLUMNS) * COLUMNS
-    row = program // (N // COLUMNS) % (M // ROWS) * ROWS
-    expert = program // (N // COLUMNS * (M // ROWS))
-    start = tl.where(expert > 0, tl.load(ends_ptr + tl.maximum(expert - 1, 0)), 0)
-    end = tl.load(ends_ptr + expert)
-    columns = column + tl.arange(0, COLUMNS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    whole = start + (end - start) // STEP * STEP
-    for k in range(start, whole, STEP):
-        token = tl.load(order_ptr + k + tl.arange(0, STEP)) // TOP
-        b = tl.load(b_ptr + token[:, None] * N + columns[None, :])
-        total = tl.dot(a_desc.load([k, row]).T, b, total)
-    if whole < end:
-        rest = whole + tl.arange(0, STEP)
-        token = tl.load(order_ptr + rest, mask=rest < end, other=0) // TOP
-        b = tl.load(b_ptr + token[:, None] * N + columns[None, :], mask=(rest < end)[:, None], other=0.0)
-        a = a_desc.load([whole, row])
-        total = tl.dot(tl.where((rest < end)[:, None], a, 0.0).to(a.dtype).T, b, total)
-    rows = row + tl.arange(0, ROWS)
-    if TRANSPOSED:
-        at = (expert.to(tl.int64) * N + columns)[:, None] * M + rows[None, :]
-        tl.store(dw_ptr + at, total.T.to(dw_ptr.dtype.element_ty))
-    else:
-        at = (expert.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
-        tl.store(dw_ptr + at, total.to(dw_ptr.dtype.element_ty))
+def _gather(x_ptr, order_ptr, end_ptr, rows_ptr, N, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end_ptr):
+        return
+    token = tl.load(order_ptr + row) // TOP
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * N + column, mask=column < N)
+    tl.store(rows_ptr + row * N + column, x, mask=column < N)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -264,10 +238,10 @@ class _Plan:
         _plan[(1,)](ids, ends, tiles, len(order), number, steps, _ROWS, width)
         return cls(order, ends, tiles, index.shape[1])
 
-    def rows_times_experts(self, rows, weight, *, transposed: bool, gather: bool = False, scatter: bool = False):
+    def rows_times_experts(self, rows, weight, *, transposed: bool, scatter: bool = False):
         """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`.
 
-        `gather` takes the rows of the tokens, and `scatter` returns the rows in the order of the choices.
+        `scatter` returns the rows in the order of the choices.
         """
         number, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
         columns = _divisor(n, 256)
@@ -275,8 +249,8 @@ class _Plan:
         a = TensorDescriptor.from_tensor(rows, [_ROWS, _STEP])
         b = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
         _rows_times_experts[self.grid(n // columns)](
-            a, rows, b, y, self.order, self.ends, self.tiles, number, n, k, self.top_k, gather, transposed, scatter,
-            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
+            a, b, y, self.order, self.ends, self.tiles, number, n, k, transposed, scatter, _ROWS, columns, _STEP,
+            self.width, num_warps=8, num_stages=4,
         )  # fmt: skip
         return y
 
@@ -307,17 +281,16 @@ class _Plan:
         )
         return d_both, d_weights
 
-    def weight_gradient(self, rows, tokens, dtype, transposed: bool):
-        """Sum the outer products of `rows` `[S, M]` and the rows of `tokens` `[T, N]`: `[E, M, N]`, or `transposed`."""
-        number, m, n = len(self.ends), rows.shape[1], tokens.shape[1]
-        dw = rows.new_empty(number, *((n, m) if transposed else (m, n)), dtype=dtype)
-        size, columns = _divisor(m, 128), _divisor(n, 256)
-        a = TensorDescriptor.from_tensor(rows, [_STEP, size])
-        _weight_gradient[(number * (m // size) * (n // columns),)](
-            a, tokens, dw, self.order, self.ends, m, n, self.top_k, transposed, size, columns, _STEP,
-            num_warps=8, num_stages=3,
-        )  # fmt: skip
-        return dw
+    def gathered(self, x):
+        """Return the rows of the tokens `[T, N]` of all choices, by expert: `[S, N]`."""
+        n = x.shape[1]
+        rows, block = x.new_empty(len(self.order), n), min(triton.next_power_of_2(n), 2048)
+        _gather[(len(rows), ceil_div(n, block))](x, self.order, self.ends[-1:], rows, n, self.top_k, block)
+        return rows
+
+    def weight_gradient(self, d_rows, rows, dtype):
+        """Return the sum of the outer products of an expert's rows, `[E, out, in]`. On a GPU, the sums are float32."""
+        return F.grouped_mm(d_rows.t(), rows, offs=self.ends).to(dtype)
 
 
 def _sum_of_choices(rows, index, weights, number, dtype):
@@ -359,13 +332,14 @@ class Experts(torch.autograd.Function):
                 (x.to(ctx.like), None, weights, gate_up, down), ctx.needs_input_grad, strict=False))  # fmt: skip
             return *found, None
         plan, dy = _Plan(*plan, index.shape[1]), dy.to(ctx.dtype).contiguous()
-        dh = plan.rows_times_experts(dy, down.to(ctx.dtype).contiguous(), transposed=False, gather=True)
+        dy = plan.gathered(dy)
+        dh = plan.rows_times_experts(dy, down.to(ctx.dtype).contiguous(), transposed=False)
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
-            d_down = plan.weight_gradient(dh, dy, down.dtype, transposed=True)
-        del dh
+            d_down = plan.weight_gradient(dy, dh, down.dtype)
+        del dh, dy
         if for_gate_up:
-            d_gate_up = plan.weight_gradient(d_both, x, gate_up.dtype, transposed=False)
+            d_gate_up = plan.weight_gradient(d_both, plan.gathered(x), gate_up.dtype)
         if for_x:
             rows = plan.rows_times_experts(d_both, gate_up.to(ctx.dtype).contiguous(), transposed=False, scatter=True)
             dx = _sum_of_choices(rows, index, None, len(gate_up), ctx.like)
