@@ -372,8 +372,8 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(each((d, mode) for d in (FLOAT32, BFLOAT16) for mode in ("eager", "grouped_mm")))
     def test_no_less_exact_than_transformers(self, _, dtype, mode):
-        for index, number in ((choices(150, 8, 2), 8), (choices(37, 5, 3), 5)):
-            case = Case(index, number, 128, 64, dtype)
+        for index, number in ((choices(150, 4, 2), 4), (choices(37, 3, 3), 3)):
+            case = Case(index, number, 64, 64, dtype)
             exact = case.cast(FLOAT64).run(oracle)
             stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
             for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
@@ -564,7 +564,7 @@ def leaks(document, function, numbers, seed):
 
 
 PLACES = [(0, 30), (30, 0), (11, 50), (3, 2), (100, 133), (1, 0)]
-SIZES = {"reference": ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (3, 1), (1, 1))}
+SIZES = ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (3, 1), (1, 1))
 
 
 class IsolationTest(Assertions, InterpretedKernelsTest):
@@ -575,25 +575,23 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
         if find_spec("triton"):
             self.enterContext(bfloat16_products())
 
-    @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES["reference"]))
+    @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES))
     def test_reference(self, _, dtype, hidden, width):
         for seed, (tokens, places) in enumerate(zip((1, 7, 16, 17, 40, 2), PLACES, strict=True)):
             for number, top_k in ((5, 3), (9, 1)):
                 document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
                 self.assertEqual(leaks(document, "reference", places, seed), [], (seed, number))
 
-    @parameterized.expand(each([(1, 64, 64), (7, 64, 128), (16, 192, 64), (129, 64, 64)]))
-    def test_triton(self, _, tokens, hidden, width):
-        for seed in (tokens, tokens + 1):
-            places = PLACES[seed % len(PLACES)]
-            document = Case(choices(tokens, 5, 2, seed), 5, hidden, width, BFLOAT16, seed=seed)
-            self.assertEqual(leaks(document, "triton", places, seed), [], seed)
+    @parameterized.expand(each([(1, 64, 64, 0, 30), (7, 64, 128, 11, 50), (9, 128, 64, 133, 3), (129, 64, 64, 2, 7)]))
+    def test_triton(self, _, tokens, hidden, width, *places):
+        document = Case(choices(tokens, 3, 2, tokens), 3, hidden, width, BFLOAT16, seed=tokens)
+        self.assertEqual(leaks(document, "triton", places, tokens), [])
 
     def test_with_other_dtypes(self):
         for seed, (dtype, x_dtype) in enumerate(((BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT64, FLOAT64))):
-            document = Case(choices(9, 5, 3, seed), 5, 64, 64, dtype, x_dtype, seed=seed)
+            document = Case(choices(9, 3, 2, seed), 3, 64, 64, dtype, x_dtype, seed=seed)
             for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
-                self.assertEqual(leaks(document, impl, (20, 13), seed), [], dtype)
+                self.assertEqual(leaks(document, impl, (5, 13), seed), [], dtype)
 
     def test_the_comparison_finds_leaks(self):
         def mixed(x, index, *weights):
@@ -633,7 +631,6 @@ class BadInputTest(
         [
             ("float32", lambda impl: call(impl=impl), "needs products in bfloat16, not torch.float32"),
             ("float64", lambda impl: half(impl, x=HIDDEN.double()), "not torch.float64"),
-            ("dtypes", lambda impl: half(impl, gate_up=GATE_UP), "needs products in bfloat16"),
             (
                 "sizes",
                 lambda impl: experts(
