@@ -28,6 +28,7 @@ from pathlib import Path
 import step as one_gpu
 import torch
 import torch.distributed as dist
+from arms import make_model
 
 from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.ops import dispatch, implementations_used
@@ -163,7 +164,7 @@ def main() -> int:
         config = one_gpu.MODELS[name]
         lengths = [args.one_document] if args.one_document else one_gpu.sample_lengths("lognormal", args.tokens)
         start = time.perf_counter()
-        model = one_gpu.make_model(config, "ours", args.device)
+        model = make_model(config, "ours", args.device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if first:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)

@@ -1,0 +1,278 @@
+"""Arms of the benchmark of one training step: the models and batches that `step.py` times."""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+
+if not torch.cuda.is_available():
+    # Where these can be imported, the built-in classes would run them on the CPU, which fails.
+    sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
+
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, set_seed
+
+from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs
+from transformers_packed.models.quantization import SENSITIVE
+
+
+# Class by module; it has the same name in Transformers and in this package.
+CLASSES = {
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
+
+class Kind(NamedTuple):
+    """What an arm is made of."""
+
+    # "builtin" or "ours".
+    model: str
+    packed: bool = True
+    attention: str = "sdpa"
+    liger: bool = False
+    flash_qla: bool = True
+    # Of a mixture only, None for the default: an implementation that Transformers offers, or "liger" for Liger's kernels.
+    experts: str | None = None
+
+
+ARMS = {
+    "padded": Kind("builtin", packed=False),
+    "padded+liger": Kind("builtin", packed=False, liger=True),
+    "packed": Kind("builtin"),
+    "packed+varlen": Kind("builtin", attention="varlen"),
+    "packed+varlen+liger": Kind("builtin", attention="varlen", liger=True),
+    "packed+varlen+liger-flashqla": Kind("builtin", attention="varlen", liger=True, flash_qla=False),
+    "packed+varlen+liger-experts": Kind("builtin", attention="varlen", liger=True, experts="liger"),
+    "ours": Kind("ours"),
+    "ours+graphs": Kind("ours"),
+    "ours+stock-experts": Kind("ours", experts="grouped_mm"),
+    "ours padded": Kind("ours", packed=False),
+}
+# LoRA as Trainer runs it: float32 adapters of rank 16 on all linear layers and all experts, bfloat16 weights, autocast.
+ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", "ours+graphs", "ours+stock-experts")}
+# The same with weights in NF4, and after PEFT's `prepare_model_for_kbit_training`.
+ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
+ARMS["ours+qlora+prepared"] = ARMS["ours"]
+# Routers and the gate of the shared expert keep their weights.
+LORA_LAYERS = (
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def default_arms(config: dict) -> list[str]:
+    """All arms of a full training step that fit the model: only a mixture can choose its experts, and it has no graphs."""
+    mixture = "num_experts" in config
+    names = [name for name in ARMS if name != "ours padded" and "lora" not in name]
+    return [name for name in names if not ("graphs" in name if mixture else ARMS[name].experts)]
+
+
+def family_of(config: dict) -> str:
+    return config["model_type"].removesuffix("_text")
+
+
+def stock_module(config: dict) -> ModuleType:
+    """Transformers' own module of the model."""
+    return import_module(f"transformers.models.{family_of(config)}.modeling_{family_of(config)}")
+
+
+def prepare(device: str) -> None:
+    """Give the built-in classes variable-length attention, and on a GPU the convolution for packed rows."""
+    AttentionInterface.register("varlen", varlen)
+    AttentionMaskInterface.register("varlen", lambda *_, **__: None)
+    if device == "cuda":
+        for family in CLASSES:
+            stock_module({"model_type": family}).causal_conv1d_fn = flas_convolution
+
+
+def varlen(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    """Transformers' attention interface over `varlen_attn`."""
+    from inspect import signature
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = (x.transpose(1, 2)[0] for x in (query, key, value))
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    ends = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    return varlen_attn(*rows, *ends, scale=scaling, window_size=(-1, 0), **grouped)[None], None
+
+
+def flas_convolution(hidden_states, weight, bias=None, activation=None, seq_idx=None, cu_seq_lens_q=None, **kwargs):
+    """The signature that the built-in block calls, channels first, over flash-linear-attention's kernel."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    rows = hidden_states.transpose(1, 2)
+    return causal_conv1d(rows, weight, bias, activation=activation, cu_seqlens=cu_seq_lens_q)[0].transpose(1, 2)
+
+
+def make_model(config: dict, arm: str, device: str):
+    kind, family, builtin = ARMS[arm], family_of(config), stock_module(config)
+    set_seed(0)
+    module = (
+        import_module(f"transformers_packed.models.{family}.modeling_{family}") if kind.model == "ours" else builtin
+    )
+    with torch.device(device):
+        cls = getattr(module, CLASSES[family])
+        text_config = AutoConfig.for_model(**config)
+        model = cls._from_config(text_config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    if kind.attention != "sdpa":
+        model.set_attn_implementation(kind.attention)
+    if kind.experts and kind.experts != "liger":
+        model.set_experts_implementation(kind.experts)
+    if kind.liger:
+        use_liger(model, family, builtin, kind.experts == "liger")
+    if "+qlora" in arm:
+        quantize(model)
+    return with_lora(model, "+prepared" in arm) if "lora" in arm else model
+
+
+def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts: bool) -> None:
+    """Liger's kernels on this model; the experts of a mixture keep their implementation unless `experts`."""
+    from liger_kernel.transformers import monkey_patch
+    from liger_kernel.transformers.swiglu import LigerQwen3MoeSwiGLUMLP
+
+    shared = [layer.mlp.shared_expert for layer in model.model.layers if hasattr(layer.mlp, "shared_expert")]
+    originals = dict(vars(builtin))
+    getattr(monkey_patch, f"apply_liger_kernel_to_{family}")(model=model, swiglu=experts or not shared)
+    # It also replaces the classes, which the other arms are made of.
+    vars(builtin).update(originals)
+    if not experts:
+        for module in shared:
+            monkey_patch._patch_swiglu_module(module, LigerQwen3MoeSwiGLUMLP)
+
+
+def quantize(model: torch.nn.Module) -> None:
+    """Replace the layers that `from_pretrained` would replace, with double quantization."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name in [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]:
+        layer = model.get_submodule(name)
+        if name.endswith(("lm_head", *SENSITIVE)):
+            continue
+        size = layer.in_features, layer.out_features
+        new = Linear4bit(*size, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+        weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
+        new.weight = weight.to(layer.weight.device)
+        model.set_submodule(name, new)
+    model.is_loaded_in_4bit = True
+
+
+def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    mixture = getattr(model.config, "num_experts", None)
+    lora = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=list(LORA_LAYERS),
+        target_parameters=list(LORA_EXPERTS) if mixture else None,
+    )
+    model = get_peft_model(model, lora)
+    for name, parameter in model.named_parameters():
+        # Products with zeros take less power, and the GPU's clock depends on it.
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def make_batches(lengths: list[int], vocab_size: int, arm: str, batch_size: int, device: str) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(1, vocab_size, (n,), generator=generator) for n in lengths]
+    kind = ARMS[arm]
+    to = lambda batch: {k: x.to(device) if torch.is_tensor(x) else x for k, x in batch.items()}  # noqa: E731
+    if kind.packed:
+        # What the built-in classes read on the device as well; ours take the host's copy of `cu_seqlens`.
+        collator = DataCollatorWithFlattening(
+            return_cu_seqlens=True, return_seq_idx=True, return_flash_attn_kwargs=True, on_leak="ignore"
+        )
+        batch = collator([{"input_ids": x.tolist()} for x in documents])
+        if kind.model == "ours":
+            keep = ("input_ids", "labels", "position_ids")
+            return [to({k: batch[k] for k in keep}) | {"cu_seqlens": batch["cu_seqlens"]}]
+        batch.pop("cu_seqlens")
+        return [to(batch)]
+    batches = []
+    for start in range(0, len(documents), batch_size):
+        rows = documents[start : start + batch_size]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in rows], batch_first=True)
+        batches.append(to({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}))
+    return batches
+
+
+def upstream_gradients(batches: list[dict], hidden_size: int, tokens: int) -> list[torch.Tensor]:
+    """The same random numbers for a token in every arm, and 0 at padding."""
+    rows = torch.randn(tokens, hidden_size, generator=torch.Generator().manual_seed(2)).bfloat16() / tokens
+    gradients = []
+    for batch in batches:
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        now, rows = rows.to(ids.device).split([int(mask.sum()), len(rows) - int(mask.sum())])
+        gradients.append(now.new_zeros(*ids.shape, hidden_size).masked_scatter_(mask[..., None], now))
+    return gradients
+
+
+class Arm:
+    """A model with its batches; `step()` is forward and backward over all of them."""
+
+    def __init__(self, name: str, config: dict, lengths: list[int], args):
+        self.name, self.targets, self.device = name, sum(lengths) - len(lengths), args.device
+        self.model = make_model(config, name, args.device)
+        if args.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if "+graphs" in name:
+            use_cuda_graphs(self.model, -(-sum(lengths) // 64) * 64)
+        self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device)
+        self.upstream = upstream_gradients(self.batches, config["hidden_size"], sum(lengths)) if args.no_head else None
+        self.builtin, self.use_flash_qla = stock_module(config), ARMS[name].flash_qla
+
+    def loss(self, index: int) -> torch.Tensor:
+        """The loss of a batch; without the head, the product of the last hidden state and fixed random numbers."""
+        batch = self.batches[index]
+        if self.upstream is None:
+            return self.model(**batch, num_items_in_batch=self.targets).loss
+        model = self.model.get_base_model() if "lora" in self.name else self.model
+        hidden = model.model(**{name: x for name, x in batch.items() if name != "labels"}).last_hidden_state
+        return (hidden * self.upstream[index]).sum(dtype=torch.float32)
+
+    def step(self) -> float:
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for index in range(len(self.batches)):
+            with torch.autocast(self.device, torch.bfloat16, enabled="lora" in self.name):
+                loss = self.loss(index)
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def bytes_of_weights_and_gradients(self) -> int:
+        """After a step, while the gradients exist."""
+        tensors = [x for weight in self.model.parameters() for x in (weight, weight.grad) if x is not None]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def run(self) -> float:
+        # FLA looks for the other package in each call.
+        original = self.builtin.torch_chunk_gated_delta_rule
+        if not self.use_flash_qla:
+            self.builtin.torch_chunk_gated_delta_rule = without_flash_qla
+        try:
+            return self.step()
+        finally:
+            self.builtin.torch_chunk_gated_delta_rule = original
+
+
+def without_flash_qla(*args, **kwargs):
+    from inspect import signature, unwrap
+
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    kernel = unwrap(chunk_gated_delta_rule)
+    known = signature(kernel).parameters
+    return kernel(*args, **{name: value for name, value in kwargs.items() if name in known})
