@@ -1,8 +1,6 @@
 """Mixture of experts: the router and the experts, as PyTorch references and as Triton kernels in the interpreter."""
 
 import unittest
-from importlib.util import find_spec
-from unittest import mock
 
 import torch
 from common.fused import guarded_buffers, relative, saved_in
@@ -35,24 +33,6 @@ def normal(*shape, dtype=FLOAT32, seed=0):
 def off_grid(x):
     """The same numbers between NaN."""
     return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
-
-
-def bfloat16_products():
-    """Triton's interpreter would multiply the bits of bfloat16 as integers."""
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    def widened(x):
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        data = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view("float32")
-        return interpreter.TensorHandle(data, tl.float32)
-
-    def dot(self, a, b, *others):
-        return multiply(self, widened(a), widened(b), *others)
-
-    multiply = interpreter.InterpreterBuilder.create_dot
-    return mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def unaligned(x):
@@ -180,10 +160,10 @@ class RouterTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_numbers_of_tokens_and_isolation(self, impl):
-        for dtype, number, top_k, seed in ((FLOAT32, 9, 3, 0), (BFLOAT16, 64, 8, 1), (FLOAT32, 33, 33, 2)):
-            logits, upstream = normal(70, number, dtype=dtype, seed=seed), normal(70, top_k, dtype=dtype, seed=seed)
+        for dtype, number, top_k, seed in ((FLOAT32, 9, 3, 0), (BFLOAT16, 64, 8, 1), (FLOAT32, 7, 7, 2)):
+            logits, upstream = normal(50, number, dtype=dtype, seed=seed), normal(50, top_k, dtype=dtype, seed=seed)
             together = route(impl, logits, top_k, upstream=upstream)
-            for start, stop in ((0, 0), (0, 1), (13, 14), (5, 37), (69, 70)):
+            for start, stop in ((0, 0), (0, 1), (13, 14), (5, 37), (49, 50)):
                 alone = route(impl, logits[start:stop], top_k, upstream=upstream[start:stop])
                 self.assert_same_bits(alone, [x[start:stop] for x in together], (start, stop))
 
@@ -311,7 +291,7 @@ def choices(tokens, number, top_k, seed=0):
 ELSEWHERE = choices(37, 9, 3)
 ROUTINGS = {
     "random": (choices(37, 5, 3), 5),
-    "many_experts": (choices(37, 40, 4), 40),
+    "many_experts": (choices(9, 20, 4), 20),
     "top_k_1": (choices(37, 5, 1), 5),
     "top_k_of_all": (choices(37, 5, 5), 5),
     "one_expert": (choices(19, 1, 1), 1),
@@ -335,11 +315,6 @@ def each(cases, *others):
 
 
 class ExpertsTest(Assertions, InterpretedKernelsTest):
-    def setUp(self):
-        super().setUp()
-        if find_spec("triton"):
-            self.enterContext(bfloat16_products())
-
     def check(self, case, function, expected=oracle, bar=None, trained=NAMES):
         actual = case.run(function, trained)
         expected = case.cast(FLOAT64).run(expected, trained)
@@ -372,16 +347,15 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(each((d, mode) for d in (FLOAT32, BFLOAT16) for mode in ("eager", "grouped_mm")))
     def test_no_less_exact_than_transformers(self, _, dtype, mode):
-        for index, number in ((choices(150, 4, 2), 4), (choices(37, 3, 3), 3)):
-            case = Case(index, number, 64, 64, dtype)
-            exact = case.cast(FLOAT64).run(oracle)
-            stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
-            for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
-                ours = [relative(a, b) for a, b in zip(case.run(impl), exact, strict=True)]
-                # Triton's interpreter rounds to bfloat16 towards zero.
-                factor = 4 if impl == "triton" else 2
-                for name, a, b in zip(("y", *NAMES), ours, stock, strict=True):
-                    self.assertLessEqual(a, factor * b, (impl, name))
+        case = Case(choices(40, 3, 2), 3, dtype=dtype)
+        exact = case.cast(FLOAT64).run(oracle)
+        stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
+        for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
+            ours = [relative(a, b) for a, b in zip(case.run(impl), exact, strict=True)]
+            # Triton's interpreter rounds to bfloat16 towards zero.
+            factor = 4 if impl == "triton" else 2
+            for name, a, b in zip(("y", *NAMES), ours, stock, strict=True):
+                self.assertLessEqual(a, factor * b, (impl, name))
 
     @parameterized.expand(["eager", "batched_mm"])
     def test_reference_equals_transformers_in_float64(self, mode):
@@ -390,14 +364,14 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(each((i, *t) for i in IMPLEMENTATIONS for t in (*[(n,) for n in NAMES], NAMES[:2], ())))
     def test_gradients_of_some_inputs(self, _, impl, *trained):
-        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
         found = case.run(impl, trained)
         self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)])
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_computes_no_gradients_of_frozen_weights(self, impl):
-        case = Case(choices(37, 5, 3), 5, 192, 64, BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, 192, 64, BFLOAT16)
         shapes = {(128, 192), (192, 128), (64, 192), (192, 64)}
         found = []
 
@@ -408,7 +382,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
                     found.append(str(function))
                 return result
 
-        for trained, products in ((NAMES[:2], 0), (NAMES, 2 if impl == "triton" else 10)):
+        for trained, products in ((NAMES[:2], 0), (NAMES, 2 if impl == "triton" else 6)):
             x, *weights = leaves = case.leaves(trained)
             y = experts(x, case.index, *weights, impl=impl)
             with Record():
@@ -420,7 +394,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(each((impl, layout) for impl in IMPLEMENTATIONS for layout in LAYOUTS))
     def test_tensors_that_are_not_contiguous(self, _, impl, layout):
-        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         expected = case.run(impl)
         for name in (*NAMES, "index", "upstream"):
             if name != "index" or layout != "off_grid":
@@ -437,7 +411,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_a_gradient_that_is_expanded(self, impl):
-        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         case.upstream = case.upstream[:1, :1].expand_as(case.x)
         actual = case.run(impl)
         case.upstream = case.upstream.contiguous()
@@ -445,7 +419,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(each((impl, x) for impl in IMPLEMENTATIONS for x in (FLOAT32, BFLOAT16)))
     def test_autocast(self, _, impl, x_dtype):
-        case = Case(choices(37, 5, 3), 5, dtype=FLOAT32, x_dtype=x_dtype)
+        case = Case(choices(20, 3, 2), 3, dtype=FLOAT32, x_dtype=x_dtype)
 
         def call(x, index, *weights):
             with torch.autocast("cpu", BFLOAT16):
@@ -455,7 +429,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_input_and_router_weights_in_float32(self, impl):
-        self.check(Case(choices(37, 5, 3), 5, dtype=BFLOAT16, x_dtype=FLOAT32), impl)
+        self.check(Case(choices(20, 3, 2), 3, dtype=BFLOAT16, x_dtype=FLOAT32), impl)
 
     @parameterized.expand(each((impl, name) for impl in IMPLEMENTATIONS for name in ("random", "on_another_device")))
     def test_the_same_bits_twice_and_from_unwritten_buffers(self, _, impl, name):
@@ -468,19 +442,19 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_a_graph_that_is_retained(self, impl):
-        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         x, *weights = leaves = case.leaves()
         y = experts(x, case.index, *weights, impl=impl)
         first = torch.autograd.grad(y, leaves, case.upstream, retain_graph=True)
         self.assert_same_bits(torch.autograd.grad(y, leaves, case.upstream), first)
 
     def test_triton_saves_the_input_and_gate_and_up(self):
-        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         x, *weights = leaves = case.leaves()
         kept = saved_in(lambda: experts(x, case.index, *weights, impl="triton"))
         inputs = {t.untyped_storage().data_ptr() for t in (*leaves, case.index)}
         new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
-        self.assertEqual([t.shape for t in new], [(37 * 3, 2 * 64)])
+        self.assertEqual([t.shape for t in new], [(20 * 2, 2 * 64)])
 
     def test_second_order_gradients(self):
         index = torch.tensor([[1, 0], [2, 1], [1, 1], [0, 5]])
@@ -570,11 +544,6 @@ SIZES = ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (
 class IsolationTest(Assertions, InterpretedKernelsTest):
     """To the last bit, the results of a token do not depend on the other tokens of the row."""
 
-    def setUp(self):
-        super().setUp()
-        if find_spec("triton"):
-            self.enterContext(bfloat16_products())
-
     @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES))
     def test_reference(self, _, dtype, hidden, width):
         for seed, (tokens, places) in enumerate(zip((1, 7, 16, 17, 40, 2), PLACES, strict=True)):
@@ -582,9 +551,9 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
                 document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
                 self.assertEqual(leaks(document, "reference", places, seed), [], (seed, number))
 
-    @parameterized.expand(each([(1, 64, 64, 0, 30), (7, 64, 128, 11, 50), (9, 128, 64, 133, 3), (129, 64, 64, 2, 7)]))
+    @parameterized.expand(each([(1, 64, 64, 0, 30), (7, 64, 128, 11, 50), (5, 128, 64, 70, 3), (129, 64, 64, 1, 0)]))
     def test_triton(self, _, tokens, hidden, width, *places):
-        document = Case(choices(tokens, 3, 2, tokens), 3, hidden, width, BFLOAT16, seed=tokens)
+        document = Case(choices(tokens, 2, 2, tokens), 2, hidden, width, BFLOAT16, seed=tokens)
         self.assertEqual(leaks(document, "triton", places, tokens), [])
 
     def test_with_other_dtypes(self):
