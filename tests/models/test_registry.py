@@ -100,7 +100,7 @@ class RegisterTest(unittest.TestCase):
         replaced = {type(m).__name__ for m in ours.modules() if type(m).__module__.startswith("transformers_packed.")}
         self.assertEqual(
             {name.removeprefix("Qwen3Next").removeprefix("Qwen3_5").removeprefix("Moe") for name in replaced}
-            - {"Model", "TextModel"},
+            - {"Model", "TextModel", "TopKRouter"},
             {"ForCausalLM", "GatedDeltaNet", "Attention", "DecoderLayer", "MLP", "RMSNorm", "RMSNormGated"},
         )
         # As in Trainer, accelerate and torch.save.
@@ -170,7 +170,7 @@ class RegisterTest(unittest.TestCase):
             "import transformers_packed; transformers_packed.register()\n"
             f"tiny, experts = {TINY!r}, {EXPERTS!r}\n"
             "model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**tiny, **experts))\n"
-            "assert model.config._experts_implementation == 'grouped_mm', model.config._experts_implementation\n"
+            "assert model.config._experts_implementation == 'transformers_packed', model.config._experts_implementation\n"
             "model.set_experts_implementation('batched_mm')\n"
             "assert model.config._experts_implementation == 'batched_mm'\n"
             "assert not AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**tiny))._can_set_experts_implementation()\n"

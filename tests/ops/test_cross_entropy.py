@@ -164,7 +164,9 @@ class DefaultChunksTest(unittest.TestCase):
                 mock.patch.multiple(cross_entropy, CHUNK_SIZE=6, FROZEN_CHUNK_SIZE=4),
                 mock.patch.object(cross_entropy, "_torch_softmax_step", step),
             ):
-                linear_cross_entropy(hidden[:13], weight.requires_grad_(trained), labels[:13].clamp_min(0), impl="torch")
+                linear_cross_entropy(
+                    hidden[:13], weight.requires_grad_(trained), labels[:13].clamp_min(0), impl="torch"
+                )
             self.assertEqual(rows, sizes)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from ..models.experts import isolates
 from ..models.registry import transformers_model
 
 
@@ -16,8 +17,8 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
 
     Some models use other kernels and gradient checkpointing only in training, so the model is in training mode,
     without a cache (as under `Trainer`) and with every dropout set to 0. Gradients are computed for embeddings only.
-    Experts run as `batched_mm` if possible: in grouped matrix products the shapes depend on the other documents, which
-    changes the last bits and sometimes the routing.
+    Experts that are not this package's run as `batched_mm` if possible: in grouped matrix products the shapes depend on
+    the other documents, which changes the last bits and sometimes the routing.
     """
     modules = list(model.modules())
     configs = _configs(modules)
@@ -91,6 +92,9 @@ def _silence(values: dict[str, Any]) -> None:
 def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     before = getattr(model.config, "_experts_implementation", None)
     if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
+        return
+    experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    if experts and all(map(isolates, experts)):
         return
     try:
         model.set_experts_implementation("batched_mm")

@@ -44,6 +44,7 @@ _REQUIRED = {
         "Cache.update_recurrent_state",
     ),
     "transformers.integrations.accelerate": ("force_accelerate_hooks",),
+    "transformers.integrations.moe": ("_default_apply_gate", "grouped_mm_experts_forward"),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
     "transformers.models.qwen3_next.modeling_qwen3_next": (
@@ -187,8 +188,17 @@ class PackedModelMixin(QuantizationMixin):
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         # The check reads the source of the class's module, so it needs the stock class.
-        builtin = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
-        return builtin._can_set_experts_implementation()
+        return _builtin(cls)._can_set_experts_implementation()
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        if _builtin(type(self)).__module__.split(".")[-2] in FAMILIES:
+            requested_experts = _experts().choose_implementation(requested_experts)
+        return super().get_correct_experts_implementation(requested_experts)
+
+
+def _builtin(cls: type) -> type:
+    """Return the stock class that one of our model classes derives from."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
 
 
 def register() -> None:
@@ -267,6 +277,11 @@ def _generic() -> ModuleType:
     return import_module(f"{__package__}.generic")
 
 
+def _experts() -> ModuleType:
+    """Import the implementation of experts late, because it imports the ops."""
+    return import_module(f"{__package__}.experts")
+
+
 def check_transformers() -> None:
     """Raise an `ImportError` that lists every required name the installed Transformers lacks."""
     missing = []
@@ -289,6 +304,7 @@ def patch_model(model: Model) -> Model:
     """Convert an existing model in place, so that it keeps the documents of a packed row apart.
 
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
+    The default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are kept.
     Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents get
     classes from the tables in `models/families.py`. A causal language model that already keeps documents apart, with
     position ids that restart and without a cache, stays unchanged.
@@ -336,7 +352,9 @@ def patch_model(model: Model) -> Model:
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
     _switch(model, REPLACEMENTS, related)
-    if not has_our_classes(model):
+    if has_our_classes(model):
+        _experts().switch_implementation(model, ours=True)
+    else:
         _check_isolated(model)
     return model
 
@@ -397,6 +415,7 @@ def unpatch_model(model: Model) -> Model:
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
     _switch(model, classes, related=lambda cls: issubclass(cls, tuple(classes)))
+    _experts().switch_implementation(model, ours=False)
     return model
 
 

@@ -164,7 +164,14 @@ def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
     return Experts.apply(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, dtype)
 
 
-def _verify(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+def verify_triton(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+) -> tuple[bool, str]:
+    """Whether `impl="triton"` supports this call of [`experts`]."""
     ok, reason = triton.verify(hidden_states)
     if not ok:
         return ok, reason
@@ -186,6 +193,6 @@ ROUTERS = {
     "reference": Implementation(_reference_router, always),
 }
 EXPERTS = {
-    "triton": Implementation(_triton, _verify),
+    "triton": Implementation(_triton, verify_triton),
     "reference": Implementation(_reference, always),
 }

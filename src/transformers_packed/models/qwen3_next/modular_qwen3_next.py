@@ -1,6 +1,7 @@
 """Qwen3-Next with support for packed rows, whose documents it keeps apart: the differences from Transformers."""
 
 import torch
+import torch.nn.functional as F
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
@@ -11,7 +12,7 @@ from transformers.utils import can_return_tuple
 
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
-from ...ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
+from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
 from ..inputs import PackingKwargs, check_causal
@@ -183,6 +184,16 @@ class Qwen3NextMLP(builtin.Qwen3NextMLP):
         layer = projection_to_fuse(self.down_proj, gate)
         product = glu(gate, up, layer)
         return self.down_proj(product) if layer is None else product
+
+
+@fast_path
+class Qwen3NextTopKRouter(builtin.Qwen3NextTopKRouter):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of all experts, and the weights and indices of the chosen ones, for each token."""
+        router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        # Only Qwen3-Next has the option not to normalize.
+        normalize = getattr(self, "norm_topk_prob", True)
+        return router_logits, *choose_experts(router_logits, self.top_k, normalize=normalize)
 
 
 @fast_path

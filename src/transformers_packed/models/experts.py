@@ -1,0 +1,84 @@
+"""Experts of a mixture through this package's op, as an `experts_implementation` of Transformers.
+
+Our models choose it by default, and `patch_model` sets it in place of Transformers' default. Any other implementation
+that the user sets is kept.
+"""
+
+import torch
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+from transformers.utils import logging
+
+from ..ops import experts
+from ..ops.dispatch import record
+from ..ops.moe import verify_triton
+from .untouched import is_untouched
+
+
+logger = logging.get_logger(__name__)
+
+NAME = "transformers_packed"
+_DEFAULT = "grouped_mm"
+_CLASSES = ("Qwen3NextExperts", "Qwen3_5MoeExperts")
+
+
+def choose_implementation(requested: str | None) -> str | None:
+    """Return the `experts_implementation` to use for a requested one, or for `None`."""
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    return NAME if requested is None else requested
+
+
+def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
+    """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
+    choose_implementation(None)
+    before, after = (_DEFAULT, NAME) if ours else (NAME, _DEFAULT)
+    for module in model.modules():
+        if type(module).__name__ in _CLASSES and module.config._experts_implementation == before:
+            module.config._experts_implementation = after
+
+
+def isolates(module: torch.nn.Module) -> bool:
+    """Whether the result of a token in this module of experts depends on other tokens in no bit."""
+    if module.config._experts_implementation != NAME or _unsupported(module):
+        return False
+    gate_up, down = module.gate_up_proj, module.down_proj
+    return not gate_up.is_cuda or verify_triton(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)[0]
+
+
+def experts_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Forward of a module of experts. Where the op would not be faster, this is Transformers' `grouped_mm`.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[T, hidden]`):
+            Input of the experts.
+        top_k_index (`torch.LongTensor` of shape `[T, top_k]`), top_k_weights (`torch.Tensor` of shape `[T, top_k]`):
+            Experts of each token, and their weights.
+
+    Returns:
+        `torch.Tensor` of shape `[T, hidden]`.
+    """
+    reason = _unsupported(self)
+    if not reason:
+        call = hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj
+        reason = verify_triton(*call)[1] if hidden_states.is_cuda else _not_plain(*call[3:])
+        if not reason:
+            return experts(*call)
+    record("experts", _DEFAULT, [reason], logger.info)
+    return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _unsupported(module: torch.nn.Module) -> str:
+    """Return why the op does not compute what this module computes, or an empty string."""
+    if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
+        return "their activation is not SiLU, or is hooked"
+    if type(module)._apply_gate is not moe._default_apply_gate or not module.has_gate or not module.is_concatenated:
+        return "their gate is computed in another way"
+    if module.has_bias or module.is_transposed or module.has_post_expert_norm:
+        return "they have biases, transposed weights or a norm"
+    return "torch.compile runs Transformers' own" if torch.compiler.is_compiling() else ""
+
+
+def _not_plain(*weights: torch.Tensor) -> str:
+    return "" if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in weights) else "their weights are sharded"

@@ -1,0 +1,656 @@
+"""Mixture of experts: the router and the experts, as PyTorch references and as Triton kernels in the interpreter."""
+
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from common.fused import guarded_buffers, relative, saved_in
+from mixins.triton import InterpretedKernelsTest, bad_input_tests
+from parameterized import parameterized
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3_5MoeTextConfig, Qwen3NextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExperts, Qwen3_5MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
+
+from transformers_packed.ops import choose_experts, experts
+
+
+BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
+IMPLEMENTATIONS = ["reference", "triton"]
+# Relative errors against float64. Triton's interpreter rounds to bfloat16 towards zero, which doubles them.
+BARS = {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 2e-2}
+
+
+def bits(x):
+    """The numbers as integers, so that a comparison tells -0 from 0 and NaN equals NaN."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def normal(*shape, dtype=FLOAT32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT64).to(dtype)
+
+
+def off_grid(x):
+    """The same numbers between NaN."""
+    return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+
+
+def bfloat16_products():
+    """Triton's interpreter would multiply the bits of bfloat16 as integers."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        data = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view("float32")
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def dot(self, a, b, *others):
+        return multiply(self, widened(a), widened(b), *others)
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+    return mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def unaligned(x):
+    """The same numbers one element after the start of their memory."""
+    return x.new_zeros(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+LAYOUTS = {
+    "off_grid": off_grid,
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "unaligned": unaligned,
+}
+
+
+class Assertions:
+    def assert_same_bits(self, actual, expected, message=None):
+        for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            self.assertTrue(torch.equal(bits(a), bits(b)), f"result {number}, {message}")
+
+
+def route(impl, logits, top_k, normalize=True, upstream=None):
+    """Weights, experts and the gradient of the logits."""
+    logits = logits.detach().requires_grad_()
+    weights, index = choose_experts(logits, top_k, normalize=normalize, impl=impl)
+    upstream = normal(*weights.shape, seed=9).to(weights) if upstream is None else upstream
+    return weights.detach(), index, *torch.autograd.grad(weights, logits, upstream)
+
+
+def stock_route(cls, config, logits, normalize=True):
+    """The router of Transformers, whose product with an identity matrix returns its input as logits."""
+    number = logits.shape[1]
+    sizes = {"num_experts": number, "num_experts_per_tok": config.pop("top_k"), "hidden_size": number}
+    config = (Qwen3NextConfig if cls is Qwen3NextTopKRouter else Qwen3_5MoeTextConfig)(**sizes, **config)
+    if cls is Qwen3NextTopKRouter:
+        config.norm_topk_prob = normalize
+    router = cls(config).to(logits.dtype)
+    torch.nn.init.eye_(router.weight)
+    logits = logits.detach().requires_grad_()
+    found, weights, index = router(logits)
+    assert torch.equal(found, logits)
+    return weights.detach(), index, *torch.autograd.grad(weights, logits, normal(*weights.shape, seed=9).to(weights))
+
+
+ROUTERS = [
+    (
+        f"{impl}_{cls.__name__}_{str(dtype)[6:]}_{number}_{top_k}_{normalize}",
+        impl,
+        cls,
+        dtype,
+        number,
+        top_k,
+        normalize,
+    )
+    for impl in IMPLEMENTATIONS
+    for cls, normalize in ((Qwen3NextTopKRouter, True), (Qwen3NextTopKRouter, False), (Qwen3_5MoeTopKRouter, True))
+    for dtype in (FLOAT32, BFLOAT16)
+    for number, top_k in ((8, 2), (60, 8), (5, 1), (5, 5))
+    if normalize or impl == "reference"
+]
+
+
+class RouterTest(Assertions, InterpretedKernelsTest):
+    @parameterized.expand(ROUTERS)
+    def test_equals_the_router_of_transformers(self, _, impl, cls, dtype, number, top_k, normalize):
+        # Distinct numbers that are exact in bfloat16: no ties.
+        logits = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(i)) for i in range(33)])
+        logits = (logits[:, :number] / 8 - 4).to(dtype)
+        actual = route(impl, logits, top_k, normalize)
+        expected = stock_route(cls, {"top_k": top_k}, logits, normalize)
+        self.assertTrue(torch.equal(actual[1], expected[1]))
+        self.assertEqual(actual[1].dtype, torch.int64)
+        for a, b in ((actual[0], expected[0]), (actual[2], expected[2])):
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            # One rounding of bfloat16 is at most 2**-8 of the number.
+            bar = 2e-6 if dtype == FLOAT32 else 2**-7
+            self.assertLess(float((a - b).abs().max()), bar * float(b.abs().max()) + 1e-6)
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_weights_in_float64(self, impl):
+        logits = normal(20, 9)
+        _, index, gradient = found = route(impl, logits, 3)
+        exact = logits.double().requires_grad_()
+        weights = torch.softmax(exact.gather(1, index), -1)
+        expected = torch.autograd.grad(weights, exact, normal(20, 3, seed=9).float().double())[0]
+        self.assertLess(relative(found[0], weights.detach()), 1e-6)
+        self.assertLess(relative(gradient, expected), 1e-6)
+
+    @parameterized.expand([(f"{impl}_{str(d)[6:]}", impl, d) for impl in IMPLEMENTATIONS for d in (FLOAT32, BFLOAT16)])
+    def test_among_equal_logits_the_lowest_index_comes_first(self, _, impl, dtype):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randint(0, 3, (200, 70), generator=generator).to(dtype)
+        logits[0] = 1.0
+        weights, index, gradient = route(impl, logits, 6)
+        for row, found in zip(logits.tolist(), index.tolist(), strict=True):
+            self.assertEqual(found, sorted(range(70), key=lambda e: (-row[e], e))[:6])
+        self.assertEqual(index[0].tolist(), [0, 1, 2, 3, 4, 5])
+        # Triton's interpreter rounds to bfloat16 towards zero.
+        torch.testing.assert_close(weights[0], torch.full((6,), 1 / 6).to(dtype), atol=0, rtol=2**-7)
+        others = gradient.scatter(1, index, 0.0)
+        self.assertLess(float(others.abs().max()), 1e-7)
+
+    def test_among_bfloat16_logits_that_round_to_the_same_number(self):
+        logits = torch.tensor([[1.0, 1.0001, 0.5, 1.0002]])
+        for impl in IMPLEMENTATIONS:
+            self.assertEqual(route(impl, logits, 2)[1].tolist(), [[3, 1]])
+            self.assertEqual(route(impl, logits.bfloat16(), 2)[1].tolist(), [[0, 1]])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_logits_of_minus_infinity_and_nan(self, impl):
+        off, nan = float("-inf"), float("nan")
+        logits = torch.tensor(
+            [[off, 1.0, off, 0.0], [off, off, 2.0, off], [off] * 4, [0.0, nan, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
+        )
+        weights, index, _ = route(impl, logits, 2)
+        clean = [0, 1, 4]
+        self.assertEqual(index[clean].tolist(), [[1, 3], [2, 0], [3, 2]])
+        probabilities = torch.tensor([1.0, 0.0]).softmax(-1).tolist()
+        expected = torch.tensor([probabilities, [1.0, 0.0], probabilities])
+        torch.testing.assert_close(weights[clean], expected)
+        # As in Transformers, such a row has NaN as weights, and experts that exist.
+        self.assertTrue(weights[2:4].isnan().all())
+        self.assertTrue(((index >= 0) & (index < 4)).all())
+        self.assertTrue(all(len(set(row)) == 2 for row in index.tolist()))
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_numbers_of_tokens_and_isolation(self, impl):
+        for dtype, number, top_k, seed in ((FLOAT32, 9, 3, 0), (BFLOAT16, 64, 8, 1), (FLOAT32, 33, 33, 2)):
+            logits, upstream = normal(70, number, dtype=dtype, seed=seed), normal(70, top_k, dtype=dtype, seed=seed)
+            together = route(impl, logits, top_k, upstream=upstream)
+            for start, stop in ((0, 0), (0, 1), (13, 14), (5, 37), (69, 70)):
+                alone = route(impl, logits[start:stop], top_k, upstream=upstream[start:stop])
+                self.assert_same_bits(alone, [x[start:stop] for x in together], (start, stop))
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_tensors_that_are_not_contiguous(self, impl):
+        logits, upstream = normal(20, 9), normal(20, 3)
+        expected = route(impl, logits, 3, upstream=upstream)
+        for layout in (off_grid, lambda x: x.t().contiguous().t()):
+            self.assert_same_bits(route(impl, layout(logits), 3, upstream=layout(upstream)), expected)
+
+    def test_second_order_gradients(self):
+        logits = normal(4, 6, dtype=FLOAT64).requires_grad_()
+        for normalize in (True, False):
+            call = lambda x, normalize=normalize: choose_experts(x, 3, normalize=normalize)[0]  # noqa: E731
+            self.assertTrue(gradcheck(call, logits))
+            self.assertTrue(gradgradcheck(call, logits))
+        logits = logits.detach().float().requires_grad_()
+        weights = choose_experts(logits, 3, impl="triton")[0]
+        with self.assertRaisesRegex(ValueError, "expected first-order gradients"):
+            torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+
+    def test_transforms_use_the_reference(self):
+        logits = normal(7, 6)
+        loss = lambda x, impl="auto": choose_experts(x, 2, impl=impl)[0].square().sum()  # noqa: E731
+        expected = torch.autograd.grad(loss(x := logits.clone().requires_grad_(), "reference"), x)[0]
+        self.assertTrue(torch.equal(torch.func.grad(loss)(logits), expected))
+        rows = torch.func.vmap(torch.func.grad(loss))(logits[:, None])
+        torch.testing.assert_close(rows[:, 0], expected)
+        with self.assertRaisesRegex(ValueError, "does not support torch.func transforms"):
+            torch.func.grad(loss)(logits, "triton")
+
+
+LOGITS = torch.zeros(3, 4)
+
+
+class RouterBadInputTest(
+    bad_input_tests(
+        [
+            ("top_k_0", lambda: choose_experts(LOGITS, 0), r"top_k of 1 to experts, got \(3, 4\), 0"),
+            ("top_k_5", lambda: choose_experts(LOGITS, 5), r"top_k of 1 to experts, got \(3, 4\), 5"),
+            ("three_dimensions", lambda: choose_experts(LOGITS[None], 2), r"router_logits \[T, experts\]"),
+            ("one_dimension", lambda: choose_experts(LOGITS[0], 2), r"router_logits \[T, experts\]"),
+            ("impl", lambda: choose_experts(LOGITS, 2, impl="fast"), 'one of .*got "fast"'),
+        ],
+        [
+            (
+                "normalize",
+                lambda impl: choose_experts(LOGITS, 2, normalize=False, impl=impl),
+                "supports normalized weights only",
+            ),
+            ("float64", lambda impl: choose_experts(LOGITS.double(), 2, impl=impl), "not torch.float64"),
+        ],
+    )
+):
+    pass
+
+
+def oracle(x, index, weights, gate_up, down):
+    """The definition, one token and one expert at a time."""
+    # A zero of all inputs, so that each has a gradient.
+    rows, zero = [], 0 * sum(x.sum() for x in (weights, gate_up, down))
+    for token, (chosen, row) in enumerate(zip(index.tolist(), x, strict=True)):
+        total = 0 * row + zero
+        for k, expert in enumerate(chosen):
+            if expert < len(gate_up):
+                gate, up = (gate_up[expert] @ row).chunk(2)
+                total = total + weights[token, k] * (down[expert] @ (gate * torch.sigmoid(gate) * up))
+        rows.append(total)
+    return torch.stack(rows) if rows else 0 * x + zero
+
+
+def stock_experts(mode):
+    """The experts of Transformers with an implementation."""
+
+    def run(x, index, weights, gate_up, down):
+        number, hidden, width = down.shape
+        config = Qwen3_5MoeTextConfig(num_experts=number, hidden_size=hidden, moe_intermediate_size=width)
+        config._experts_implementation = mode
+        with torch.device("meta"):
+            module = Qwen3_5MoeExperts(config)
+        tensors = {"gate_up_proj": gate_up, "down_proj": down}
+        return torch.func.functional_call(module, tensors, (x, index, weights))
+
+    return run
+
+
+NAMES = ("x", "weights", "gate_up", "down")
+
+
+class Case:
+    """Inputs of the experts, and the gradient of their output."""
+
+    def __init__(self, index, number, hidden=64, width=64, dtype=FLOAT32, x_dtype=None, seed=0):
+        tokens, self.index = len(index), index
+        self.x = normal(tokens, hidden, dtype=x_dtype or dtype, seed=seed)
+        self.weights = normal(*index.shape, dtype=x_dtype or dtype, seed=seed + 1)
+        self.gate_up = normal(number, 2 * width, hidden, seed=seed + 2).div(hidden**0.5).to(dtype)
+        self.down = normal(number, hidden, width, seed=seed + 3).div(width**0.5).to(dtype)
+        self.upstream = normal(tokens, hidden, dtype=x_dtype or dtype, seed=seed + 4)
+
+    def cast(self, dtype):
+        other = object.__new__(Case)
+        other.__dict__ = {name: x if name == "index" else x.to(dtype) for name, x in vars(self).items()}
+        return other
+
+    def leaves(self, trained=NAMES):
+        return [getattr(self, name).detach().requires_grad_(name in trained) for name in NAMES]
+
+    def run(self, function, trained=NAMES):
+        """The output, and the gradients of the tensors `trained`. `function` is an implementation or a function."""
+        if isinstance(function, str):
+            impl, function = function, lambda *args: experts(*args, impl=impl)
+        x, weights, gate_up, down = leaves = self.leaves(trained)
+        y = function(x, self.index, weights, gate_up, down)
+        leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        return [y.detach(), *(torch.autograd.grad(y, leaves, self.upstream.to(y)) if leaves else ())]
+
+
+def choices(tokens, number, top_k, seed=0):
+    """Different random experts for each token, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, number, generator=generator).argsort(-1)[:, :top_k]
+
+
+ELSEWHERE = choices(37, 9, 3)
+ROUTINGS = {
+    "random": (choices(37, 5, 3), 5),
+    "many_experts": (choices(37, 40, 4), 40),
+    "top_k_1": (choices(37, 5, 1), 5),
+    "top_k_of_all": (choices(37, 5, 5), 5),
+    "one_expert": (choices(19, 1, 1), 1),
+    "all_tokens_to_one_expert": (torch.full((150, 1), 2), 4),
+    "more_than_a_tile": (torch.cat([choices(140, 2, 2), choices(3, 3, 2)]), 3),
+    "a_tile": (torch.full((128, 1), 1), 2),
+    "one_token": (choices(1, 5, 3), 5),
+    "no_tokens": (choices(0, 5, 3), 5),
+    "experts_without_tokens": (torch.tensor([[1, 3], [3, 1], [1, 3]] * 6), 5),
+    "on_another_device": (ELSEWHERE, 5),
+    "far_on_another_device": (torch.where(ELSEWHERE < 5, ELSEWHERE, ELSEWHERE + 500), 5),
+    "all_on_another_device": (torch.full((20, 2), 5), 5),
+    "twice_the_same_expert": (torch.tensor([[1, 1, 0], [2, 2, 2], [0, 1, 0]] * 6), 3),
+}
+DTYPES = [("reference", d) for d in (FLOAT64, FLOAT32, BFLOAT16)] + [("triton", BFLOAT16)]
+
+
+def each(cases, *others):
+    """Name parametrised cases by their parts."""
+    return [("_".join(str(part).removeprefix("torch.") for part in case), *case) for case in cases]
+
+
+class ExpertsTest(Assertions, InterpretedKernelsTest):
+    def setUp(self):
+        super().setUp()
+        if find_spec("triton"):
+            self.enterContext(bfloat16_products())
+
+    def check(self, case, function, expected=oracle, bar=None, trained=NAMES):
+        actual = case.run(function, trained)
+        expected = case.cast(FLOAT64).run(expected, trained)
+        dtypes = [case.x.dtype, *(getattr(case, name).dtype for name in NAMES if name in trained)]
+        self.assertEqual([x.dtype for x in actual], dtypes)
+        for name, a, b in zip(("y", *(n for n in NAMES if n in trained)), actual, expected, strict=True):
+            self.assertEqual(a.shape, b.shape)
+            self.assertLessEqual(relative(a, b), BARS[case.down.dtype] if bar is None else bar, name)
+        return actual
+
+    @parameterized.expand(each((*pair, name) for pair in DTYPES for name in ROUTINGS))
+    def test_equals_the_definition(self, _, impl, dtype, name):
+        index, number = ROUTINGS[name]
+        found = dict(zip(("y", *NAMES), self.check(Case(index, number, dtype=dtype), impl), strict=True))
+        for expert in set(range(number)) - set(index.flatten().tolist()):
+            self.assertEqual(found["gate_up"][expert].count_nonzero() + found["down"][expert].count_nonzero(), 0)
+        # Experts on other devices: zeros, not small numbers.
+        self.assertEqual(found["weights"][index >= number].count_nonzero(), 0)
+        nowhere = (index >= number).all(-1)
+        self.assertEqual(found["y"][nowhere].count_nonzero() + found["x"][nowhere].count_nonzero(), 0)
+
+    @parameterized.expand(each((h, w) for h, w in ((1, 1), (7, 3), (33, 16), (130, 65))))
+    def test_reference_in_odd_sizes(self, _, hidden, width):
+        for dtype in (FLOAT64, FLOAT32):
+            self.check(Case(choices(37, 5, 3), 5, hidden, width, dtype), "reference")
+
+    @parameterized.expand(each([(64, 192), (192, 64), (320, 128), (512, 64)]))
+    def test_triton_in_other_sizes(self, _, hidden, width):
+        self.check(Case(choices(37, 5, 3), 5, hidden, width, BFLOAT16), "triton")
+
+    @parameterized.expand(each((d, mode) for d in (FLOAT32, BFLOAT16) for mode in ("eager", "grouped_mm")))
+    def test_no_less_exact_than_transformers(self, _, dtype, mode):
+        for index, number in ((choices(150, 8, 2), 8), (choices(37, 5, 3), 5)):
+            case = Case(index, number, 128, 64, dtype)
+            exact = case.cast(FLOAT64).run(oracle)
+            stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
+            for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
+                ours = [relative(a, b) for a, b in zip(case.run(impl), exact, strict=True)]
+                # Triton's interpreter rounds to bfloat16 towards zero.
+                factor = 4 if impl == "triton" else 2
+                for name, a, b in zip(("y", *NAMES), ours, stock, strict=True):
+                    self.assertLessEqual(a, factor * b, (impl, name))
+
+    @parameterized.expand(["eager", "batched_mm"])
+    def test_reference_equals_transformers_in_float64(self, mode):
+        for index, number in ((choices(37, 8, 2), 8), (torch.full((20, 1), 2), 4)):
+            self.check(Case(index, number, 24, 16, FLOAT64), "reference", stock_experts(mode))
+
+    @parameterized.expand(each((i, *t) for i in IMPLEMENTATIONS for t in (*[(n,) for n in NAMES], NAMES[:2], ())))
+    def test_gradients_of_some_inputs(self, _, impl, *trained):
+        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
+        found = case.run(impl, trained)
+        self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_computes_no_gradients_of_frozen_weights(self, impl):
+        case = Case(choices(37, 5, 3), 5, 192, 64, BFLOAT16)
+        shapes = {(128, 192), (192, 128), (64, 192), (192, 64)}
+        found = []
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                result = function(*args, **(kwargs or {}))
+                if "mm" in str(function) and tuple(result.shape[-2:]) in shapes:
+                    found.append(str(function))
+                return result
+
+        for trained, products in ((NAMES[:2], 0), (NAMES, 2 if impl == "triton" else 10)):
+            x, *weights = leaves = case.leaves(trained)
+            y = experts(x, case.index, *weights, impl=impl)
+            with Record():
+                y.backward(case.upstream)
+            self.assertGreaterEqual(len(found), products)
+            if not products:
+                self.assertEqual(found, [])
+            self.assertEqual([leaf.grad is not None for leaf in leaves], [name in trained for name in NAMES])
+
+    @parameterized.expand(each((impl, layout) for impl in IMPLEMENTATIONS for layout in LAYOUTS))
+    def test_tensors_that_are_not_contiguous(self, _, impl, layout):
+        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        expected = case.run(impl)
+        for name in (*NAMES, "index", "upstream"):
+            if name != "index" or layout != "off_grid":
+                setattr(case, name, LAYOUTS[layout](getattr(case, name)))
+        if layout != "unaligned":
+            self.assertFalse(case.x.is_contiguous() or case.down.is_contiguous() or case.upstream.is_contiguous())
+        actual = case.run(impl)
+        if impl == "reference":
+            # Products of matrices in another layout may round differently.
+            for a, b in zip(actual, expected, strict=True):
+                self.assertLess(relative(a, b), 1e-2)
+        else:
+            self.assert_same_bits(actual, expected)
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_a_gradient_that_is_expanded(self, impl):
+        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        case.upstream = case.upstream[:1, :1].expand_as(case.x)
+        actual = case.run(impl)
+        case.upstream = case.upstream.contiguous()
+        self.assert_same_bits(actual, case.run(impl))
+
+    @parameterized.expand(each((impl, x) for impl in IMPLEMENTATIONS for x in (FLOAT32, BFLOAT16)))
+    def test_autocast(self, _, impl, x_dtype):
+        case = Case(choices(37, 5, 3), 5, dtype=FLOAT32, x_dtype=x_dtype)
+
+        def call(x, index, *weights):
+            with torch.autocast("cpu", BFLOAT16):
+                return experts(x, index, *weights, impl=impl)
+
+        self.check(case, call, bar=BARS[BFLOAT16])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_input_and_router_weights_in_float32(self, impl):
+        self.check(Case(choices(37, 5, 3), 5, dtype=BFLOAT16, x_dtype=FLOAT32), impl)
+
+    @parameterized.expand(each((impl, name) for impl in IMPLEMENTATIONS for name in ("random", "on_another_device")))
+    def test_the_same_bits_twice_and_from_unwritten_buffers(self, _, impl, name):
+        case = Case(*ROUTINGS[name], dtype=BFLOAT16)
+        plain = case.run(impl)
+        self.assert_same_bits(case.run(impl), plain)
+        if impl == "triton":
+            with guarded_buffers():
+                self.assert_same_bits(case.run(impl), plain, "guarded")
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_a_graph_that_is_retained(self, impl):
+        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        x, *weights = leaves = case.leaves()
+        y = experts(x, case.index, *weights, impl=impl)
+        first = torch.autograd.grad(y, leaves, case.upstream, retain_graph=True)
+        self.assert_same_bits(torch.autograd.grad(y, leaves, case.upstream), first)
+
+    def test_triton_saves_the_input_and_gate_and_up(self):
+        case = Case(choices(37, 5, 3), 5, dtype=BFLOAT16)
+        x, *weights = leaves = case.leaves()
+        kept = saved_in(lambda: experts(x, case.index, *weights, impl="triton"))
+        inputs = {t.untyped_storage().data_ptr() for t in (*leaves, case.index)}
+        new = [t for t in kept if t.untyped_storage().data_ptr() not in inputs and t.is_floating_point()]
+        self.assertEqual([t.shape for t in new], [(37 * 3, 2 * 64)])
+
+    def test_second_order_gradients(self):
+        index = torch.tensor([[1, 0], [2, 1], [1, 1], [0, 5]])
+        inputs = Case(index, 3, 4, 3, FLOAT64).leaves()
+        call = lambda x, *weights: experts(x, index, *weights)  # noqa: E731
+        self.assertTrue(gradcheck(call, inputs))
+        self.assertTrue(gradgradcheck(call, inputs))
+        case = Case(choices(5, 3, 2), 3, dtype=BFLOAT16)
+        x, *weights = leaves = case.leaves()
+        y = experts(x, case.index, *weights, impl="triton")
+        with self.assertRaisesRegex(ValueError, "expected first-order gradients, got create_graph=True"):
+            torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+
+    def test_transforms_use_the_reference(self):
+        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
+        x, *weights = case.leaves(())
+
+        def loss(x, impl="auto"):
+            return (experts(x, case.index, *weights, impl=impl) * case.upstream).sum()
+
+        expected = case.run("reference", ("x",))[1]
+        self.assertLess(relative(torch.func.grad(loss)(x), expected), 1e-2)
+        tangent = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+        self.assertLess(relative(tangent, expected.sum()), 2e-2)
+        rows = torch.func.vmap(torch.func.grad(loss))(x[None].repeat(2, 1, 1))
+        self.assertLess(relative(rows, expected.expand(2, -1, -1)), 1e-2)
+        with self.assertRaisesRegex(ValueError, "does not support torch.func transforms"):
+            torch.func.grad(loss)(x, "triton")
+
+    def test_no_gradients_wanted(self):
+        case = Case(choices(9, 3, 2), 3, dtype=BFLOAT16)
+        x, *weights = case.leaves()
+        for impl in IMPLEMENTATIONS:
+            expected = case.run(impl)[0]
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    y = experts(x, case.index, *weights, impl=impl)
+                self.assertFalse(y.requires_grad)
+                self.assertTrue(torch.equal(y, expected))
+
+
+def together(before, document, after):
+    """One row of three parts with the weights of the second."""
+    row = document.cast(document.down.dtype)
+    row.__dict__ |= {
+        name: torch.cat([getattr(part, name) for part in (before, document, after)])
+        for name in ("x", "index", "weights", "upstream")
+    }
+    return row
+
+
+def others(document, count, routing, seed):
+    """Other tokens for the same experts, with large numbers, NaN or infinity in some."""
+    number, top_k = len(document.down), document.index.shape[1]
+    index = {
+        "random": choices(count, number, top_k, seed),
+        "one": torch.full((count, top_k), seed % number),
+        "elsewhere": torch.full((count, top_k), number),
+    }[routing]
+    _, hidden, width = document.down.shape
+    made = Case(index, number, hidden, width, document.down.dtype, document.x.dtype, seed=100 + seed)
+    made.x *= 10.0 ** (seed % 4)
+    if count > 2 and seed % 2:
+        made.x[count // 2], made.upstream[count // 3], made.weights[0] = float("nan"), float("inf"), float("nan")
+    return made
+
+
+def leaks(document, function, numbers, seed):
+    """Compare a document alone with the document in rows of others. Return the rows in which some bits differ."""
+    alone, found, names = document.run(function, NAMES[:2]), [], ("y", *NAMES[:2])
+    start, tokens = numbers[0], len(document.x)
+    for routings in (("random", "random"), ("one", "one"), ("random", "one"), ("elsewhere", "random")):
+        before, after = (
+            others(document, n, r, seed + i) for i, (n, r) in enumerate(zip(numbers, routings, strict=True))
+        )
+        row = together(before, document, after).run(function, NAMES[:2])
+        for name, a, b in zip(names, row, alone, strict=True):
+            if not torch.equal(bits(a[start : start + tokens]), bits(b)):
+                found.append((routings, name))
+    return found
+
+
+PLACES = [(0, 30), (30, 0), (11, 50), (3, 2), (100, 133), (1, 0)]
+SIZES = {"reference": ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (3, 1), (1, 1))}
+
+
+class IsolationTest(Assertions, InterpretedKernelsTest):
+    """To the last bit, the results of a token do not depend on the other tokens of the row."""
+
+    def setUp(self):
+        super().setUp()
+        if find_spec("triton"):
+            self.enterContext(bfloat16_products())
+
+    @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES["reference"]))
+    def test_reference(self, _, dtype, hidden, width):
+        for seed, (tokens, places) in enumerate(zip((1, 7, 16, 17, 40, 2), PLACES, strict=True)):
+            for number, top_k in ((5, 3), (9, 1)):
+                document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
+                self.assertEqual(leaks(document, "reference", places, seed), [], (seed, number))
+
+    @parameterized.expand(each([(1, 64, 64), (7, 64, 128), (16, 192, 64), (129, 64, 64)]))
+    def test_triton(self, _, tokens, hidden, width):
+        for seed in (tokens, tokens + 1):
+            places = PLACES[seed % len(PLACES)]
+            document = Case(choices(tokens, 5, 2, seed), 5, hidden, width, BFLOAT16, seed=seed)
+            self.assertEqual(leaks(document, "triton", places, seed), [], seed)
+
+    def test_with_other_dtypes(self):
+        for seed, (dtype, x_dtype) in enumerate(((BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT64, FLOAT64))):
+            document = Case(choices(9, 5, 3, seed), 5, 64, 64, dtype, x_dtype, seed=seed)
+            for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
+                self.assertEqual(leaks(document, impl, (20, 13), seed), [], dtype)
+
+    def test_the_comparison_finds_leaks(self):
+        def mixed(x, index, *weights):
+            return experts(x + 1e-3 * x.mean(0), index, *weights, impl="reference")
+
+        document = Case(choices(9, 5, 3), 5)
+        self.assertEqual(len(leaks(document, mixed, (20, 13), 0)), 12)
+
+
+HIDDEN, INDEX, WEIGHTS = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
+GATE_UP, DOWN = torch.zeros(4, 128, 64), torch.zeros(4, 64, 64)
+HALVES = [x.bfloat16() for x in (HIDDEN, WEIGHTS, GATE_UP, DOWN)]
+
+
+def call(x=HIDDEN, index=INDEX, weights=WEIGHTS, gate_up=GATE_UP, down=DOWN, impl="auto"):
+    return experts(x, index, weights, gate_up, down, impl=impl)
+
+
+def half(impl, **changed):
+    tensors = dict(zip(("x", "weights", "gate_up", "down"), HALVES, strict=True))
+    return call(**(tensors | changed), impl=impl)
+
+
+class BadInputTest(
+    bad_input_tests(
+        [
+            ("hidden", lambda: call(torch.zeros(3, 63)), r"hidden_states \[T, hidden\].*got \(3, 63\)"),
+            ("down_hidden", lambda: call(down=torch.zeros(4, 63, 64)), r"\[E, hidden, width\]"),
+            ("down_width", lambda: call(down=torch.zeros(4, 64, 63)), r"\[E, hidden, width\]"),
+            ("down_experts", lambda: call(down=torch.zeros(3, 64, 64)), r"\[E, hidden, width\]"),
+            ("odd", lambda: call(gate_up=torch.zeros(4, 127, 64), down=torch.zeros(4, 64, 63)), "width"),
+            ("index", lambda: call(index=INDEX[:2]), r"top_k_index and top_k_weights \[3, top_k\]"),
+            ("top_k", lambda: call(weights=torch.zeros(3, 1)), r"got \(3, 2\) and \(3, 1\)"),
+            ("flat", lambda: call(index=INDEX[:, 0], weights=WEIGHTS[:, 0]), r"\[3, top_k\]"),
+            ("impl", lambda: call(impl="fast"), 'one of .*got "fast"'),
+        ],
+        [
+            ("float32", lambda impl: call(impl=impl), "needs products in bfloat16, not torch.float32"),
+            ("float64", lambda impl: half(impl, x=HIDDEN.double()), "not torch.float64"),
+            ("dtypes", lambda impl: half(impl, gate_up=GATE_UP), "needs products in bfloat16"),
+            (
+                "sizes",
+                lambda impl: experts(
+                    HALVES[0][:, :32], INDEX, WEIGHTS, HALVES[2][..., :32], HALVES[3][:, :32], impl=impl
+                ),
+                "needs multiples of 64, not hidden states of 32 and experts of 64",
+            ),
+            (
+                "width",
+                lambda impl: half(impl, gate_up=HALVES[2][:, :64], down=HALVES[3][..., :32]),
+                "needs multiples of 64, not hidden states of 64 and experts of 32",
+            ),
+        ],
+    )
+):
+    pass
+
+
+if __name__ == "__main__":
+    unittest.main()
