@@ -58,9 +58,10 @@ ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", 
 ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
 ARMS["ours+qlora+prepared"] = ARMS["ours"]
 # Routers and the gate of the shared expert keep their weights.
+LORA_MLP = ("gate_proj", "up_proj", "down_proj")
 LORA_LAYERS = (
-    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
-    "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "q_proj", "k_proj", "v_proj", "o_proj", *LORA_MLP,
 )  # fmt: skip
 LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -134,8 +135,11 @@ def make_model(config: dict, arm: str, device: str):
 def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts: bool) -> None:
     """Liger's kernels on this model; the experts of a mixture keep their implementation unless `experts`."""
     from liger_kernel.transformers import monkey_patch
+    from liger_kernel.transformers.model import output_classes
     from liger_kernel.transformers.swiglu import LigerQwen3MoeSwiGLUMLP
 
+    # Liger 0.8.5 imports this name of an image model's output, which it defines only for other releases of Transformers.
+    vars(output_classes).setdefault("LigerQwen3_5MoeCausalLMOutputWithPast", None)
     shared = [layer.mlp.shared_expert for layer in model.model.layers if hasattr(layer.mlp, "shared_expert")]
     originals = dict(vars(builtin))
     getattr(monkey_patch, f"apply_liger_kernel_to_{family}")(model=model, swiglu=experts or not shared)
@@ -168,10 +172,12 @@ def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:
     if prepared:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     mixture = getattr(model.config, "num_experts", None)
+    # In Qwen3-Next, PEFT takes these names for the experts, at twice the rank, and finds no way to the shared expert.
+    taken = LORA_MLP if model.config.model_type == "qwen3_next" else ()
     lora = LoraConfig(
         r=16,
         lora_alpha=32,
-        target_modules=list(LORA_LAYERS),
+        target_modules=[name for name in LORA_LAYERS if name not in taken],
         target_parameters=list(LORA_EXPERTS) if mixture else None,
     )
     model = get_peft_model(model, lora)

@@ -11,9 +11,15 @@ The share of the machine is the model's FLOPs (three times the forward's, attent
 every token) over the time, against the best matrix product that the machine itself manages: once by itself, and once
 repeated for seconds, as in a step, when the GPU's power limit lowers its clock.
 
+The peak above weights and gradients is the peak of allocated memory minus the parameters and the gradients that a step
+leaves. Without the head, each step starts its backward at a fixed random gradient of the last hidden state. In models
+with experts, the arms of the built-in classes compute them with `grouped_mm`, also with Liger's other kernels. The suffix
+`-experts` adds Liger's kernels for experts, `ours+stock-experts` is this package with `grouped_mm`.
+
     python benchmarks/step.py --models 0.8B 4B --tokens 16384 --output benchmarks/results/step.json
     python benchmarks/step.py --models 0.8B --tokens 16384 --arms ours --profile
     python benchmarks/step.py --models 4B --arms ours ours+lora packed+varlen+liger+lora --output benchmarks/results/lora.json
+    python benchmarks/step.py --models 35B-A3B --layers 8 --no-head --arms packed+varlen+liger ours ours+stock-experts
     python benchmarks/step.py --plot benchmarks/results/step.json step.png
 """
 
@@ -111,7 +117,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
                 results[name] = {"error": "out of memory"}
             except Exception as error:
                 results[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            # The frames of an error hold the model, and these are free only after its clause.
+            # An error's frames hold the model until its clause ends.
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
@@ -128,7 +134,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
     for entry in results.values():
         if ours and "median_ms" in entry:
             entry["over_ours"] = round(entry["median_ms"] / ours, 3)
-    print_table(model, distribution, tokens, lengths, results)
+    print_table(f"{model}, {config['num_hidden_layers']} layers", distribution, tokens, lengths, results)
     return {
         "model": model,
         "lengths": distribution,
@@ -235,7 +241,10 @@ def plot(source: Path, target: Path) -> None:
         axis.margins(x=0.2)
         axis.set_ylim(len(arms) - 0.5, -0.5)
         checkpointing = ", checkpointing" if run["checkpointing"] else ""
-        axis.set_title(f"{run['model']}, {run['tokens']:,} tokens, {run['lengths']}{checkpointing}", fontsize=9)
+        layers = f", {run['layers']} layers" if "layers" in run else ""
+        axis.set_title(
+            f"{run['model']}{layers}, {run['tokens']:,} tokens, {run['lengths']}{checkpointing}", fontsize=9
+        )
         axis.set_xlabel("milliseconds, forward + backward", fontsize=8)
     figure.savefig(target, dpi=130)
 

@@ -1,0 +1,167 @@
+"""The benchmark of one training step runs small models on a CPU, and counts what the models compute."""
+
+import io
+import json
+import sys
+import tempfile
+import unittest
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from parameterized import parameterized
+from transformers import AutoConfig
+from transformers.utils import is_liger_kernel_available
+
+from transformers_packed import PackingCost
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import arms
+import shapes
+import step
+
+
+MIXTURES = ("tiny-moe", "tiny-next")
+
+
+def run(*arguments: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.json")
+        command = ["step.py", *arguments, "--device", "cpu", "--tokens", "128", "--output", str(path)]
+        quick = ["--rounds", "1", "--repeats", "1", "--warmup", "1"]
+        with mock.patch.object(sys, "argv", command + quick), redirect_stdout(io.StringIO()) as printed:
+            step.main()
+        return json.loads(path.read_text())["runs"][0] | {"printed": printed.getvalue()}
+
+
+class StepTest(unittest.TestCase):
+    @parameterized.expand(["tiny", *MIXTURES])
+    def test_every_arm_has_the_same_loss(self, model):
+        names = ["padded", "ours", "ours padded"] + ["ours+stock-experts"] * (model != "tiny")
+        for options in ([], ["--no-head"]):
+            found = run("--models", model, *options, "--arms", *names)
+            losses = [found["arms"][name]["loss"] for name in names]
+            self.assertLess(max(losses) - min(losses), 0.02, losses)
+            self.assertEqual(found["head"], not options)
+            self.assertIn("above", found["printed"])
+
+    def test_without_the_head_no_gradient_reaches_it(self):
+        config = shapes.MODELS["tiny-moe"]
+        args = mock.Mock(device="cpu", batch=8, checkpointing=False, no_head=True)
+        arm = arms.Arm("ours", config, [40, 24], args)
+        weights = sum(x.numel() for x in arm.model.parameters())
+        arm.run()
+        self.assertIsNone(arm.model.lm_head.weight.grad)
+        gradients = weights - arm.model.lm_head.weight.numel()
+        self.assertEqual(arm.bytes_of_weights_and_gradients(), 2 * (weights + gradients))
+
+    def test_a_token_has_the_same_gradient_in_padded_and_packed_batches(self):
+        lengths = [40, 24]
+        packed, padded = (
+            arms.upstream_gradients(arms.make_batches(lengths, 100, name, 8, "cpu"), 16, 64)[0]
+            for name in ("ours", "padded")
+        )
+        self.assertTrue(packed[0, 40:].equal(padded[1, :24]))
+        self.assertTrue(packed[0, :40].equal(padded[0]))
+        self.assertFalse(padded[1, 24:].any())
+
+    @parameterized.expand(MIXTURES)
+    def test_adapters_of_rank_16_on_experts_and_none_on_routers(self, model):
+        config = shapes.MODELS[model]
+        names = dict(arms.make_model(config, "ours+lora", "cpu").named_parameters())
+        adapted = {name.partition(".layers.0.")[2]: x for name, x in names.items() if x.requires_grad}
+        rows = 16 * config["num_experts"]
+        self.assertEqual(adapted["mlp.experts.lora_A.default.weight"].shape[0], rows)
+        self.assertEqual(adapted["mlp.experts.base_layer.lora_A.default.weight"].shape[0], rows)
+        self.assertTrue(all("lora_" in name for name in adapted if name))
+        self.assertFalse([name for name in adapted if "mlp.gate." in name or "shared_expert_gate" in name])
+        self.assertEqual(any("shared_expert" in name for name in adapted), model == "tiny-moe")
+
+    @parameterized.expand(MIXTURES)
+    def test_each_arm_has_its_experts(self, model):
+        for name, expected in (
+            ("packed", "grouped_mm"),
+            ("ours", "transformers_packed"),
+            ("ours+stock-experts", "grouped_mm"),
+        ):
+            found = arms.make_model(shapes.MODELS[model], name, "cpu")
+            self.assertEqual(found.config._experts_implementation, expected, name)
+
+    @parameterized.expand(["tiny", *MIXTURES])
+    @unittest.skipUnless(is_liger_kernel_available(), "needs liger-kernel")
+    def test_liger_leaves_the_classes_and_the_experts_unless_asked(self, model):
+        config = shapes.MODELS[model]
+        before = dict(vars(arms.stock_module(config)))
+        for name, experts in (("padded+liger", False), ("packed+varlen+liger-experts", True)):
+            arms.prepare("cpu")
+            layer = arms.make_model(config, name, "cpu").model.layers[0]
+            self.assertIn("Liger", layer.input_layernorm.forward.__func__.__qualname__)
+            if model != "tiny":
+                self.assertIn("Liger", layer.mlp.shared_expert.forward.__func__.__qualname__)
+                self.assertEqual("Liger" in layer.mlp.experts.forward.__func__.__qualname__, experts)
+        self.assertEqual(dict(vars(arms.stock_module(config))), before)
+
+    def test_adapters_train_without_the_head(self):
+        found = run("--models", "tiny-moe", "--no-head", "--arms", "ours+lora", "ours+stock-experts+lora")
+        self.assertEqual(
+            [sorted({"loss", "error"} & entry.keys()) for entry in found["arms"].values()], [["loss"]] * 2
+        )
+
+    def test_layers_keep_their_pattern(self):
+        found = run("--models", "tiny-next", "--layers", "8", "--arms", "ours")
+        self.assertEqual(found["layers"], 8)
+        config = AutoConfig.for_model(**shapes.with_layers(shapes.MODELS["35B-A3B"], 8))
+        self.assertEqual([i for i, kind in enumerate(config.layer_types) if kind == "full_attention"], [3, 7])
+
+    def test_only_mixtures_choose_experts(self):
+        self.assertNotIn("ours+stock-experts", arms.default_arms(shapes.MODELS["4B"]))
+        mixture = arms.default_arms(shapes.MODELS["35B-A3B"])
+        self.assertIn("ours+stock-experts", mixture)
+        self.assertNotIn("ours+graphs", mixture)
+
+
+class ShapesTest(unittest.TestCase):
+    @parameterized.expand(["35B-A3B", "Next-80B"])
+    def test_shapes_of_mixtures_are_the_defaults_of_their_configurations(self, model):
+        shape = shapes.MODELS[model]
+        default = AutoConfig.for_model(shape["model_type"])
+        ours = {k: v for k, v in shape.items() if k not in ("use_cache", "pad_token_id")}
+        self.assertEqual(ours, {name: getattr(default, name) for name in ours})
+
+    @parameterized.expand([("4B", None), ("35B-A3B", None), ("35B-A3B", 6), ("Next-80B", None)])
+    def test_flops_agree_with_the_cost_of_the_planner(self, model, layers):
+        # The planner adds the convolution, and counts the delta rule of a chunked kernel instead of the recurrence.
+        config = shapes.with_layers(shapes.MODELS[model], layers)
+        cost = PackingCost.from_config(AutoConfig.for_model(**config))
+        found = shapes.model_flops(config, [512] * 4) / 3
+        linear = cost.linear * 2048 + cost.quadratic * 4 * 512**2
+        self.assertLess(abs(found / linear - 1), 0.05)
+
+    def test_the_head_counts_unless_left_out(self):
+        config = shapes.MODELS["35B-A3B"]
+        head = shapes.model_flops(config, [100]) - shapes.model_flops(config, [100], head=False)
+        self.assertAlmostEqual(head / (3 * 2 * 2048 * 248320 * 100), 1)
+
+    @parameterized.expand(
+        [
+            ("_rows_times_experts", "experts"),
+            ("_gate_up", "experts"),
+            ("_gate_backward_rows", "experts"),
+            ("_combine", "experts"),
+            ("void cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape<...>>>", "experts"),
+            ("_gate_backward", "norms and gates"),
+            ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "matmul"),
+            ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "routing"),
+            ("void at::native::radixSortKVInPlace<-2, -1, 32, 4>", "routing"),
+            ("void at::native::_scatter_gather_elementwise_kernel<128, 8>", "routing"),
+            ("void flash::flash_fwd_splitkv_combine_kernel", "attention"),
+            ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+        ]
+    )
+    def test_kernels_by_name(self, kernel, group):
+        self.assertEqual(shapes.group_of(kernel), group)
+
+
+if __name__ == "__main__":
+    unittest.main()
