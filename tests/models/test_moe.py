@@ -1,0 +1,355 @@
+"""The experts of our models: which implementation runs, and how other documents of a row affect a document."""
+
+import copy
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
+from mixins.patch import BUILTINS, COMPOSITE, CONFIGS, builtin_model, documents
+from parameterized import parameterized
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.activations import SiLUActivation
+from transformers.integrations import moe
+
+from transformers_packed import audit_model, patch_model, register, unpatch_model, unregister
+from transformers_packed.models import experts as our_experts
+from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe as packed_qwen3_5_moe
+from transformers_packed.models.qwen3_next import modeling_qwen3_next as packed_qwen3_next
+
+
+FAMILIES = ["qwen3_next", "qwen3_5_moe"]
+PACKED = {
+    "qwen3_next": packed_qwen3_next.Qwen3NextForCausalLM,
+    "qwen3_5_moe": packed_qwen3_5_moe.Qwen3_5MoeForCausalLM,
+}
+STOCK = {
+    "qwen3_next": BUILTINS["qwen3_next"].Qwen3NextForCausalLM,
+    "qwen3_5_moe": BUILTINS["qwen3_5_moe"].Qwen3_5MoeForCausalLM,
+}
+OURS = "transformers_packed"
+LAYERS = 2
+
+
+def packed_model(family, attention="sdpa", **config):
+    set_seed(0)
+    config = copy.deepcopy(CONFIGS[family]).to_dict() | config
+    return PACKED[family]._from_config(type(CONFIGS[family])(**config), attn_implementation=attention).train()
+
+
+def families_and(*others):
+    return [("_".join(map(str, (f, *o))), f, *o) for f in FAMILIES for o in others]
+
+
+class MoeTestCase(unittest.TestCase):
+    def setUp(self):
+        """Count the calls of our op and of the functions of Transformers."""
+        self.calls = []
+
+        def counted(name, function):
+            def call(*args, **kwargs):
+                self.calls.append(name)
+                return function(*args, **kwargs)
+
+            return call
+
+        self.enterContext(mock.patch.object(our_experts, "experts", counted(OURS, our_experts.experts)))
+        grouped = counted("grouped_mm", moe.grouped_mm_experts_forward)
+        self.enterContext(mock.patch.object(moe, "grouped_mm_experts_forward", grouped))
+        batched = counted("batched_mm", moe.batched_mm_experts_forward)
+        functions = {"grouped_mm": grouped, "batched_mm": batched}
+        self.enterContext(mock.patch.dict(type(moe.ALL_EXPERTS_FUNCTIONS)._global_mapping, functions))
+
+    def ran(self, model):
+        """The implementations that ran in a forward, one per layer."""
+        self.calls.clear()
+        with torch.no_grad():
+            model(**packed_batch(documents()))
+        return list(self.calls)
+
+
+class ChoiceTest(MoeTestCase):
+    @parameterized.expand(FAMILIES)
+    def test_ours_by_default(self, family):
+        model = packed_model(family)
+        self.assertEqual(model.config._experts_implementation, OURS)
+        self.assertEqual(self.ran(model), [OURS] * LAYERS)
+
+    @parameterized.expand(families_and(("grouped_mm",), ("batched_mm",), ("eager",)))
+    def test_the_choice_of_the_user(self, _, family, name):
+        expected = [] if name == "eager" else [name] * LAYERS
+        model = packed_model(family)
+        model.set_experts_implementation(name)
+        self.assertEqual(self.ran(model), expected)
+        model.set_experts_implementation(OURS)
+        self.assertEqual(self.ran(model), [OURS] * LAYERS)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = PACKED[family].from_pretrained(folder, experts_implementation=name)
+            self.assertEqual(self.ran(loaded), expected)
+            self.assertEqual(self.ran(PACKED[family].from_pretrained(folder)), [OURS] * LAYERS)
+
+    def test_an_unknown_name(self):
+        with self.assertRaisesRegex((ValueError, KeyError), "fastest"):
+            packed_model("qwen3_next").set_experts_implementation("fastest")
+
+    @parameterized.expand(FAMILIES)
+    def test_checkpoints_go_both_ways(self, family):
+        batch = {"input_ids": documents()[-1][None]}
+        model = packed_model(family, "eager").eval()
+        stock = builtin_model(family).eval()
+        for source, target in ((model, STOCK[family]), (stock, PACKED[family])):
+            with tempfile.TemporaryDirectory() as folder:
+                source.save_pretrained(folder)
+                self.assertNotIn(OURS, Path(folder, "config.json").read_text(encoding="utf-8"))
+                loaded = target.from_pretrained(folder, attn_implementation="eager").eval()
+            state, expected = loaded.state_dict(), source.state_dict()
+            self.assertEqual(state.keys(), expected.keys())
+            self.assertTrue(all(torch.equal(x, expected[name]) for name, x in state.items()))
+            with torch.no_grad():
+                self.assertLess(relative_error(loaded(**batch).logits, source(**batch).logits), 1e-5)
+
+    def test_register(self):
+        register()
+        self.addCleanup(unregister)
+        for family in FAMILIES:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
+            self.assertEqual(self.ran(model), [OURS] * LAYERS)
+
+    @parameterized.expand(FAMILIES)
+    def test_patch_and_unpatch(self, family):
+        model = builtin_model(family)
+        self.assertEqual(model.config._experts_implementation, "grouped_mm")
+        self.assertEqual(self.ran(patch_model(model)), [OURS] * LAYERS)
+        # Patching again changes nothing.
+        self.assertEqual(self.ran(patch_model(model)), [OURS] * LAYERS)
+        unpatch_model(model)
+        self.assertEqual(model.config._experts_implementation, "grouped_mm")
+        self.calls.clear()
+        model(input_ids=documents()[1][None])
+        self.assertEqual(self.calls, ["grouped_mm"] * LAYERS)
+
+    @parameterized.expand(families_and(("batched_mm",), ("eager",)))
+    def test_patch_keeps_the_choice_of_the_user(self, _, family, name):
+        model = builtin_model(family)
+        model.set_experts_implementation(name)
+        patch_model(model)
+        self.assertEqual(self.ran(model), [] if name == "eager" else [name] * LAYERS)
+        unpatch_model(model)
+        self.assertEqual(model.config._experts_implementation, name)
+
+    def test_with_images(self):
+        model = builtin_model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"])
+        patch_model(model)
+        self.assertEqual(self.ran(model), [OURS] * LAYERS)
+        unpatch_model(model)
+        self.assertEqual(model.config.get_text_config()._experts_implementation, "grouped_mm")
+
+    def test_another_model_keeps_its_own(self):
+        one, other = builtin_model("qwen3_5_moe"), builtin_model("qwen3_5_moe")
+        patch_model(one)
+        self.assertEqual(other.config._experts_implementation, "grouped_mm")
+
+    def test_a_copy_and_a_pickled_model(self):
+        model = packed_model("qwen3_5_moe").eval()
+        self.assertEqual(self.ran(copy.deepcopy(model)), [OURS] * LAYERS)
+        ids = documents()[1][None]
+        code = (
+            "import sys, torch; path, out = sys.argv[1:]; model = torch.load(path, weights_only=False);"
+            "torch.save(model(input_ids=torch.load(out)).logits.detach(), out)"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path, out = f"{folder}/model.pt", f"{folder}/out.pt"
+            torch.save(model, path)
+            torch.save(ids, out)
+            done = subprocess.run([sys.executable, "-c", code, path, out], capture_output=True, text=True)
+            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+            self.assertLess(relative_error(torch.load(out), model(input_ids=ids).logits), 1e-6)
+
+
+def run_row(model, row, upstream):
+    """The logits, and the gradients at the embeddings, of a packed row of token sequences."""
+    batch = packed_batch(row)
+    batch.pop("labels")
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    logits = model(inputs_embeds=embeddings, **batch, use_cache=False).logits
+    return logits.detach()[0], torch.autograd.grad(logits, embeddings, upstream)[0][0]
+
+
+class CorrectnessTest(MoeTestCase):
+    @parameterized.expand(families_and(*((a, d) for a in ("eager", "sdpa") for d in (torch.float32, torch.bfloat16))))
+    def test_other_documents_change_no_bit(self, _, family, attention, dtype):
+        """Other tokens choose other experts, so the experts multiply other numbers of rows."""
+        model = packed_model(family, attention, initializer_range=0.2, num_experts=4).to(dtype)
+        lengths, generator = (20, 33, 1, 12), torch.Generator().manual_seed(1)
+        row = [torch.randint(1, 90, (n,), generator=generator) for n in lengths]
+        upstream = torch.randn(1, sum(lengths), 97, generator=generator).to(dtype)
+        expected = [x.split(lengths) for x in run_row(model, row, upstream)]
+        for kept in range(len(row)):
+            for case in range(3):
+                changed = [torch.randint(1, 90, (n,), generator=generator) for n in lengths]
+                if case == 2:
+                    # All other tokens choose the same experts.
+                    changed = [torch.full_like(document, 7) for document in changed]
+                changed[kept] = row[kept]
+                found = [x.split(lengths) for x in run_row(model, changed, upstream)]
+                for a, b in zip(found, expected, strict=True):
+                    self.assertTrue(torch.equal(a[kept], b[kept]), (kept, case))
+                    other = kept - 1
+                    self.assertFalse(torch.equal(a[other], b[other]))
+
+    @parameterized.expand(families_and(("eager",), ("grouped_mm",)))
+    def test_equals_transformers_on_each_document_alone(self, _, family, name):
+        stock = builtin_model(family).double() if name == "eager" else builtin_model(family)
+        stock.set_experts_implementation(name)
+        model = patch_model(copy.deepcopy(stock))
+        model.set_experts_implementation(OURS)
+        logits, loss = alone(stock, documents())
+        expected = gradients(stock, loss)
+        output = model(**packed_batch(documents()), skip_logits=False)
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        self.assertLess(relative_error(output.loss, loss), 1e-5)
+        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
+        self.assertEqual(self.calls.count(OURS), LAYERS)
+
+    @parameterized.expand(FAMILIES)
+    def test_router_logits_and_auxiliary_loss(self, family):
+        stock = builtin_model(family)
+        model = patch_model(copy.deepcopy(stock))
+        batch = {"input_ids": documents()[-1][None], "labels": documents()[-1][None], "output_router_logits": True}
+        expected, found = stock(**batch), model(**batch)
+        self.assertEqual(len(found.router_logits), len(expected.router_logits))
+        for a, b in zip(found.router_logits, expected.router_logits, strict=True):
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            self.assertLess(relative_error(a, b), 1e-5)
+        self.assertGreater(expected.aux_loss.item(), 0)
+        self.assertLess(relative_error(found.aux_loss, expected.aux_loss), 1e-5)
+        self.assertLess(relative_error(found.loss, expected.loss), 1e-5)
+        self.assertLess(total_relative_error(gradients(model, found.loss), gradients(stock, expected.loss)), 1e-4)
+
+    def test_weights_that_are_not_normalized(self):
+        stock = builtin_model(
+            "qwen3_next",
+            config=type(CONFIGS["qwen3_next"])(**{**CONFIGS["qwen3_next"].to_dict(), "norm_topk_prob": False}),
+        )
+        self.assertFalse(stock.model.layers[0].mlp.gate.norm_topk_prob)
+        model, ids = patch_model(copy.deepcopy(stock)), documents()[-1][None]
+        self.assertLess(relative_error(model(input_ids=ids).logits, stock(input_ids=ids).logits), 1e-5)
+
+    @parameterized.expand(families_and((True,), (False,)))
+    def test_gradient_checkpointing(self, _, family, reentrant):
+        model, batch = packed_model(family), packed_batch(documents())
+        expected = gradients(model, model(**batch).loss)
+        self.calls.clear()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found = gradients(model, model(**batch).loss)
+        self.assertEqual(self.calls, [OURS] * (2 * LAYERS))
+        self.assertTrue(all(torch.equal(x, expected[name]) for name, x in found.items()))
+
+    @parameterized.expand(FAMILIES)
+    def test_frozen_experts(self, family):
+        model, batch = packed_model(family), packed_batch(documents())
+        expected = gradients(model, model(**batch).loss)
+        model.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." not in name)
+        model(**batch).loss.backward()
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                self.assertIsNone(parameter.grad)
+            else:
+                self.assertTrue(torch.equal(parameter.grad, expected[name]), name)
+
+    @parameterized.expand(FAMILIES)
+    def test_audit(self, family):
+        torch.manual_seed(0)
+        report = audit_model(packed_model(family).eval(), inputs=("all",), lengths=[20, 1, 9])
+        self.assertTrue(report.ok, report.table())
+        self.assertEqual([note for note in report.notes if "experts" in note], [])
+        influence = torch.tensor(report.sources["all"].influence)
+        self.assertEqual(influence[~torch.eye(3, dtype=torch.bool)].count_nonzero(), 0)
+        self.assertGreater(influence.diagonal().min(), 0.1)
+        self.assertEqual(set(self.calls), {OURS})
+
+
+class TouchedTest(MoeTestCase):
+    @parameterized.expand(FAMILIES)
+    def test_hooks_run(self, family):
+        model, batch = packed_model(family), packed_batch(documents())
+        expected = model(**batch, skip_logits=False).logits
+        for name in ("gate", "experts", "experts.act_fn"):
+            ran = []
+            module = model.model.layers[1].mlp.get_submodule(name)
+            handles = [
+                module.register_forward_pre_hook(lambda module, args, ran=ran: ran.append("before")),
+                module.register_forward_hook(lambda module, args, output, ran=ran: ran.append("after")),
+            ]
+            self.calls.clear()
+            found = model(**batch, skip_logits=False).logits
+            # Each expert of Transformers' eager loop would call the activation. Its grouped products call it once.
+            self.assertEqual(ran, ["before", "after"], name)
+            self.assertEqual(self.calls, [OURS, "grouped_mm" if name == "experts.act_fn" else OURS])
+            self.assertLess(relative_error(found, expected), 1e-5)
+            for handle in handles:
+                handle.remove()
+        self.assertEqual(self.ran(model), [OURS] * LAYERS)
+
+    @parameterized.expand(FAMILIES)
+    def test_a_hook_that_changes_the_router(self, family):
+        """The experts use the weights that they get."""
+        stock = builtin_model(family)
+        model, ids = patch_model(copy.deepcopy(stock)), documents()[-1][None]
+        plain = model(input_ids=ids).logits
+        for one in (stock, model):
+            one.model.layers[0].mlp.gate.register_forward_hook(
+                lambda module, args, output: (output[0], output[1] * 0.5, (output[2] + 1) % 8)
+            )
+        found = model(input_ids=ids).logits
+        self.assertLess(relative_error(found, stock(input_ids=ids).logits), 1e-5)
+        self.assertGreater(relative_error(found, plain), 1e-4)
+
+    @parameterized.expand(FAMILIES)
+    def test_another_activation(self, family):
+        stock = builtin_model(family)
+        model, ids = patch_model(copy.deepcopy(stock)), documents()[-1][None]
+        for one in (stock, model):
+            one.model.layers[1].mlp.experts.act_fn = torch.nn.GELU()
+        self.calls.clear()
+        found = model(input_ids=ids).logits
+        self.assertEqual(self.calls, [OURS, "grouped_mm"])
+        self.assertLess(relative_error(found, stock(input_ids=ids).logits), 1e-5)
+
+    def test_an_activation_with_a_forward_of_its_own(self):
+        stock = builtin_model("qwen3_5_moe")
+        model, ids = patch_model(copy.deepcopy(stock)), documents()[-1][None]
+        for one in (stock, model):
+            activation = one.model.layers[0].mlp.experts.act_fn
+            self.assertIs(type(activation), SiLUActivation)
+            activation.forward = torch.tanh
+        self.calls.clear()
+        found = model(input_ids=ids).logits
+        self.assertEqual(self.calls, ["grouped_mm", OURS])
+        self.assertLess(relative_error(found, stock(input_ids=ids).logits), 1e-5)
+
+    def test_a_gate_of_another_class(self):
+        class Other(packed_qwen3_5_moe.builtin.Qwen3_5MoeExperts):
+            def _apply_gate(self, gate_up):
+                gate, up = gate_up.chunk(2, -1)
+                return torch.tanh(gate) * up
+
+        stock = builtin_model("qwen3_5_moe")
+        model, ids = patch_model(copy.deepcopy(stock)), documents()[-1][None]
+        for one in (stock, model):
+            one.model.layers[0].mlp.experts.__class__ = Other
+        self.calls.clear()
+        found = model(input_ids=ids).logits
+        self.assertEqual(self.calls, ["grouped_mm", OURS])
+        self.assertLess(relative_error(found, stock(input_ids=ids).logits), 1e-5)
+
+
+if __name__ == "__main__":
+    unittest.main()
