@@ -1,5 +1,6 @@
 """Mixture of experts: the router and the experts, as PyTorch references and as Triton kernels in the interpreter."""
 
+import copy
 import unittest
 
 import torch
@@ -441,6 +442,22 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
                 self.assert_same_bits(case.run(impl), plain, "guarded")
 
     @parameterized.expand(IMPLEMENTATIONS)
+    def test_adds_the_outputs_in_the_order_of_the_choices(self, impl):
+        index = torch.tensor([[2, 1, 0, 2], [0, 2, 1, 1], [1, 0, 2, 0]] * 5)
+        case = Case(index, 3, dtype=BFLOAT16, x_dtype=FLOAT32)
+        # The first and the third cancel, except for rounding errors that depend on the order.
+        case.weights = torch.tensor([3e3, 1.0, -3e3, 0.3]).expand(15, 4)
+        rows = []
+        for k in range(4):
+            one = copy.copy(case)
+            one.index, one.weights = index[:, k : k + 1], torch.ones(15, 1)
+            rows.append(one.run(impl, ())[0] * case.weights[:, k : k + 1])
+        expected = ((rows[0] + rows[1]) + rows[2]) + rows[3]
+        other = ((rows[3] + rows[2]) + rows[1]) + rows[0]
+        self.assertFalse(torch.equal(expected, other))
+        self.assert_same_bits(case.run(impl, ()), [expected])
+
+    @parameterized.expand(IMPLEMENTATIONS)
     def test_a_graph_that_is_retained(self, impl):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         x, *weights = leaves = case.leaves()
@@ -551,9 +568,19 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
                 document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
                 self.assertEqual(leaks(document, "reference", places, seed), [], (seed, number))
 
-    @parameterized.expand(each([(1, 64, 64, 0, 30), (7, 64, 128, 11, 50), (5, 128, 64, 70, 3), (129, 64, 64, 1, 0)]))
-    def test_triton(self, _, tokens, hidden, width, *places):
-        document = Case(choices(tokens, 2, 2, tokens), 2, hidden, width, BFLOAT16, seed=tokens)
+    @parameterized.expand(
+        each(
+            [
+                (1, 3, 64, 64, FLOAT32, 0, 30),
+                (7, 3, 64, 128, FLOAT32, 11, 50),
+                (5, 2, 128, 64, BFLOAT16, 70, 3),
+                (129, 1, 64, 64, FLOAT32, 1, 0),
+            ]
+        )
+    )
+    def test_triton(self, _, tokens, top_k, hidden, width, x_dtype, *places):
+        index = choices(tokens, top_k, top_k, tokens)
+        document = Case(index, top_k, hidden, width, BFLOAT16, x_dtype, seed=tokens)
         self.assertEqual(leaks(document, "triton", places, tokens), [])
 
     def test_with_other_dtypes(self):
