@@ -136,7 +136,7 @@ def _gate_up(
 
 
 @triton.jit
-def _gate_backward(
+def _gate_backward_rows(
     both_ptr, dh_ptr, d_both_ptr, order_ptr, weights_ptr, d_weights_ptr, end_ptr, N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -276,7 +276,7 @@ class _Plan:
         """Return the gradients of gate and up, and of the weights. `dh` then holds the weighted products."""
         d_both, d_weights = torch.empty_like(both), torch.zeros_like(weights)
         n = dh.shape[1]
-        _gate_backward[(len(both),)](
+        _gate_backward_rows[(len(both),)](
             both, dh, d_both, self.order, weights, d_weights, self.ends[-1:], n, triton.next_power_of_2(n)
         )
         return d_both, d_weights
