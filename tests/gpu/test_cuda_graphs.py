@@ -98,7 +98,10 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertEqual(self.warnings, [])
         return max(losses), max(gradients)
 
-    @parameterized.expand([(family, kernel) for family in ("qwen3_5", "qwen3_next") for kernel in ("first", "fla")])
+    @parameterized.expand(
+        [(family, kernel) for family in ("qwen3_5", "qwen3_next") for kernel in ("first", "fla")]
+        + [("qwen3_5_moe", "first"), ("qwen3_next_moe", "first")]
+    )
     def test_computes_what_the_layers_do(self, family, kernel):
         graphed, plain = models_of(family)
         with rule(kernel):

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import first_order
+from .experts import isolates
 from .untouched import hooks_of
 
 
@@ -48,7 +49,7 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
 
     Args:
         model (`PreTrainedModel`):
-            A Qwen3.5 or Qwen3-Next model of this package, with dense layers, on a CUDA device.
+            A Qwen3.5 or Qwen3-Next model of this package, on a CUDA device.
         row_length (`int`):
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
 
@@ -56,7 +57,7 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
         `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` disables graphs and frees their memory.
 
     Raises:
-        `ValueError`: the model is not supported or has experts, or `row_length` is not a multiple of 64.
+        `ValueError`: the model is not supported, or `row_length` is not a multiple of 64.
 
     Example:
 
@@ -81,12 +82,6 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
             "Load it after transformers_packed.register(), or pass it to patch_model first.",
         )
     for text in texts:
-        if row_length and any(hasattr(layer.mlp, "experts") for layer in text.layers):
-            raise input_error(
-                "dense layers",
-                f"{type(text).__name__} with experts, whose kernels depend on the routing",
-                "Train it without graphs.",
-            )
         vars(text)["_layer_graphs"] = LayerGraphs(row_length) if row_length else None
     return model
 
@@ -172,6 +167,8 @@ class LayerGraphs:
             return "gradient checkpointing is on"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return "a saved-tensor hook is active"
+        if not all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts")):
+            return "the kernels of the experts depend on the routing"
         trained, made_for = {}, []
         for module in layers.modules():
             if _is_hooked(module):

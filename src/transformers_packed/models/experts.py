@@ -12,6 +12,8 @@ from transformers.utils import logging
 from ..ops import experts
 from ..ops.dispatch import record
 from ..ops.moe import verify_triton
+from ..ops.projection import Adapter
+from .lora import adapter_of_parameter, lora_class
 from .untouched import is_untouched
 
 
@@ -39,10 +41,48 @@ def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
 
 def isolates(module: torch.nn.Module) -> bool:
     """Whether the result of a token in this module of experts depends on other tokens in no bit."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
     if module.config._experts_implementation != NAME or _unsupported(module):
         return False
     gate_up, down = module.gate_up_proj, module.down_proj
     return not gate_up.is_cuda or verify_triton(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)[0]
+
+
+def run_experts(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Call a module of experts, or compute what it computes with its LoRA adapters without adding them to its weights.
+
+    Arguments and result are those of [`experts_forward`].
+    """
+    base, adapters = _adapters_of(module)
+    if adapters and not _unsupported(base):
+        call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
+        adapters = [adapters.get(name) for name in ("gate_up_proj", "down_proj")]
+        reason = verify_triton(*call, *adapters)[1] if hidden_states.is_cuda else _not_plain(*call[3:])
+        if not reason:
+            return experts(*call, gate_up_adapter=adapters[0], down_adapter=adapters[1])
+        record("experts_lora", "peft", [reason], logger.info)
+    return module(hidden_states, top_k_index, top_k_weights)
+
+
+def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Adapter]]:
+    """Return the experts inside PEFT's wrappers, and the adapter of each parameter. It is empty if PEFT has to run."""
+    found = {}
+    wrapper = lora_class("lora.layer", "ParamWrapper")
+    while wrapper is not None and type(module) is wrapper:
+        adapter = adapter_of_parameter(module)
+        if isinstance(adapter, str):
+            record("experts_lora", "peft", [adapter], logger.info)
+            return module, {}
+        if adapter is not None and module.parameter_name in found:
+            return module, {}
+        if adapter is not None:
+            found[module.parameter_name] = adapter
+        module = module.base_layer
+    plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module))
+    return module, found if plain and module.config._experts_implementation == NAME else {}
 
 
 def experts_forward(

@@ -13,20 +13,20 @@ from ..ops.projection import Adapter
 from .untouched import is_untouched
 
 
-def _class(module: str, name: str) -> type | None:
+def lora_class(module: str, name: str) -> type | None:
     """Return a class of PEFT, or `None` if PEFT has not imported its module."""
     return getattr(sys.modules.get(f"peft.tuners.{module}"), name, None)
 
 
 def is_lora(layer: torch.nn.Module) -> bool:
     """Whether the module is a LoRA layer of PEFT, of any kind."""
-    base = _class("lora.layer", "LoraLayer")
+    base = lora_class("lora.layer", "LoraLayer")
     return base is not None and isinstance(layer, base)
 
 
 def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
     """Return the active adapters of a LoRA layer, or the reason why this layer runs PEFT's own forward."""
-    classes = _class("lora.layer", "Linear"), _class("lora.bnb", "Linear4bit")
+    classes = lora_class("lora.layer", "Linear"), lora_class("lora.bnb", "Linear4bit")
     if type(layer) not in classes:
         return f"it is a {type(layer).__name__}"
     # This runs hundreds of times per step. Attributes of a module are slower than its dictionaries.
@@ -60,3 +60,27 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
             return f"adapter {name} has a bias before its second layer, or drops everything"
         found.append(Adapter(down["weight"], up, state["scaling"][name], p, bias))
     return tuple(found)
+
+
+def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
+    """Return the active adapter of PEFT's wrapper of a parameter `[E, out, in]`, or the reason why PEFT has to run.
+
+    It is `None` if no adapter is active.
+    """
+    if not is_untouched(layer, type(layer)):
+        return "it is hooked, wrapped or compiled"
+    state = vars(layer)
+    if state["merged_adapters"] or state["_disable_adapters"]:
+        both = state["merged_adapters"] and state["_disable_adapters"]
+        return "its merged adapters have to be unmerged" if both else None
+    downs, ups = (state["_modules"][name]._modules for name in ("lora_A", "lora_B"))
+    active = [name for name in layer.active_adapters if name in downs]
+    if len(active) != 1:
+        return "several adapters are active" if active else None
+    (name,) = active
+    down, up, scale = downs[name], ups[name], state["scaling"][name]
+    if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)):
+        return f"adapter {name} is hooked, wrapped or not linear"
+    if not state["_did_swap_in_out_features"] or not isinstance(scale, (int, float)) or up.bias is not None:
+        return f"adapter {name} has another layout, a bias or a scale that is a tensor"
+    return Adapter(down.weight, up.weight, scale)

@@ -12,10 +12,13 @@ from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
 from .norm import widened
+from .projection import Adapter
 
 
 # Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.
 _BLOCK = 16
+# Highest rank of an adapter whose products fit into the registers of the kernels.
+_MAX_RANK = 64
 
 
 def choose_experts(
@@ -85,6 +88,8 @@ def experts(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     *,
+    gate_up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Compute `sum over k of weight_k * down_k(silu(gate_k(x)) * up_k(x))` with the experts of each token.
@@ -100,6 +105,9 @@ def experts(
             First weights of all experts, those of the gate before the others.
         down_proj (`torch.Tensor` of shape `[E, hidden, width]`):
             Second weights of all experts.
+        gate_up_adapter ([`Adapter`], *optional*), down_adapter ([`Adapter`], *optional*):
+            Additions of low rank to the weights, without dropout and bias. As in PEFT, `down` is `[E * rank, in]`
+            with the ranks of an expert together, and `up` is `[out, rank * E]` with the experts of a rank together.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (on GPUs of compute capability 9.0 or later) or `"reference"`. `"triton"` saves the
             input and the outputs of `gate_up_proj` for the backward.
@@ -129,10 +137,26 @@ def experts(
     if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:1] != (tokens,) or top_k_index.ndim != 2:
         got = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
         raise input_error(f"top_k_index and top_k_weights [{tokens}, top_k]", got)
-    return run("experts", impl, EXPERTS, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj)
+    for weight, adapter in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)):
+        if adapter is not None:
+            _check_adapter(weight, adapter)
+    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter
+    return run("experts" if call[5:] == (None, None) else "experts_lora", impl, EXPERTS, *call)
 
 
-def _reference(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+def _check_adapter(weight, adapter):
+    number, out, size = weight.shape
+    rows = len(adapter.down)
+    if adapter.down.shape != (rows, size) or rows % number or not rows or adapter.up.shape != (out, rows):
+        got = f"{tuple(adapter.down.shape)} and {tuple(adapter.up.shape)}"
+        raise input_error(f"an adapter [{number} * rank, {size}] and [{out}, rank * {number}]", got)
+    if adapter.dropout or adapter.bias is not None:
+        raise input_error("an adapter of experts without dropout and bias", f"dropout={adapter.dropout}")
+
+
+def _reference(
+    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter=None, down_adapter=None
+):
     tokens, top_k = top_k_index.shape
     number, dtype = len(gate_up_proj), gate_up_proj.dtype
     slots = top_k_index.flatten()
@@ -142,10 +166,11 @@ def _reference(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_pro
     rows = hidden_states.to(dtype)[:, None].expand(-1, top_k, -1).flatten(0, 1)
     rows = rows[order[: sum(counts)]].split(counts)
     found = [hidden_states.new_zeros(0, hidden_states.shape[1], dtype=dtype)]
-    for mine, gate_up, down in zip(rows, gate_up_proj.unbind(), down_proj.unbind(), strict=True):
+    first, second = (_by_expert(*pair) for pair in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)))
+    for mine, gate_up, down in zip(rows, first, second, strict=True):
         for block in mine.split(_BLOCK) if len(mine) else ():
-            gate, up = F.linear(F.pad(block, (0, 0, 0, _BLOCK - len(block))), gate_up).chunk(2, -1)
-            found.append(F.linear(F.silu(gate) * up, down)[: len(block)])
+            gate, up = _apply(F.pad(block, (0, 0, 0, _BLOCK - len(block))), *gate_up).chunk(2, -1)
+            found.append(_apply(F.silu(gate) * up, *down)[: len(block)])
     found = torch.cat([*found, hidden_states.new_zeros(len(slots) - sum(counts), hidden_states.shape[1], dtype=dtype)])
     by_choice = widened(found[order.argsort()]).view(tokens, top_k, -1)
     weights = widened(top_k_weights)[..., None]
@@ -155,13 +180,34 @@ def _reference(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_pro
     return total.to(hidden_states.dtype)
 
 
-def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj):
+def _by_expert(weight, adapter):
+    """Return the weight of each expert, and the two matrices of its adapter."""
+    if adapter is None:
+        return [(x, None, None) for x in weight.unbind()]
+    number, out, size = weight.shape
+    down = adapter.down.to(weight.dtype).view(number, -1, size)
+    up = (adapter.up * adapter.scale).to(weight.dtype).view(out, -1, number).permute(2, 0, 1)
+    return list(zip(weight.unbind(), down.unbind(), up.unbind(), strict=True))
+
+
+def _apply(rows, weight, down, up):
+    y = F.linear(rows, weight)
+    return y if down is None else y + F.linear(F.linear(rows, down), up)
+
+
+def _triton(
+    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter=None, down_adapter=None
+):
     from .backends.triton.moe import Experts
 
     device, dtype = hidden_states.device.type, gate_up_proj.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return Experts.apply(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, dtype)
+    none = Adapter(None, None)
+    adapters = [adapter or none for adapter in (gate_up_adapter, down_adapter)]
+    matrices = [matrix for adapter in adapters for matrix in (adapter.down, adapter.up)]
+    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, dtype
+    return Experts.apply(*call, tuple(adapter.scale for adapter in adapters), *matrices)
 
 
 def verify_triton(
@@ -170,6 +216,7 @@ def verify_triton(
     top_k_weights: torch.Tensor,
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
+    *adapters: Adapter | None,
 ) -> tuple[bool, str]:
     """Whether `impl="triton"` supports this call of [`experts`]."""
     ok, reason = triton.verify(hidden_states)
@@ -185,7 +232,8 @@ def verify_triton(
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
     if dtype != torch.bfloat16 or down_proj.dtype != gate_up_proj.dtype:
         return False, f"needs products in bfloat16, not {dtype}"
-    return True, ""
+    rank = max((len(adapter.down) // len(down_proj) for adapter in adapters if adapter is not None), default=0)
+    return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")
 
 
 ROUTERS = {

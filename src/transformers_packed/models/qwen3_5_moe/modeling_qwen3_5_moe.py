@@ -18,6 +18,7 @@ from ...errors import input_error
 from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
+from ..experts import run_experts
 from ..inputs import PackingKwargs, check_causal, without_packing
 from ..outputs import LanguageModelMixin
 from ..padding import padded_batch
@@ -196,6 +197,16 @@ class Qwen3_5MoeTopKRouter(builtin.Qwen3_5MoeTopKRouter):
         # Only Qwen3-Next has the option not to normalize.
         normalize = getattr(self, "norm_topk_prob", True)
         return router_logits, *choose_experts(router_logits, self.top_k, normalize=normalize)
+
+
+@fast_path
+class Qwen3_5MoeSparseMoeBlock(builtin.Qwen3_5MoeSparseMoeBlock):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.flatten(0, 1)
+        shared = self.shared_expert(rows)
+        _, weights, index = self.gate(rows)
+        output = run_experts(self.experts, rows, index, weights)
+        return (output + F.sigmoid(self.shared_expert_gate(rows)) * shared).view_as(hidden_states)
 
 
 @fast_path

@@ -14,7 +14,7 @@ from ..qwen3_5.modular_qwen3_5 import (
     Qwen3_5RMSNormGated,
     Qwen3_5TextModel,
 )
-from ..qwen3_next.modular_qwen3_next import Qwen3NextTopKRouter
+from ..qwen3_next.modular_qwen3_next import Qwen3NextSparseMoeBlock, Qwen3NextTopKRouter
 
 
 class Qwen3_5MoeGatedDeltaNet(Qwen3_5GatedDeltaNet):
@@ -38,6 +38,10 @@ class Qwen3_5MoeMLP(Qwen3_5MLP):
 
 
 class Qwen3_5MoeTopKRouter(Qwen3NextTopKRouter):
+    pass
+
+
+class Qwen3_5MoeSparseMoeBlock(Qwen3NextSparseMoeBlock):
     pass
 
 

@@ -77,9 +77,9 @@ def _tile(ends_ptr, tiles_ptr, tile, E, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _rows_times_experts(
-    a_desc, b_desc, y_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    a_desc, b_desc, down_desc, up_desc, y_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr,
+    K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = program % (N // COLUMNS) * COLUMNS
@@ -88,12 +88,25 @@ def _rows_times_experts(
         return
     rows = row + tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    if RANK:
+        low = tl.zeros((ROWS, RANK), dtype=tl.float32)
     for k in range(0, K, STEP):
         a = a_desc.load([row, k])
         if TRANSPOSED:
             total = tl.dot(a, b_desc.load([expert * N + column, k]).T, total)
         else:
             total = tl.dot(a, b_desc.load([expert * K + k, column]), total)
+        if RANK:
+            low = tl.dot(a, down_desc.load([expert * RANK, k]).T, low)
+    if RANK:
+        rounded = low.to(y_ptr.dtype.element_ty)
+        if TRANSPOSED:
+            total = tl.dot(rounded, up_desc.load([expert * N + column, 0]).T, total)
+        else:
+            total = tl.dot(rounded, up_desc.load([expert * RANK, column]), total)
+        if column == 0:
+            low_at = rows.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+            tl.store(low_ptr + low_at, rounded, mask=(rows < end)[:, None])
     place = rows.to(tl.int64)
     if SCATTER:
         place = tl.load(order_ptr + rows, mask=rows < end, other=0)
@@ -103,9 +116,9 @@ def _rows_times_experts(
 
 @triton.jit
 def _gate_up(
-    x_ptr, w_desc, h_ptr, both_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr, K: tl.constexpr,
-    TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x_ptr, w_desc, down_desc, up_desc, h_ptr, both_ptr, low_ptr, order_ptr, ends_ptr, tiles_ptr, E, N: tl.constexpr,
+    K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = program % (N // COLUMNS) * COLUMNS
@@ -119,10 +132,21 @@ def _gate_up(
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     first = expert * 2 * N + column
+    if RANK:
+        low = tl.zeros((ROWS, RANK), dtype=tl.float32)
     for k in range(0, K, STEP):
         x = tl.load(x_at + k)
         gate = tl.dot(x, w_desc.load([first, k]).T, gate)
         up = tl.dot(x, w_desc.load([first + N, k]).T, up)
+        if RANK:
+            low = tl.dot(x, down_desc.load([expert * RANK, k]).T, low)
+    if RANK:
+        rounded = low.to(h_ptr.dtype.element_ty)
+        gate = tl.dot(rounded, up_desc.load([first, 0]).T, gate)
+        up = tl.dot(rounded, up_desc.load([first + N, 0]).T, up)
+        if KEEP and column == 0:
+            low_at = rows.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+            tl.store(low_ptr + low_at, rounded, mask=inside)
     # Round to the saved values, from which the backward computes the product.
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)[None, :]
@@ -136,7 +160,7 @@ def _gate_up(
 
 
 @triton.jit
-def _gate_backward(
+def _gate_backward_rows(
     both_ptr, dh_ptr, d_both_ptr, order_ptr, weights_ptr, d_weights_ptr, end_ptr, N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -238,45 +262,61 @@ class _Plan:
         _plan[(1,)](ids, ends, tiles, len(order), number, steps, _ROWS, width)
         return cls(order, ends, tiles, index.shape[1])
 
-    def rows_times_experts(self, rows, weight, *, transposed: bool, scatter: bool = False):
-        """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`.
+    def rows_times_experts(self, rows, weight, factors=None, *, transposed: bool, scatter: bool = False):
+        """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`, plus the `factors` of an adapter.
 
-        `scatter` returns the rows in the order of the choices.
+        `scatter` returns the products in the order of the choices. The second result is the product with the first
+        factor `[S, rank]`.
         """
         number, n, k = weight.shape if transposed else (weight.shape[0], *weight.shape[:0:-1])
         columns = _divisor(n, 256)
         y = rows.new_empty(len(self.order), n)
         a = TensorDescriptor.from_tensor(rows, [_ROWS, _STEP])
         b = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP] if transposed else [_STEP, columns])
+        low, rank, first, second = self._adapter(rows, factors, columns, transposed)
         _rows_times_experts[self.grid(n // columns)](
-            a, b, y, self.order, self.ends, self.tiles, number, n, k, transposed, scatter, _ROWS, columns, _STEP,
-            self.width, num_warps=8, num_stages=4,
+            a, b, first, second, y, low, self.order, self.ends, self.tiles, number, n, k, rank, transposed, scatter,
+            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
         )  # fmt: skip
-        return y
+        return y, low
+
+    def _adapter(self, rows, factors, columns: int, transposed: bool):
+        """Return memory for the product with the first factor, the rank, and the descriptors of both factors."""
+        if factors is None:
+            return None, 0, None, None
+        first, second = factors
+        rank = first.shape[1]
+        return (
+            rows.new_empty(len(self.order), rank),
+            rank,
+            TensorDescriptor.from_tensor(first.flatten(0, 1), [rank, _STEP]),
+            TensorDescriptor.from_tensor(second.flatten(0, 1), [columns, rank] if transposed else [rank, columns]),
+        )
 
     def grid(self, columns: int) -> tuple[int]:
         """Programs for the most tiles that any routing can have."""
         return ((len(self.order) // _ROWS + len(self.ends)) * columns,)
 
-    def gate_up(self, x, weight, keep: bool):
-        """Return `silu(gate) * up` of each row, and gate and up if `keep`."""
+    def gate_up(self, x, weight, factors, keep: bool):
+        """Return `silu(gate) * up` of each row, and, if `keep`, gate and up and the product with the first factor."""
         number, n, k = weight.shape
         n //= 2
         columns = _divisor(n, 128)
         h = x.new_empty(len(self.order), n)
         both = x.new_empty(len(self.order), 2 * n) if keep else None
         w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [columns, _STEP])
+        low, rank, first, second = self._adapter(x, factors, columns, True)
         _gate_up[self.grid(n // columns)](
-            x, w, h, both, self.order, self.ends, self.tiles, number, n, k, self.top_k, keep, _ROWS, columns, _STEP,
-            self.width, num_warps=8, num_stages=4,
+            x, w, first, second, h, both, low, self.order, self.ends, self.tiles, number, n, k, rank, self.top_k, keep,
+            _ROWS, columns, _STEP, self.width, num_warps=8, num_stages=4,
         )  # fmt: skip
-        return h, both
+        return h, both, low
 
     def gate_backward(self, both, dh, weights):
         """Return the gradients of gate and up, and of the weights. `dh` then holds the weighted products."""
         d_both, d_weights = torch.empty_like(both), torch.zeros_like(weights)
         n = dh.shape[1]
-        _gate_backward[(len(both),)](
+        _gate_backward_rows[(len(both),)](
             both, dh, d_both, self.order, weights, d_weights, self.ends[-1:], n, triton.next_power_of_2(n)
         )
         return d_both, d_weights
@@ -303,44 +343,98 @@ def _sum_of_choices(rows, index, weights, number, dtype):
     return y
 
 
+class _Factors:
+    """An adapter's matrices by expert, in the dtype of the products: `down` `[E, rank, in]` and `up` `[E, out, rank]`.
+
+    `up` includes the scale. The rank is filled up with zeros to a multiple of 16.
+    """
+
+    def __init__(self, down, up, scale: float, number: int, dtype):
+        self.shapes, self.scale, self.number = (down, up), scale, number
+        self.rank = len(down) // number
+        more = -self.rank % 16
+        self.down = F.pad(down.view(number, self.rank, -1).to(dtype), (0, 0, 0, more)).contiguous()
+        up = up.view(len(up), self.rank, number).permute(2, 0, 1)
+        self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
+
+    def forward(self):
+        return self.down, self.up
+
+    def backward(self):
+        return self.up.transpose(1, 2).contiguous(), self.down
+
+    def gradients(self, plan, d_rows, low, rows, d_low):
+        """Return the gradients of both matrices from the rows' gradients, and from those of the narrow products."""
+        down, up = self.shapes
+        d_up = plan.weight_gradient(d_rows, low, torch.float32)[..., : self.rank] * self.scale
+        d_down = plan.weight_gradient(d_low, rows, down.dtype)[:, : self.rank]
+        return d_down.reshape(down.shape), d_up.permute(1, 2, 0).reshape(up.shape).to(up.dtype)
+
+
 class Experts(torch.autograd.Function):
-    """The weighted sum of the experts' outputs for tokens `[T, hidden]`. All products run in `dtype`."""
+    """The weighted sum of the experts' outputs for tokens `[T, hidden]`. All products run in `dtype`.
+
+    The last tensors are the matrices of the adapters of both weights, or `None`.
+    """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, index, weights, gate_up, down, dtype):
-        ctx.dtype, ctx.like = dtype, x.dtype
+    def forward(ctx, x, index, weights, gate_up, down, dtype, scales, *matrices):
+        ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
         index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
-        rows = x.to(dtype).contiguous()
-        if not len(rows):
-            ctx.save_for_backward(rows, index, weights, gate_up, down, None, None, None, None)
-            return torch.empty_like(x)
-        plan = _Plan.of(index, number)
-        h, both = plan.gate_up(rows, gate_up.to(dtype).contiguous(), any(ctx.needs_input_grad))
-        y = plan.rows_times_experts(h, down.to(dtype).contiguous(), transposed=True, scatter=True)
-        ctx.save_for_backward(rows, index, weights, gate_up, down, both, plan.order, plan.ends, plan.tiles)
-        return _sum_of_choices(y, index, weights, number, x.dtype)
+        rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
+        if len(rows):
+            plan = _Plan.of(index, number)
+            first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
+                             for m, scale in zip((matrices[:2], matrices[2:]), scales, strict=True))  # fmt: skip
+            keep = any(ctx.needs_input_grad)
+            h, both, low1 = plan.gate_up(rows, gate_up.to(dtype).contiguous(), first and first.forward(), keep)
+            y, low2 = plan.rows_times_experts(
+                h, down.to(dtype).contiguous(), second and second.forward(), transposed=True, scatter=True
+            )
+            y = _sum_of_choices(y, index, weights, number, x.dtype)
+            plan = plan.order, plan.ends, plan.tiles
+        ctx.save_for_backward(rows, index, weights, gate_up, down, *matrices, low1, low2, both, *plan)
+        return y if len(rows) else torch.empty_like(x)
 
     @staticmethod
     @first_order()
     def backward(ctx, dy):
-        x, index, weights, gate_up, down, both, *plan = ctx.saved_tensors
-        for_x, _, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
-        dx = d_weights = d_gate_up = d_down = None
-        if not len(x):
-            found = (torch.zeros_like(t) if wanted else None for t, wanted in zip(
-                (x.to(ctx.like), None, weights, gate_up, down), ctx.needs_input_grad, strict=False))  # fmt: skip
-            return *found, None
-        plan, dy = _Plan(*plan, index.shape[1]), dy.to(ctx.dtype).contiguous()
-        dy = plan.gathered(dy)
-        dh = plan.rows_times_experts(dy, down.to(ctx.dtype).contiguous(), transposed=False)
+        x, index, weights, gate_up, down, *matrices, low1, low2, both, order, ends, tiles = ctx.saved_tensors
+        for_x, _, for_weights, for_gate_up, for_down, _, _, *for_matrices = ctx.needs_input_grad
+        if order is None:
+            inputs = x.to(ctx.like), None, weights, gate_up, down, None, None, *matrices
+            return tuple(
+                torch.zeros_like(t) if wanted else None for t, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
+            )
+        dx = d_gate_up = d_down = None
+        found = [None] * 4
+        number, dtype = len(gate_up), ctx.dtype
+        first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
+                         for m, scale in zip((matrices[:2], matrices[2:]), ctx.scales, strict=True))  # fmt: skip
+        plan = _Plan(order, ends, tiles, index.shape[1])
+        dy = plan.gathered(dy.to(dtype).contiguous())
+        dh, d_low = plan.rows_times_experts(
+            dy, down.to(dtype).contiguous(), second and second.backward(), transposed=False
+        )
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
             d_down = plan.weight_gradient(dy, dh, down.dtype)
+        if any(for_matrices[2:]):
+            # `dy` has no weights, so the other factor gets them.
+            low2 = low2 * weights.flatten()[order, None].to(dtype)
+            found[2:] = second.gradients(plan, dy, low2, dh, d_low)
         del dh, dy
-        if for_gate_up:
-            d_gate_up = plan.weight_gradient(d_both, plan.gathered(x), gate_up.dtype)
-        if for_x:
-            rows = plan.rows_times_experts(d_both, gate_up.to(ctx.dtype).contiguous(), transposed=False, scatter=True)
-            dx = _sum_of_choices(rows, index, None, len(gate_up), ctx.like)
-        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None
+        if for_x or any(for_matrices[:2]):
+            rows, d_low = plan.rows_times_experts(
+                d_both, gate_up.to(dtype).contiguous(), first and first.backward(), transposed=False, scatter=True
+            )
+            dx = _sum_of_choices(rows, index, None, number, ctx.like) if for_x else None
+            del rows
+        if for_gate_up or any(for_matrices[:2]):
+            rows = plan.gathered(x)
+            d_gate_up = plan.weight_gradient(d_both, rows, gate_up.dtype) if for_gate_up else None
+            if any(for_matrices[:2]):
+                found[:2] = first.gradients(plan, d_both, low1, rows, d_low)
+        found = [x if wanted else None for x, wanted in zip(found, for_matrices, strict=True)]
+        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, None, *found
