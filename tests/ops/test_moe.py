@@ -14,6 +14,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExper
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.projection import Adapter
 
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
@@ -595,6 +596,88 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
 
         document = Case(choices(9, 5, 3), 5)
         self.assertEqual(len(leaks(document, mixed, (20, 13), 0)), 12)
+
+
+MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
+
+
+class AdapterTest(Assertions, InterpretedKernelsTest):
+    """Adapters of the experts' weights, in the layout of PEFT."""
+
+    def matrices(self, case, ranks, dtype):
+        number, hidden, width = case.down.shape
+        found = []
+        for seed, (rank, out, size) in enumerate(zip(ranks, (2 * width, hidden), (hidden, width), strict=True)):
+            found += [normal(number * rank, size, seed=50 + seed) / 8, normal(out, rank * number, seed=60 + seed) / 4]
+        return [x.to(dtype) for x in found]
+
+    def run_op(self, case, impl, matrices, trained=(*NAMES, *MATRICES)):
+        """The output, and the gradients of the tensors `trained`. Without `impl`, the adapters join the weights."""
+        x, weights, gate_up, down = leaves = case.leaves(trained)
+        leaves += [m.detach().requires_grad_(n in trained) for n, m in zip(MATRICES, matrices, strict=True)]
+        adapters = [Adapter(*leaves[4:6], 0.5) if matrices[0].numel() else None]
+        adapters += [Adapter(*leaves[6:], 3.0) if matrices[2].numel() else None]
+        if impl is None:
+            joined = []
+            for weight, adapter in zip((gate_up, down), adapters, strict=True):
+                if adapter is not None:
+                    number, out, size = weight.shape
+                    first, second = adapter.down.view(number, -1, size), adapter.up.view(out, -1, number)
+                    weight = weight + adapter.scale * torch.einsum("eri,ore->eoi", first, second)
+                joined.append(weight)
+            y = oracle(x, case.index, weights, *joined)
+        else:
+            names = ("gate_up_adapter", "down_adapter")
+            y = experts(x, case.index, weights, gate_up, down, **dict(zip(names, adapters, strict=True)), impl=impl)
+        leaves = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel()]
+        return [y.detach(), *torch.autograd.grad(y, leaves, case.upstream.to(y))]
+
+    @parameterized.expand(
+        each(
+            (impl, dtype, *ranks)
+            for impl, dtype in (("reference", FLOAT64), ("reference", FLOAT32), ("triton", BFLOAT16))
+            for ranks in ((4, 4), (16, 33), (3, 0), (0, 1), (64, 2))
+        )
+    )
+    def test_equals_weights_with_the_adapters(self, _, impl, dtype, *ranks):
+        for index in (choices(20, 3, 2), torch.tensor([[1, 3], [3, 0]] * 9), choices(1, 3, 2)):
+            case = Case(index, 3, dtype=dtype)
+            matrices = self.matrices(case, ranks, torch.float32 if impl == "triton" else dtype)
+            actual = self.run_op(case, impl, matrices)
+            expected = self.run_op(case.cast(FLOAT64), None, [x.double() for x in matrices])
+            for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+                self.assertEqual(a.shape, b.shape)
+                bar = {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype]
+                self.assertLess(relative(a, b), bar, number)
+            names = ("x", "x", *(n for n in NAMES[1:]))
+            self.assertEqual([a.dtype for a in actual[:5]], [getattr(case, n).dtype for n in names])
+            self.assertEqual({a.dtype for a in actual[5:]}, {matrices[0].dtype})
+
+    @parameterized.expand(
+        each((i, *t) for i in IMPLEMENTATIONS for t in (("x",), MATRICES, MATRICES[1:3], MATRICES[3:]))
+    )
+    def test_gradients_of_some_inputs(self, _, impl, *trained):
+        case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
+        matrices = self.matrices(case, (4, 8), BFLOAT16)
+        every = dict(zip(("y", *NAMES, *MATRICES), self.run_op(case, impl, matrices), strict=True))
+        found = self.run_op(case, impl, matrices, trained)
+        self.assert_same_bits(found, [every["y"], *(every[name] for name in trained)])
+
+    @parameterized.expand(IMPLEMENTATIONS)
+    def test_isolation(self, impl):
+        document = Case(choices(7, 3, 3), 3, dtype=BFLOAT16, x_dtype=FLOAT32)
+        matrices = self.matrices(document, (4, 8), FLOAT32)
+        adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
+        for places in ((11, 50), (30, 0)):
+            found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), places, 1)
+            self.assertEqual(found, [])
+
+    def test_from_unwritten_buffers(self):
+        case = Case(ROUTINGS["on_another_device"][0][:20], 5, dtype=BFLOAT16)
+        matrices = self.matrices(case, (4, 8), BFLOAT16)
+        plain = self.run_op(case, "triton", matrices)
+        with guarded_buffers():
+            self.assert_same_bits(self.run_op(case, "triton", matrices), plain)
 
 
 HIDDEN, INDEX, WEIGHTS = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
