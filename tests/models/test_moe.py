@@ -12,6 +12,7 @@ import torch
 from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from mixins.patch import BUILTINS, COMPOSITE, CONFIGS, builtin_model, documents
 from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
@@ -52,7 +53,7 @@ class MoeTestCase(unittest.TestCase):
 
         def counted(name, function):
             def call(*args, **kwargs):
-                self.calls.append(name)
+                self.calls.append(f"{name}_lora" if kwargs.get("gate_up_adapter") is not None else name)
                 return function(*args, **kwargs)
 
             return call
@@ -274,6 +275,73 @@ class CorrectnessTest(MoeTestCase):
         self.assertEqual(influence[~torch.eye(3, dtype=torch.bool)].count_nonzero(), 0)
         self.assertGreater(influence.diagonal().min(), 0.1)
         self.assertEqual(set(self.calls), {OURS})
+
+
+class LoraTest(MoeTestCase):
+    def adapted(self, family, attention="sdpa", rank=4):
+        """A stock model and a patched one with the same adapters of all experts."""
+        stock = builtin_model(family)
+        stock.set_attn_implementation(attention)
+        config = LoraConfig(
+            r=rank, lora_alpha=8, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        )
+        stock = get_peft_model(stock, config)
+        for name, parameter in stock.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        return stock, patch_model(copy.deepcopy(stock))
+
+    def trained(self, model, loss):
+        parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        return dict(zip(parameters, torch.autograd.grad(loss, parameters.values()), strict=True))
+
+    @parameterized.expand(FAMILIES)
+    def test_equals_peft_on_the_stock_model(self, family):
+        stock, model = self.adapted(family)
+        logits, loss = alone(stock, documents())
+        expected = self.trained(stock, loss)
+        self.calls.clear()
+        output = model(**packed_batch(documents()), skip_logits=False)
+        self.assertEqual(self.calls, [f"{OURS}_lora"] * LAYERS)
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        found = self.trained(model, output.loss)
+        self.assertEqual(len(found), 4 * LAYERS)
+        self.assertLess(total_relative_error(found, expected), 1e-4)
+
+    @parameterized.expand(FAMILIES)
+    def test_other_documents_change_no_bit(self, family):
+        _, model = self.adapted(family)
+        lengths, generator = (20, 33, 12), torch.Generator().manual_seed(1)
+        rows = [[torch.randint(1, 90, (n,), generator=generator) for n in lengths] for _ in range(2)]
+        rows[1][1] = rows[0][1]
+        upstream = torch.randn(1, sum(lengths), 97, generator=generator)
+        for a, b in zip(*(run_row(model, row, upstream) for row in rows), strict=True):
+            self.assertTrue(torch.equal(a.split(lengths)[1], b.split(lengths)[1]))
+
+    def test_disabled_and_merged_adapters(self):
+        stock, model = self.adapted("qwen3_5_moe")
+        ids = documents()[-1][None]
+        expected = stock(input_ids=ids).logits
+        with stock.disable_adapter(), model.disable_adapter():
+            plain = stock(input_ids=ids).logits
+            self.assertGreater(relative_error(plain, expected), 1e-3)
+            self.assertLess(relative_error(model(input_ids=ids).logits, plain), 1e-5)
+        model.merge_adapter()
+        self.assertLess(relative_error(model(input_ids=ids).logits, expected), 1e-5)
+        model.unmerge_adapter()
+        self.assertLess(relative_error(model(input_ids=ids).logits, expected), 1e-5)
+
+    def test_hooks_on_the_wrapped_experts_run(self):
+        stock, model = self.adapted("qwen3_5_moe")
+        ids = documents()[-1][None]
+        for target in ("experts", "experts.base_layer", "experts.base_layer.base_layer"):
+            outputs = []
+            for one in (stock, model):
+                module = one.get_base_model().model.layers[1].mlp.get_submodule(target)
+                handle = module.register_forward_hook(lambda module, args, output: 2 * output)
+                outputs.append(one(input_ids=ids).logits)
+                handle.remove()
+            self.assertLess(relative_error(outputs[1], outputs[0]), 1e-5, target)
 
 
 class TouchedTest(MoeTestCase):
