@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from contextlib import nullcontext
 
 import torch
 from common.fused import guarded_buffers, relative, saved_in
@@ -293,9 +294,9 @@ def choices(tokens, number, top_k, seed=0):
 ELSEWHERE = choices(37, 9, 3)
 ROUTINGS = {
     "random": (choices(37, 5, 3), 5),
-    "many_experts": (choices(9, 20, 4), 20),
+    "many_experts": (choices(5, 20, 2), 20),
     "top_k_1": (choices(37, 5, 1), 5),
-    "top_k_of_all": (choices(37, 5, 5), 5),
+    "top_k_of_all": (choices(37, 4, 4), 4),
     "one_expert": (choices(19, 1, 1), 1),
     "all_tokens_to_one_expert": (torch.full((150, 1), 2), 4),
     "more_than_a_tile": (torch.cat([choices(140, 2, 2), choices(3, 3, 2)]), 3),
@@ -343,7 +344,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         for dtype in (FLOAT64, FLOAT32):
             self.check(Case(choices(37, 5, 3), 5, hidden, width, dtype), "reference")
 
-    @parameterized.expand(each([(64, 192), (192, 64), (320, 128), (512, 64)]))
+    @parameterized.expand(each([(64, 192), (320, 64)]))
     def test_triton_in_other_sizes(self, _, hidden, width):
         self.check(Case(choices(37, 5, 3), 5, hidden, width, BFLOAT16), "triton")
 
@@ -352,7 +353,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         case = Case(choices(40, 3, 2), 3, dtype=dtype)
         exact = case.cast(FLOAT64).run(oracle)
         stock = [relative(a, b) for a, b in zip(case.run(stock_experts(mode)), exact, strict=True)]
-        for impl in ("reference", "triton") if dtype == BFLOAT16 else ("reference",):
+        for impl in ("reference", "triton") if (dtype, mode) == (BFLOAT16, "grouped_mm") else ("reference",):
             ours = [relative(a, b) for a, b in zip(case.run(impl), exact, strict=True)]
             # Triton's interpreter rounds to bfloat16 towards zero.
             factor = 4 if impl == "triton" else 2
@@ -364,7 +365,7 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         for index, number in ((choices(37, 8, 2), 8), (torch.full((20, 1), 2), 4)):
             self.check(Case(index, number, 24, 16, FLOAT64), "reference", stock_experts(mode))
 
-    @parameterized.expand(each((i, *t) for i in IMPLEMENTATIONS for t in (*[(n,) for n in NAMES], NAMES[:2], ())))
+    @parameterized.expand(each((i, *t) for i in IMPLEMENTATIONS for t in (("x",), ("down",), NAMES[:2], ())))
     def test_gradients_of_some_inputs(self, _, impl, *trained):
         case = Case(choices(20, 3, 2), 3, dtype=BFLOAT16)
         every = dict(zip(("y", *NAMES), case.run(impl), strict=True))
@@ -437,10 +438,8 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
     def test_the_same_bits_twice_and_from_unwritten_buffers(self, _, impl, name):
         case = Case(*ROUTINGS[name], dtype=BFLOAT16)
         plain = case.run(impl)
-        self.assert_same_bits(case.run(impl), plain)
-        if impl == "triton":
-            with guarded_buffers():
-                self.assert_same_bits(case.run(impl), plain, "guarded")
+        with guarded_buffers() if impl == "triton" else nullcontext():
+            self.assert_same_bits(case.run(impl), plain)
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_adds_the_outputs_in_the_order_of_the_choices(self, impl):
@@ -573,7 +572,7 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
         each(
             [
                 (1, 3, 64, 64, FLOAT32, 0, 30),
-                (7, 3, 64, 128, FLOAT32, 11, 50),
+                (7, 3, 64, 64, FLOAT32, 11, 30),
                 (5, 2, 128, 64, BFLOAT16, 70, 3),
                 (129, 1, 64, 64, FLOAT32, 1, 0),
             ]
@@ -640,7 +639,7 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
         )
     )
     def test_equals_weights_with_the_adapters(self, _, impl, dtype, *ranks):
-        for index in (choices(20, 3, 2), torch.tensor([[1, 3], [3, 0]] * 9), choices(1, 3, 2)):
+        for index in (choices(20, 3, 2), torch.tensor([[1, 3], [3, 0]] * 9)):
             case = Case(index, 3, dtype=dtype)
             matrices = self.matrices(case, ranks, torch.float32 if impl == "triton" else dtype)
             actual = self.run_op(case, impl, matrices)
@@ -665,12 +664,11 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
 
     @parameterized.expand(IMPLEMENTATIONS)
     def test_isolation(self, impl):
-        document = Case(choices(7, 3, 3), 3, dtype=BFLOAT16, x_dtype=FLOAT32)
+        document = Case(choices(7, 2, 2), 2, dtype=BFLOAT16, x_dtype=FLOAT32)
         matrices = self.matrices(document, (4, 8), FLOAT32)
         adapters = {"gate_up_adapter": Adapter(*matrices[:2], 0.5), "down_adapter": Adapter(*matrices[2:], 3.0)}
-        for places in ((11, 50), (30, 0)):
-            found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), places, 1)
-            self.assertEqual(found, [])
+        found = leaks(document, lambda *args: experts(*args, **adapters, impl=impl), (11, 30), 1)
+        self.assertEqual(found, [])
 
     def test_from_unwritten_buffers(self):
         case = Case(ROUTINGS["on_another_device"][0][:20], 5, dtype=BFLOAT16)
