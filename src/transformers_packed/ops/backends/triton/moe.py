@@ -343,16 +343,22 @@ def _sum_of_choices(rows, index, weights, number, dtype):
     return y
 
 
+def _aligned(x):
+    """Return `x` contiguous and from a multiple of 16 bytes on, as descriptors require."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 class _Factors:
     """An adapter's matrices by expert, in the dtype of the products: `down` `[E, rank, in]` and `up` `[E, out, rank]`.
 
-    `up` includes the scale. The rank is filled up with zeros to a multiple of 16.
+    `up` includes the scale. The rank is filled up with zeros to a power of two from 16 on.
     """
 
     def __init__(self, down, up, scale: float, number: int, dtype):
         self.shapes, self.scale, self.number = (down, up), scale, number
         self.rank = len(down) // number
-        more = -self.rank % 16
+        more = max(16, triton.next_power_of_2(self.rank)) - self.rank
         self.down = F.pad(down.view(number, self.rank, -1).to(dtype), (0, 0, 0, more)).contiguous()
         up = up.view(len(up), self.rank, number).permute(2, 0, 1)
         self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
@@ -372,14 +378,16 @@ class _Factors:
 
 
 class Experts(torch.autograd.Function):
-    """The weighted sum of the experts' outputs for tokens `[T, hidden]`. All products run in `dtype`.
+    """The weighted sum of the experts' outputs for tokens `[T, hidden]`.
 
-    The last tensors are the matrices of the adapters of both weights, or `None`.
+    `options` are the dtype of all products, the scales of the adapters of both weights, and whether gradients are
+    enabled. The last tensors are the matrices of these adapters, or `None`.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, index, weights, gate_up, down, dtype, scales, *matrices):
+    def forward(ctx, x, index, weights, gate_up, down, options, *matrices):
+        dtype, scales, keep = options
         ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
         index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
@@ -387,10 +395,10 @@ class Experts(torch.autograd.Function):
             plan = _Plan.of(index, number)
             first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
                              for m, scale in zip((matrices[:2], matrices[2:]), scales, strict=True))  # fmt: skip
-            keep = any(ctx.needs_input_grad)
-            h, both, low1 = plan.gate_up(rows, gate_up.to(dtype).contiguous(), first and first.forward(), keep)
+            keep = keep and any(ctx.needs_input_grad)
+            h, both, low1 = plan.gate_up(rows, _aligned(gate_up.to(dtype)), first and first.forward(), keep)
             y, low2 = plan.rows_times_experts(
-                h, down.to(dtype).contiguous(), second and second.forward(), transposed=True, scatter=True
+                h, _aligned(down.to(dtype)), second and second.forward(), transposed=True, scatter=True
             )
             y = _sum_of_choices(y, index, weights, number, x.dtype)
             plan = plan.order, plan.ends, plan.tiles
@@ -401,9 +409,9 @@ class Experts(torch.autograd.Function):
     @first_order()
     def backward(ctx, dy):
         x, index, weights, gate_up, down, *matrices, low1, low2, both, order, ends, tiles = ctx.saved_tensors
-        for_x, _, for_weights, for_gate_up, for_down, _, _, *for_matrices = ctx.needs_input_grad
+        for_x, _, for_weights, for_gate_up, for_down, _, *for_matrices = ctx.needs_input_grad
         if order is None:
-            inputs = x.to(ctx.like), None, weights, gate_up, down, None, None, *matrices
+            inputs = x.to(ctx.like), None, weights, gate_up, down, None, *matrices
             return tuple(
                 torch.zeros_like(t) if wanted else None for t, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
             )
@@ -415,7 +423,7 @@ class Experts(torch.autograd.Function):
         plan = _Plan(order, ends, tiles, index.shape[1])
         dy = plan.gathered(dy.to(dtype).contiguous())
         dh, d_low = plan.rows_times_experts(
-            dy, down.to(dtype).contiguous(), second and second.backward(), transposed=False
+            dy, _aligned(down.to(dtype)), second and second.backward(), transposed=False
         )
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
@@ -427,7 +435,7 @@ class Experts(torch.autograd.Function):
         del dh, dy
         if for_x or any(for_matrices[:2]):
             rows, d_low = plan.rows_times_experts(
-                d_both, gate_up.to(dtype).contiguous(), first and first.backward(), transposed=False, scatter=True
+                d_both, _aligned(gate_up.to(dtype)), first and first.backward(), transposed=False, scatter=True
             )
             dx = _sum_of_choices(rows, index, None, number, ctx.like) if for_x else None
             del rows
@@ -437,4 +445,4 @@ class Experts(torch.autograd.Function):
             if any(for_matrices[:2]):
                 found[:2] = first.gradients(plan, d_both, low1, rows, d_low)
         found = [x if wanted else None for x, wanted in zip(found, for_matrices, strict=True)]
-        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, None, *found
+        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, *found
