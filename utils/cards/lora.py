@@ -1,6 +1,6 @@
 """The page of LoRA and QLoRA steps."""
 
-from card import LORA, Card, gib, ms, on_gpu, percent, table, times
+from card import LORA, LORA_AGAIN, Card, gib, ms, on_gpu, percent, table, times
 from steps import LENGTHS, arms, setting
 
 
@@ -66,6 +66,6 @@ runs: *again* marks a later run.""",
         ["lora.json"],
         **on_gpu(results, "lora.json"),
         commands=[run["command"] for run in (large, checkpointed, short, small, largest, again)],
-        committed=[LORA],
+        committed=[LORA, LORA_AGAIN],
         number=f"{ms(ours)} against {ms(full)} (full) and {ms(stock)} (stock)",
     )
