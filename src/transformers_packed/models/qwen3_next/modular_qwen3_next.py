@@ -203,8 +203,8 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
         rows = hidden_states.flatten(0, 1)
         shared = self.shared_expert(rows)
         _, weights, index = self.gate(rows)
-        output = run_experts(self.experts, rows, index, weights)
-        return (output + F.sigmoid(self.shared_expert_gate(rows)) * shared).view_as(hidden_states)
+        gate = self.shared_expert_gate(rows)
+        return run_experts(self.experts, rows, index, weights, shared, gate).view_as(hidden_states)
 
 
 @fast_path
