@@ -16,7 +16,7 @@ from mixins.vision import alone_batch, document
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from transformers_packed.models import projections
+from transformers_packed.models import experts, projections
 from transformers_packed.ops.projection import Adapter
 
 
@@ -79,9 +79,14 @@ def documents(name: str = "", lengths: tuple = (9, 1, 4, 6)) -> list[dict]:
     return features if name.endswith("vision") else [{"input_ids": d["input_ids"]} for d in features]
 
 
+@contextlib.contextmanager
 def unfused():
-    """Call all linear layers, so that PEFT's own forward runs for each of them."""
-    return mock.patch.object(projections, "projection_of", lambda *args: (None, None))
+    """Call all linear layers and experts, so that PEFT's own forward runs for each of them."""
+    with (
+        mock.patch.object(projections, "projection_of", lambda *args: (None, None)),
+        mock.patch.object(experts, "_adapters_of", lambda module: (module, {})),
+    ):
+        yield
 
 
 def fused_without_reason():
@@ -102,13 +107,20 @@ def recorded(model: torch.nn.Module):
     """Record the adapted layers of a model that a fused op computes, and those that are called: two sets of names."""
     names = {module: name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     fused, called = set(), set()
-    projection_of = projections.projection_of
+    projection_of, adapters_of = projections.projection_of, experts._adapters_of
 
     def read(layer, hidden_states):
         projection, dtype = projection_of(layer, hidden_states)
         if projection is not None and layer in names:
             fused.add(names[layer])
         return projection, dtype
+
+    def read_experts(module):
+        base, adapters = adapters_of(module)
+        while adapters and module is not base:
+            fused.add(names[module])
+            module = module.base_layer
+        return base, adapters
 
     def call(module, *args, original=torch.nn.Module.__call__, **kwargs):
         if module in names:
@@ -117,6 +129,7 @@ def recorded(model: torch.nn.Module):
 
     with (
         mock.patch.object(projections, "projection_of", read),
+        mock.patch.object(experts, "_adapters_of", read_experts),
         mock.patch.object(torch.nn.Module, "__call__", call),
     ):
         yield fused, called

@@ -45,7 +45,8 @@ class AllLinearTest(TorchFormsTestCase):
         with mock.patch.object(projections, "fused_linears", wraps=projections.fused_linears) as shared:
             fused, called, (_, _, gradients) = self.check_equal(builtin, ours, documents(name))
         adapted = {path for path, module in ours.named_modules() if isinstance(module, LoraLayer)}
-        self.assertEqual(fused, {path for path in adapted if fusible(path)})
+        # PEFT adapts the experts of Qwen3-Next too, as parameters.
+        self.assertEqual(fused, {path for path in adapted if fusible(path) or "experts" in path})
         self.assertEqual(called, adapted - fused)
         # One call for each mixer, and one for each MLP.
         blocks = {path.rpartition(".")[0] for path, _ in ours.named_modules() if fusible(path)}
@@ -336,8 +337,8 @@ class AdapterStatesTest(TorchFormsTestCase):
         builtin = randomized(get_peft_model(builtin_model("qwen3_5_moe"), config))
         fused, called, _ = self.check_equal(builtin, patch_model(copy.deepcopy(builtin)))
         self.assertTrue(fused)
-        self.assertTrue(all("experts" in path for path in called))
-        self.assertEqual(len(called), 4)
+        self.assertEqual(len([path for path in fused if "experts" in path]), 4)
+        self.assertEqual(called, set())
 
     def test_parts_that_are_frozen_or_trained(self):
         """A frozen A as in LoRA-FA, a frozen B, and base weights that are trained too."""

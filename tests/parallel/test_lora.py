@@ -1,18 +1,17 @@
-"""PEFT's adapters in fused layers with DDP, FSDP2 and sequence parallelism, in two processes on a CPU."""
+"""PEFT's adapters in fused layers, and experts, with DDP, FSDP2 and sequence parallelism, in two processes on a CPU."""
 
 import unittest
 from unittest import mock
 
 import torch
 from common.processes import run_once
-from mixins.lora import all_linear, recorded
+from mixins.lora import all_linear, builtin_model, recorded
 from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from transformers_packed import patch_model
-from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
@@ -29,8 +28,9 @@ def on_a_gpu():
     return mock.patch.multiple(triton, on_gpu=lambda tensor: True, problem=lambda: "are left out here")
 
 
-def adapted() -> torch.nn.Module:
-    return patch_model(all_linear("qwen3_5"))
+def make(family: str) -> torch.nn.Module:
+    """A model with adapters, those of the experts of Qwen3-Next included, or a mixture that is trained as a whole."""
+    return patch_model(builtin_model("qwen3_5_moe") if family == "experts" else all_linear(family))
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -42,34 +42,36 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def run(kind: str) -> tuple[dict, int]:
+def run(kind: str, family: str) -> tuple[dict, int]:
     """Gradients of the mean loss of both processes' rows, and the number of fused layers."""
     with on_a_gpu():
-        model = adapted()
+        model = make(family)
         if kind == "ddp":
             wrapped = torch.nn.parallel.DistributedDataParallel(model)
         else:
             mesh = distributed.init_device_mesh("cpu", (2,))
             for module in model.modules():
-                if isinstance(module, Qwen3_5DecoderLayer):
+                if type(module).__name__.endswith("DecoderLayer"):
                     fully_shard(module, mesh=mesh, reshard_after_forward=kind == "fsdp2_resharded")
             wrapped = fully_shard(model, mesh=mesh)
         with recorded(model) as (fused, called):
             loss = wrapped(**batch(distributed.get_rank()), use_cache=False).loss
         loss.backward()
-        assert not called, called
+        # The router and the gate of the shared expert are called.
+        assert all(name.endswith("gate") for name in called), called
         return gradients(wrapped), len(fused)
 
 
-def run_on_parts() -> tuple[dict, int]:
+def run_on_parts(family: str) -> tuple[dict, int]:
     """Gradients of a process's part of a row, and the number of fused layers."""
     with on_a_gpu():
-        model, parallel, row = adapted().train(), SequenceParallel(2), batch(0)
+        model, parallel, row = make(family).train(), SequenceParallel(2), batch(0)
         inputs = shard_batch(row, parallel.rank, 2, parallel=parallel)
         with recorded(model) as (fused, called):
             loss = model(**inputs, num_items_in_batch=targets(row)).loss
         loss.backward()
-        assert not called, called
+        # The router and the gate of the shared expert are called.
+        assert all(name.endswith("gate") for name in called), called
         return gradients(model), len(fused)
 
 
@@ -78,23 +80,27 @@ def targets(row: dict) -> int:
 
 
 class ShardedTrainingTest(unittest.TestCase):
-    @parameterized.expand([("ddp",), ("fsdp2",), ("fsdp2_resharded",)])
-    def test_equals_one_process(self, kind):
-        model = adapted()
+    @parameterized.expand(
+        [("ddp", "qwen3_5"), ("fsdp2", "qwen3_5"), ("fsdp2_resharded", "qwen3_5"), ("ddp", "experts")]
+        + [("fsdp2_resharded", "qwen3_next"), ("fsdp2_resharded", "experts")]
+    )
+    def test_equals_one_process(self, kind, family):
+        model = make(family)
         loss = sum(model(**batch(rank), use_cache=False).loss for rank in LENGTHS) / 2
         loss.backward()
         expected = gradients(model)
-        for found, fused in run_once(run, 2, kind):
-            self.assertGreater(fused, 10)
+        for found, fused in run_once(run, 2, kind, family):
+            self.assertTrue(fused > 10 or family == "experts")
             self.assertEqual(found.keys(), expected.keys())
             self.assertLess(total_relative_error(found, expected), 1e-5)
 
-    def test_parts_of_a_row(self):
-        model = adapted().train()
+    @parameterized.expand(["qwen3_5", "qwen3_next", "experts"])
+    def test_parts_of_a_row(self, family):
+        model = make(family).train()
         model(**batch(0), use_cache=False, num_items_in_batch=targets(batch(0))).loss.backward()
         expected = gradients(model)
-        (first, fused), (second, _) = run_once(run_on_parts, 2)
-        self.assertGreater(fused, 10)
+        (first, fused), (second, _) = run_once(run_on_parts, 2, family)
+        self.assertTrue(fused > 10 or family == "experts")
         total = {name: first[name] + second[name] for name in expected}
         self.assertLess(total_relative_error(total, expected), 1e-5)
 

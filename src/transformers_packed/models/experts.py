@@ -26,13 +26,11 @@ _CLASSES = ("Qwen3NextExperts", "Qwen3_5MoeExperts")
 
 def choose_implementation(requested: str | None) -> str | None:
     """Return the `experts_implementation` to use for a requested one, or for `None`."""
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     return NAME if requested is None else requested
 
 
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
-    choose_implementation(None)
     before, after = (_DEFAULT, NAME) if ours else (NAME, _DEFAULT)
     for module in model.modules():
         if type(module).__name__ in _CLASSES and module.config._experts_implementation == before:
@@ -46,7 +44,7 @@ def isolates(module: torch.nn.Module) -> bool:
     if module.config._experts_implementation != NAME or _unsupported(module):
         return False
     gate_up, down = module.gate_up_proj, module.down_proj
-    return not gate_up.is_cuda or verify_triton(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)[0]
+    return not _problem(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)
 
 
 def run_experts(
@@ -60,7 +58,7 @@ def run_experts(
     if adapters and not _unsupported(base):
         call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
         adapters = [adapters.get(name) for name in ("gate_up_proj", "down_proj")]
-        reason = verify_triton(*call, *adapters)[1] if hidden_states.is_cuda else _not_plain(*call[3:])
+        reason = _problem(*call, *adapters)
         if not reason:
             return experts(*call, gate_up_adapter=adapters[0], down_adapter=adapters[1])
         record("experts_lora", "peft", [reason], logger.info)
@@ -102,7 +100,7 @@ def experts_forward(
     reason = _unsupported(self)
     if not reason:
         call = hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj
-        reason = verify_triton(*call)[1] if hidden_states.is_cuda else _not_plain(*call[3:])
+        reason = _problem(*call)
         if not reason:
             return experts(*call)
     record("experts", _DEFAULT, [reason], logger.info)
@@ -120,5 +118,12 @@ def _unsupported(module: torch.nn.Module) -> str:
     return "torch.compile runs Transformers' own" if torch.compiler.is_compiling() else ""
 
 
-def _not_plain(*weights: torch.Tensor) -> str:
-    return "" if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in weights) else "their weights are sharded"
+def _problem(hidden_states, index, weights, gate_up, down, *adapters) -> str:
+    """Return why the op would fail or be slow for this call, or an empty string."""
+    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
+        return "their weights are sharded"
+    return verify_triton(hidden_states, index, weights, gate_up, down, *adapters)[1] if hidden_states.is_cuda else ""
+
+
+# At import, because a model that was pickled is not created again.
+moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

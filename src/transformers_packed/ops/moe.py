@@ -24,9 +24,9 @@ _MAX_RANK = 64
 def choose_experts(
     router_logits: torch.Tensor, top_k: int, *, normalize: bool = True, impl: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts with the highest probabilities for each token.
+    """Choose the experts with the highest logits for each token.
 
-    The probabilities are the softmax of the logits in float32. Among equal ones, the lowest index comes first.
+    Among equal logits, the lowest index comes first. The weights are the softmax of all logits in float32.
 
     Args:
         router_logits (`torch.Tensor` of shape `[T, experts]`):
@@ -34,7 +34,7 @@ def choose_experts(
         top_k (`int`):
             Number of experts per token.
         normalize (`bool`, *optional*, defaults to `True`):
-            Whether to divide the probabilities of the chosen experts by their sum.
+            Whether to divide the weights of the chosen experts by their sum.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (with `normalize=True`) or `"reference"`.
 
@@ -63,9 +63,9 @@ def choose_experts(
 
 
 def _reference_router(router_logits, top_k, normalize):
-    probabilities = torch.softmax(widened(router_logits), -1)
-    # `topk` takes any of several equal probabilities.
-    weights, index = (x[:, :top_k] for x in probabilities.sort(dim=-1, descending=True, stable=True))
+    # `topk` takes any of several equal logits.
+    index = router_logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = torch.softmax(widened(router_logits), -1).gather(-1, index)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(router_logits.dtype), index
@@ -168,11 +168,11 @@ def _reference(
     found = [hidden_states.new_zeros(0, hidden_states.shape[1], dtype=dtype)]
     first, second = (_by_expert(*pair) for pair in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)))
     for mine, gate_up, down in zip(rows, first, second, strict=True):
-        for block in mine.split(_BLOCK) if len(mine) else ():
+        for block in mine.split(_BLOCK) if len(mine) or not sum(counts) else ():
             gate, up = _apply(F.pad(block, (0, 0, 0, _BLOCK - len(block))), *gate_up).chunk(2, -1)
             found.append(_apply(F.silu(gate) * up, *down)[: len(block)])
     found = torch.cat([*found, hidden_states.new_zeros(len(slots) - sum(counts), hidden_states.shape[1], dtype=dtype)])
-    by_choice = widened(found[order.argsort()]).view(tokens, top_k, -1)
+    by_choice = widened(found[order.argsort()]).view(tokens, top_k, hidden_states.shape[1])
     weights = widened(top_k_weights)[..., None]
     total = by_choice[:, 0] * weights[:, 0]
     for k in range(1, top_k):
@@ -206,8 +206,8 @@ def _triton(
     none = Adapter(None, None)
     adapters = [adapter or none for adapter in (gate_up_adapter, down_adapter)]
     matrices = [matrix for adapter in adapters for matrix in (adapter.down, adapter.up)]
-    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, dtype
-    return Experts.apply(*call, tuple(adapter.scale for adapter in adapters), *matrices)
+    options = dtype, tuple(adapter.scale for adapter in adapters), torch.is_grad_enabled()
+    return Experts.apply(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, options, *matrices)
 
 
 def verify_triton(

@@ -41,10 +41,11 @@ def _route(logits_ptr, weights_ptr, index_ptr, E, TOP: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _count_up_to(sorted_ptr, count, limit, STEPS: tl.constexpr):
+def _count_up_to(sorted_ptr, count, limit):
     """Return how many of the sorted values are at most `limit`, for each limit of a block."""
     low, high = tl.zeros_like(limit), tl.zeros_like(limit) + count
-    for _ in tl.static_range(STEPS):
+    # Enough to halve any range of 32-bit integers until it is empty.
+    for _ in range(32):
         middle = (low + high) // 2
         up = (low < high) & (tl.load(sorted_ptr + middle, mask=low < high, other=0).to(tl.int32) <= limit)
         high = tl.where(up | (low >= high), high, middle)
@@ -52,11 +53,11 @@ def _count_up_to(sorted_ptr, count, limit, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
-def _plan(sorted_ptr, ends_ptr, tiles_ptr, count, E, STEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def _plan(sorted_ptr, ends_ptr, tiles_ptr, count, E, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     expert = tl.arange(0, WIDTH)
-    ends = _count_up_to(sorted_ptr, count, expert, STEPS)
-    rows = ends - _count_up_to(sorted_ptr, count, expert - 1, STEPS)
+    ends = _count_up_to(sorted_ptr, count, expert)
+    rows = ends - _count_up_to(sorted_ptr, count, expert - 1)
     tiles = tl.cumsum(tl.where(expert < E, (rows + ROWS - 1) // ROWS, 0), 0)
     tl.store(ends_ptr + expert, ends, mask=expert < E)
     tl.store(tiles_ptr + expert, tiles, mask=expert < E)
@@ -257,9 +258,7 @@ class _Plan:
     def of(cls, index: torch.Tensor, number: int) -> "_Plan":
         ids, order = index.flatten().clamp(max=number).to(torch.int16).sort(stable=True)
         ends, tiles = torch.empty(2, number, dtype=torch.int32, device=index.device)
-        width, steps = triton.next_power_of_2(number), len(order).bit_length()
-        # The number of steps is a constant of the kernel, so it changes only when the number of rows doubles.
-        _plan[(1,)](ids, ends, tiles, len(order), number, steps, _ROWS, width)
+        _plan[(1,)](ids, ends, tiles, len(order), number, _ROWS, triton.next_power_of_2(number))
         return cls(order, ends, tiles, index.shape[1])
 
     def rows_times_experts(self, rows, weight, factors=None, *, transposed: bool, scatter: bool = False):
@@ -343,16 +342,22 @@ def _sum_of_choices(rows, index, weights, number, dtype):
     return y
 
 
+def _for_descriptor(x):
+    """Return `x` contiguous and from a multiple of 16 bytes on, as descriptors require."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 class _Factors:
     """An adapter's matrices by expert, in the dtype of the products: `down` `[E, rank, in]` and `up` `[E, out, rank]`.
 
-    `up` includes the scale. The rank is filled up with zeros to a multiple of 16.
+    `up` includes the scale. The rank is filled up with zeros to a power of two from 16 on.
     """
 
     def __init__(self, down, up, scale: float, number: int, dtype):
         self.shapes, self.scale, self.number = (down, up), scale, number
         self.rank = len(down) // number
-        more = -self.rank % 16
+        more = max(16, triton.next_power_of_2(self.rank)) - self.rank
         self.down = F.pad(down.view(number, self.rank, -1).to(dtype), (0, 0, 0, more)).contiguous()
         up = up.view(len(up), self.rank, number).permute(2, 0, 1)
         self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
@@ -372,14 +377,16 @@ class _Factors:
 
 
 class Experts(torch.autograd.Function):
-    """The weighted sum of the experts' outputs for tokens `[T, hidden]`. All products run in `dtype`.
+    """The weighted sum of the experts' outputs for tokens `[T, hidden]`.
 
-    The last tensors are the matrices of the adapters of both weights, or `None`.
+    `options` are the dtype of all products, the scales of the adapters of both weights, and whether gradients are
+    enabled. The last tensors are the matrices of these adapters, or `None`.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, index, weights, gate_up, down, dtype, scales, *matrices):
+    def forward(ctx, x, index, weights, gate_up, down, options, *matrices):
+        dtype, scales, keep = options
         ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
         index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
@@ -387,10 +394,10 @@ class Experts(torch.autograd.Function):
             plan = _Plan.of(index, number)
             first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
                              for m, scale in zip((matrices[:2], matrices[2:]), scales, strict=True))  # fmt: skip
-            keep = any(ctx.needs_input_grad)
-            h, both, low1 = plan.gate_up(rows, gate_up.to(dtype).contiguous(), first and first.forward(), keep)
+            keep = keep and any(ctx.needs_input_grad)
+            h, both, low1 = plan.gate_up(rows, _for_descriptor(gate_up.to(dtype)), first and first.forward(), keep)
             y, low2 = plan.rows_times_experts(
-                h, down.to(dtype).contiguous(), second and second.forward(), transposed=True, scatter=True
+                h, _for_descriptor(down.to(dtype)), second and second.forward(), transposed=True, scatter=True
             )
             y = _sum_of_choices(y, index, weights, number, x.dtype)
             plan = plan.order, plan.ends, plan.tiles
@@ -401,9 +408,9 @@ class Experts(torch.autograd.Function):
     @first_order()
     def backward(ctx, dy):
         x, index, weights, gate_up, down, *matrices, low1, low2, both, order, ends, tiles = ctx.saved_tensors
-        for_x, _, for_weights, for_gate_up, for_down, _, _, *for_matrices = ctx.needs_input_grad
+        for_x, _, for_weights, for_gate_up, for_down, _, *for_matrices = ctx.needs_input_grad
         if order is None:
-            inputs = x.to(ctx.like), None, weights, gate_up, down, None, None, *matrices
+            inputs = x.to(ctx.like), None, weights, gate_up, down, None, *matrices
             return tuple(
                 torch.zeros_like(t) if wanted else None for t, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
             )
@@ -415,7 +422,7 @@ class Experts(torch.autograd.Function):
         plan = _Plan(order, ends, tiles, index.shape[1])
         dy = plan.gathered(dy.to(dtype).contiguous())
         dh, d_low = plan.rows_times_experts(
-            dy, down.to(dtype).contiguous(), second and second.backward(), transposed=False
+            dy, _for_descriptor(down.to(dtype)), second and second.backward(), transposed=False
         )
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
@@ -427,7 +434,7 @@ class Experts(torch.autograd.Function):
         del dh, dy
         if for_x or any(for_matrices[:2]):
             rows, d_low = plan.rows_times_experts(
-                d_both, gate_up.to(dtype).contiguous(), first and first.backward(), transposed=False, scatter=True
+                d_both, _for_descriptor(gate_up.to(dtype)), first and first.backward(), transposed=False, scatter=True
             )
             dx = _sum_of_choices(rows, index, None, number, ctx.like) if for_x else None
             del rows
@@ -437,4 +444,4 @@ class Experts(torch.autograd.Function):
             if any(for_matrices[:2]):
                 found[:2] = first.gradients(plan, d_both, low1, rows, d_low)
         found = [x if wanted else None for x, wanted in zip(found, for_matrices, strict=True)]
-        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, None, *found
+        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, *found
