@@ -12,11 +12,12 @@ import torch
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from scripts.expert_load_run import NUMBER, build, make_model
+from scripts.expert_load_run import NUMBER, build, make_model, stock_counts
 from scripts.trainer_arms import CONFIGS, run_in_two_processes
 from transformers import AutoModelForCausalLM
 
-from transformers_packed import patch_model
+from transformers_packed import patch_model, use_cuda_graphs
+from transformers_packed.training.callbacks.expert_load import ExpertLoad
 
 
 KEYS = {"expert_load_max", "experts_unused"}
@@ -106,6 +107,28 @@ class ExpertLoadTest(unittest.TestCase):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train()
         self.check_log([entry for entry in trainer.state.log_history if "loss" in entry], counted)
+
+    def test_rows_with_more_padding_and_several_forwards(self):
+        """CUDA graphs run layers several times to warm up, and on longer rows than the model."""
+        stock = make_model().train()
+        model = use_cuda_graphs(patch_model(make_model()).train(), 64)
+        graphs = vars(model.model)["_layer_graphs"]
+        load = ExpertLoad(model, torch.device("cpu"))
+        # Recorded graphs would not count.
+        self.assertIsNot(vars(model.model)["_layer_graphs"], graphs)
+        self.assertEqual(vars(model.model)["_layer_graphs"].row_length, 64)
+        lengths, counted = (20, 9), []
+        for length in lengths:
+            ids = torch.arange(1, length + 1)
+            row = torch.cat([ids, torch.zeros(64 - length, dtype=torch.long)])[None]
+            load.start(length)
+            for _ in range(3):
+                model(input_ids=row, cu_seqlens=torch.tensor([0, length, 64]), use_cache=False)
+            load.add()
+            counted.append(stock_counts(stock, ids))
+        figures = load.figures()
+        self.check(figures, counted)
+        self.assertEqual(load.figures(), {})
 
     @pytest.mark.slow
     def test_two_processes(self):
