@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+import torch
 from parameterized import parameterized
 from transformers import AutoConfig
 from transformers.utils import is_liger_kernel_available
@@ -18,6 +19,7 @@ from transformers_packed import PackingCost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import arms
+import experts_layer
 import shapes
 import step
 
@@ -33,6 +35,31 @@ def run(*arguments: str) -> dict:
         with mock.patch.object(sys, "argv", command + quick), redirect_stdout(io.StringIO()) as printed:
             step.main()
         return json.loads(path.read_text())["runs"][0] | {"printed": printed.getvalue()}
+
+
+class ExpertsLayerTest(unittest.TestCase):
+    @parameterized.expand(MIXTURES)
+    def test_both_arms_compute_the_same(self, model):
+        config = shapes.MODELS[model]
+        layer = experts_layer.make_layer(config, "cpu", torch.float32)
+        hidden_states, logits = torch.randn(20, config["hidden_size"]), torch.randn(20, config["num_experts"])
+        found = [
+            arm(layer, hidden_states, logits, config["num_experts_per_tok"]) for arm in experts_layer.ARMS.values()
+        ]
+        torch.testing.assert_close(*found)
+
+    def test_measures(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "experts.json")
+            command = ["experts_layer.py", "--models", "tiny-moe", "--tokens", "8", "--repeats", "1", "--rounds", "1"]
+            with (
+                mock.patch.object(sys, "argv", [*command, "--device", "cpu", "--output", str(path)]),
+                redirect_stdout(io.StringIO()),
+            ):
+                experts_layer.main()
+            (found,) = json.loads(path.read_text())["runs"]
+        self.assertEqual(found["flops"], 3 * 2 * 8 * 2 * 3 * 64 * 32)
+        self.assertEqual(set(found["arms"]), {"ours", "grouped_mm"})
 
 
 class StepTest(unittest.TestCase):

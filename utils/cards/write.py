@@ -14,6 +14,7 @@ from pathlib import Path
 from card import table
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
 from lora import lora
+from moe import moe
 from on_cpu import balance, cpu_step, dataset_cost, planning
 from steps import equal_documents, long_rows, memory_4b, profile, short_rows, step_time
 
@@ -25,6 +26,7 @@ CARDS = {
     "equal_documents": equal_documents,
     "short_rows": short_rows,
     "lora": lora,
+    "moe": moe,
     "memory_4b": memory_4b,
     "long_rows": long_rows,
     "profile": profile,

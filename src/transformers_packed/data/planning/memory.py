@@ -324,9 +324,16 @@ def layer_memory(
         # Gradients of the output, its gate and the inputs; keys and values per query head; queries in float32.
         made = 7 * query + 2 * text.num_key_value_heads * text.head_dim
     if has_experts(text, number):
-        chosen = text.num_experts_per_tok * (3 * text.moe_intermediate_size + 2 * hidden)
-        shared = text.shared_expert_intermediate_size
-        mlp_kept, mlp_made = 2 * text.num_experts + chosen + 2 * shared, chosen + 4 * shared
+        top_k, width, shared = (
+            text.num_experts_per_tok,
+            text.moe_intermediate_size,
+            text.shared_expert_intermediate_size,
+        )
+        # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64;
+        # gate and up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and
+        # adds those of gate, up and their product.
+        mlp_kept = text.num_experts + top_k * (2 * width + 9) + 2 * shared + hidden
+        mlp_made = top_k * (3 * width + hidden) + 4 * shared
     else:
         mlp_kept, mlp_made = 2 * text.intermediate_size, 4 * text.intermediate_size
     # The input of the layer, the outputs of its two norms, and the input of the second norm.

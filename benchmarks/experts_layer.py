@@ -1,0 +1,103 @@
+"""Forward and backward of the experts of one layer, from the router's logits to the sum of the experts' outputs.
+
+`ours` is this package's op, and `grouped_mm` Transformers' default. Both get the same logits, in which some experts are
+more likely than others, and compute all gradients. The rate counts the useful products only: three times those of the
+forward, without padding of tiles and without anything computed twice.
+
+    python benchmarks/experts_layer.py --output benchmarks/results/experts.json
+    python benchmarks/experts_layer.py --models 35B-A3B --tokens 2048 16384
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from arms import stock_module
+from shapes import MODELS
+from step import earlier_report, timed
+from transformers import AutoConfig, set_seed
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from transformers_packed.ops import choose_experts, experts
+
+
+MIXTURES = [name for name, config in MODELS.items() if "num_experts" in config]
+
+
+def make_layer(config: dict, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    """Transformers' module of experts, with random weights."""
+    text = AutoConfig.for_model(**config, experts_implementation="grouped_mm")
+    (cls,) = (cls for name, cls in vars(stock_module(config)).items() if name.endswith("Experts"))
+    with torch.device(device):
+        layer = cls(text).to(dtype)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return layer
+
+
+def ours(layer, hidden_states, logits, top_k):
+    weights, index = choose_experts(logits, top_k)
+    return experts(hidden_states, index, weights, layer.gate_up_proj, layer.down_proj)
+
+
+def grouped_mm(layer, hidden_states, logits, top_k):
+    weights, index = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), top_k, -1)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
+    return grouped_mm_experts_forward(layer, hidden_states, index, weights)
+
+
+ARMS = {"ours": ours, "grouped_mm": grouped_mm}
+
+
+def measure(model: str, tokens: int, args) -> dict:
+    config, dtype = MODELS[model], torch.bfloat16
+    set_seed(0)
+    layer = make_layer(config, args.device, dtype)
+    number, top_k, hidden = config["num_experts"], config["num_experts_per_tok"], config["hidden_size"]
+    likely = torch.randn(number, device=args.device) / 2
+    logits = (torch.randn(tokens, number, device=args.device) + likely).to(dtype).requires_grad_()
+    x, upstream = (torch.randn(tokens, hidden, device=args.device).to(dtype) for _ in range(2))
+    leaves = [x.requires_grad_(), logits, *layer.parameters()]
+    flops = 3 * 2 * tokens * top_k * 3 * hidden * config["moe_intermediate_size"]
+    found = {}
+    for name, arm in ARMS.items():
+
+        def step(arm=arm):
+            for _ in range(args.repeats):
+                torch.autograd.grad(arm(layer, x, logits, top_k), leaves, upstream)
+
+        step()
+        seconds = statistics.median(timed(step, args.device) / args.repeats for _ in range(args.rounds))
+        found[name] = {"median_ms": round(1000 * seconds, 3), "tflops": round(flops / seconds / 1e12, 1)}
+        print(
+            f"{model}, {tokens:,} tokens  {name:<12} {found[name]['median_ms']:9.3f} ms {found[name]['tflops']:7.1f}"
+        )
+    return {"model": model, "tokens": tokens, "flops": flops, "arms": found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MIXTURES, default=["35B-A3B", "Next-80B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384])
+    parser.add_argument("--repeats", type=int, default=10, help="steps of a timed round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+    args = parser.parse_args()
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
+    report = earlier_report(args.output, machine, parser)
+    for model in args.models:
+        for tokens in args.tokens:
+            report["runs"].append({"command": shlex.join(["python", *sys.argv])} | measure(model, tokens, args))
+            if args.output:
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

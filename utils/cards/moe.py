@@ -1,0 +1,71 @@
+"""The page of steps of mixtures of experts."""
+
+from card import MOE, Card, fixed, gib, ms, on_gpu, percent, table, times
+from steps import LENGTHS, setting
+
+
+NAMES = {
+    "ours": "ours",
+    "ours+graphs": "ours, CUDA graphs",
+    "ours+stock-experts": "ours, with `grouped_mm` experts",
+    "ours+lora": "ours, LoRA",
+    "packed+varlen+liger": "stock, packed",
+    "packed+varlen+liger+lora": "stock, packed, PEFT's LoRA",
+}
+
+
+def moe(results: dict) -> Card:
+    runs = results["moe.json"]["runs"]
+    full, adapters, short, headless, next_80b = (
+        next(run for run in runs if run["model"] == model and run["tokens"] == tokens and wanted(run))
+        for model, tokens, wanted in (
+            ("35B-A3B", 16_384, lambda run: "ours+stock-experts" in run["arms"]),
+            ("35B-A3B", 16_384, lambda run: "ours+lora" in run["arms"]),
+            ("35B-A3B", 2_048, lambda run: True),
+            ("35B-A3B", 16_384, lambda run: "--no-head" in run["command"]),
+            ("Next-80B", 16_384, lambda run: True),
+        )
+    )
+    rows = []
+    for run, layers, what in (
+        (full, 8, ""),
+        (adapters, 8, ""),
+        (headless, 8, ", without the head"),
+        (short, 8, ""),
+        (next_80b, 4, ""),
+    ):
+        base = next(iter(run["arms"].values()))["median_ms"]
+        for name, arm in run["arms"].items():
+            shape = f"{run['model']}, {layers} layers, {run['tokens']:,} tokens{what}"
+            above = f"{fixed(arm['peak_above_GiB'], 1)} GiB"
+            rows.append((shape, NAMES[name], ms(arm), times(arm["median_ms"] / base), gib(arm), above))
+    ours, stock = full["arms"]["ours"], full["arms"]["packed+varlen+liger"]
+    lora, peft = adapters["arms"]["ours+lora"], adapters["arms"]["packed+varlen+liger+lora"]
+    gain, lora_gain = (times(b["median_ms"] / a["median_ms"]) for a, b in ((ours, stock), (lora, peft)))
+    return Card(
+        "Mixtures of experts",
+        f"A step of 8 layers of the 35B-A3B shape takes {ms(ours)} and is {gain} as fast as the stock class. With LoRA, on "
+        f"the experts too, it is {lora_gain} as fast as with PEFT.",
+        [
+            f"""35B-A3B and Next-80B have the layer sizes of Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B, fewer layers and random
+weights. *Ours* is the class of this package on a packed row, and *stock, packed* is Transformers' own class on the same row with
+its default `grouped_mm` experts. {LENGTHS}""",
+            table(
+                ("Shape", "Variant", "Time", "Time over the first", "Peak memory", "Above weights and gradients"), rows
+            ),
+            """Memory above weights and gradients is the peak without the bytes of the parameters and of their gradients. Gradients
+exist only after the backward of their layer, so this can be less than the activations.""",
+            f"""The step of all weights reaches {percent(ours["share_of_sustained_gemm_rate"])} of the FLOPs per second of a matrix
+product that is repeated for a second. Without the head, whose logits take as many FLOPs as the 8 layers, the gain is that of a
+model with many layers.""",
+            """The adapters have rank 16 on all linear layers and, by `target_parameters`, on the experts. They are in float32 under
+autocast, and their weights are random. PEFT adds the adapters of the experts to a copy of the weights.""",
+            """CUDA graphs keep gradients of their own, which the memory includes.""",
+            setting("packed"),
+        ],
+        ["moe.json"],
+        **on_gpu(results, "moe.json"),
+        commands=[run["command"] for run in (full, adapters, headless, short, next_80b)],
+        committed=[MOE],
+        number=f"{ms(ours)} against {ms(stock)} (stock), with LoRA {ms(lora)} against {ms(peft)}",
+    )
