@@ -6,6 +6,7 @@ import io
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,13 @@ class ExpertLoadTest(unittest.TestCase):
         self.directory = directory.name
 
     def train(self, model=None, **options):
-        with contextlib.redirect_stdout(io.StringIO()):
+        figures, self.totals = ExpertLoad.figures, []
+
+        def recorded(load):
+            self.totals += [total[:, :-1].tolist() for total in load._totals]
+            return figures(load)
+
+        with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(ExpertLoad, "figures", recorded):
             trainer, counted = build(self.directory, model, **options)
             trainer.train()
         return trainer, counted, [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -60,6 +67,8 @@ class ExpertLoadTest(unittest.TestCase):
         checkpointed = "gradient_checkpointing_kwargs" in options
         _, counted, log = self.train(gradient_checkpointing=checkpointed, **options)
         self.check_log(log, counted)
+        # The figures would be the same if each token counted twice.
+        self.assertEqual(self.totals, [sum(batches).tolist() for batches in (counted[:4], counted[4:])])
         # Each entry shows the steps since the one before.
         self.assertNotEqual(log[0]["expert_load_max"], log[1]["expert_load_max"])
 
@@ -126,8 +135,8 @@ class ExpertLoadTest(unittest.TestCase):
                 model(input_ids=row, cu_seqlens=torch.tensor([0, length, 64]), use_cache=False)
             load.add()
             counted.append(stock_counts(stock, ids))
-        figures = load.figures()
-        self.check(figures, counted)
+        self.assertEqual(load._totals[0][:, :-1].tolist(), sum(counted).tolist())
+        self.check(load.figures(), counted)
         self.assertEqual(load.figures(), {})
 
     @pytest.mark.slow
