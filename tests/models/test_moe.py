@@ -143,6 +143,11 @@ class ChoiceTest(MoeTestCase):
         unpatch_model(model)
         self.assertEqual(model.config._experts_implementation, name)
 
+    def test_patching_again_keeps_the_choice_of_the_user(self):
+        model = packed_model("qwen3_5_moe")
+        model.set_experts_implementation("grouped_mm")
+        self.assertEqual(patch_model(model).config._experts_implementation, "grouped_mm")
+
     def test_with_images(self):
         model = builtin_model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"])
         patch_model(model)

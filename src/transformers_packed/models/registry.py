@@ -351,9 +351,12 @@ def patch_model(model: Model) -> Model:
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
+    already = isinstance(model, torch.nn.Module) and has_our_classes(model)
     _switch(model, REPLACEMENTS, related)
     if has_our_classes(model):
-        _experts().switch_implementation(model, ours=True)
+        # A model that already has our classes has Transformers' implementation only by choice.
+        if not already:
+            _experts().switch_implementation(model, ours=True)
     else:
         _check_isolated(model)
     return model
