@@ -5,11 +5,13 @@ log-sum-exp of each row of logits. The backward accepts any gradient per token: 
 overwrites them with their gradient, and computes the gradients of the hidden states and the head before the next chunk.
 The cost is four matrix products of `tokens x hidden x vocabulary`, or three with a frozen head.
 [`linear_cross_entropy`] needs three, or two with a frozen head, because the gradient of a mean is known in the forward.
+Dropping ignored targets requires their number on the host, which costs one host sync.
 
 Several targets can share a hidden row, such as the first tokens of several completions of one prompt. The logits of a
 shared row are computed once. Equal targets of a row count as one pair, so each pair writes its own logit's gradient.
 Upstream gradients are added per pair and per row before the chunks: in order on a CPU, and on a GPU by
 `index_put_(accumulate=True)`, which sorts the indices instead of using atomics. Results are bitwise reproducible.
+Finding the distinct rows and pairs costs three more host syncs.
 """
 
 from collections.abc import Iterator
@@ -291,8 +293,11 @@ def _at_targets(chunk: _Chunk, pairs: _Pairs):
 
 
 def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies):
-    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair."""
-    values = widened(chunk.logits) / temperature
+    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair.
+
+    Float32 logits are overwritten. The backward computes them again.
+    """
+    values = widened(chunk.logits).div_(temperature)
     totals[chunk.rows] = total = values.logsumexp(-1)
     slots, ids, known = _at_targets(chunk, pairs)
     logps[chunk.pairs] = (values[slots, ids] - total[slots]).where(known, float("nan"))
@@ -304,7 +309,7 @@ def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies):
 def _torch_gradient(chunk, pairs, temperature, totals, logps, entropies, upstream):
     """Overwrite the logits of a chunk with their gradient."""
     by_pair, by_row, by_entropy = upstream
-    values = (widened(chunk.logits) / temperature).sub_(totals[chunk.rows, None])
+    values = widened(chunk.logits).div_(temperature).sub_(totals[chunk.rows, None])
     factor = by_row[chunk.rows, None]
     if by_entropy is not None:
         surprise = values.clamp_min(_LOWEST).add_(entropies[chunk.rows, None])
