@@ -34,6 +34,7 @@ class DoctestsTest(unittest.TestCase):
             "ops.convolution",
             "ops.cross_entropy",
             "ops.glu",
+            "ops.logps",
             "ops.norm",
             "ops.per_document",
             "ops.rotary",

@@ -16,6 +16,7 @@ from transformers_packed.ops import (
     gated_rms_norm,
     glu,
     linear_cross_entropy,
+    linear_logps,
     qk_norm_rope,
     rms_norm,
 )
@@ -122,6 +123,14 @@ def _make_loss(normal, tokens, *, hidden, vocab):
     labels = torch.arange(tokens, device=normal(1).device) * 7919 % vocab
     labels[1::5] = -100
     return [normal(1, tokens, hidden), normal(vocab, hidden) / 32, labels[None]]
+
+
+def _make_logps(normal, tokens, *, hidden, vocab):
+    """Every third token has two targets."""
+    row, weight, labels = _make_loss(normal, tokens, hidden=hidden, vocab=vocab)
+    rows = torch.arange(tokens, device=row.device)
+    others = labels[0, ::3].where(labels[0, ::3] < 0, labels[0, ::3] // 2)
+    return [row[0], weight, torch.cat([labels[0], others]), torch.cat([rows, rows[::3]])]
 
 
 def _make_gated_linear(normal, tokens, *, width):
@@ -305,8 +314,8 @@ CASES = [
         constants=2,
     ),
 ]
-# The weight of the head makes this op expensive for any number of tokens. tests/ops/test_cross_entropy.py tests it on
-# the CPU.
+# The weight of the head makes these ops expensive for any number of tokens. tests/ops/test_cross_entropy.py and
+# test_logps.py test them on the CPU.
 LOSS = Case(
     "linear_cross_entropy",
     lambda impl, hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, impl=impl),
@@ -316,6 +325,18 @@ LOSS = Case(
     released=[{"hidden": 1024, "vocab": 248320}],
     constants=1,
 )
+LOGPS = Case(
+    "linear_logps",
+    lambda impl, hidden, weight, targets, rows: linear_logps(
+        hidden, weight, targets, rows=rows, temperature=0.9, entropy=True, impl=impl
+    ),
+    _make_logps,
+    per_token=1,
+    small=[{"hidden": 16, "vocab": 211}],
+    released=[{"hidden": 1024, "vocab": 248320}],
+    constants=2,
+)
+HEAD_CASES = [LOSS, LOGPS]
 
 
 def named(cases) -> list[tuple]:

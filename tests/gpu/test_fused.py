@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from common.fused import CASES, LOSS, TAIL, boundaries_of, cast, errors, guarded_buffers, named
+from common.fused import CASES, HEAD_CASES, TAIL, boundaries_of, cast, errors, guarded_buffers, named
 from common.gpu import report, synchronising_is_an_error
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
@@ -30,13 +30,13 @@ MANY_TOKENS = 2**18
 # The largest allowed error, and the error of a result's last bit. The latter applies if the reference is nearly exact,
 # because twice its error would be too strict.
 BARS = {torch.bfloat16: (1e-2, 3e-3), torch.float32: (1e-5, 2e-6)}
-RELEASED = [(case, size) for case in (*CASES, LOSS) for size in case.released]
-ONE_SIZE = [(case, case.released[-1]) for case in (*CASES, LOSS) if case.released]
+RELEASED = [(case, size) for case in (*CASES, *HEAD_CASES) for size in case.released]
+ONE_SIZE = [(case, case.released[-1]) for case in (*CASES, *HEAD_CASES) if case.released]
 
 
 def tokens_of(case):
-    """The reference of the loss cannot hold the logits of 65,536 tokens."""
-    return TOKENS[:-1] if case is LOSS else TOKENS
+    """The references of the heads cannot hold the logits of 65,536 tokens."""
+    return TOKENS[:-1] if case in HEAD_CASES else TOKENS
 
 
 @contextmanager
@@ -86,7 +86,7 @@ class FusedTest(unittest.TestCase):
             self.assertTrue(all(map(torch.equal, results, plain)))
         self.assertTrue(all(x.isfinite().all() for x in plain))
 
-    @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case is not LOSS))
+    @parameterized.expand(named((case, size) for case, size in ONE_SIZE if case not in HEAD_CASES))
     def test_no_tokens(self, _, case, size):
         *_, gradient = case.run(case.fused, case.inputs(0, DEVICE, **size))
         self.assertEqual(int(gradient.count_nonzero()), 0)
@@ -112,8 +112,8 @@ class FusedTest(unittest.TestCase):
         outputs = case.outputs(case.fused, leaves)
         upstream = case.upstream(outputs)
         with synchronising_is_an_error():
-            # The loss counts its targets once.
-            if case is not LOSS:
+            # The heads count their targets on the host.
+            if case not in HEAD_CASES:
                 outputs = case.outputs(case.fused, leaves)
             torch.autograd.backward(outputs, upstream)
 

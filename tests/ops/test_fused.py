@@ -9,7 +9,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from common.fused import CASES, LOSS, cast, errors, guarded_buffers, named, saved_in
+from common.fused import CASES, HEAD_CASES, LOSS, cast, errors, guarded_buffers, named, saved_in
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -371,7 +371,7 @@ class BadInputTest(InterpretedKernelsTest):
             self.assertEqual(y.dtype, BFLOAT16)
             self.assertTrue(torch.equal(y, op(x, x, weight, impl="reference")))
 
-    @parameterized.expand(named([(case,) for case in (*CASES, LOSS) if case.small]))
+    @parameterized.expand(named([(case,) for case in (*CASES, *HEAD_CASES) if case.small]))
     def test_names_of_implementations(self, _, case):
         inputs = case.inputs(3, **case.small[0])
         with self.assertRaisesRegex(ValueError, 'expected impl=.*got "fla"'):

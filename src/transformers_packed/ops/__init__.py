@@ -14,6 +14,7 @@ from .gated_delta_rule import (
     torch_recurrent_gated_delta_rule,
 )
 from .glu import glu
+from .logps import linear_logps
 from .moe import choose_experts, experts
 from .norm import gated_rms_norm, rms_norm
 from .per_document import per_document
@@ -32,6 +33,7 @@ __all__ = [
     "glu",
     "implementations_used",
     "linear_cross_entropy",
+    "linear_logps",
     "per_document",
     "qk_norm_rope",
     "rms_norm",

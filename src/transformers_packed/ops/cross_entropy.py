@@ -170,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if for_hidden:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if for_weight:
-                d_weight = _add_product(d_weight, logits.t(), chunk)
+                d_weight = add_product(d_weight, logits.t(), chunk)
             if for_bias:
                 d_bias += logits.sum(0, dtype=torch.float32)
         if for_weight and d_weight is None:
@@ -201,9 +201,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Compute `total + left @ right`, in place if `total` is not `None`. Sums are float32 for factors of any dtype."""
-    dtype = torch.float32
+def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Compute `total + left @ right`, in place if `total` is not `None`. Sums are float32, or float64 for float64."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
         if total is None:
             return torch.mm(left, right, out_dtype=dtype)

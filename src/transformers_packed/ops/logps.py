@@ -1,0 +1,340 @@
+"""Log-probabilities of given tokens from hidden states and a language modeling head, without full logits.
+
+[`linear_logps`] drops ignored targets and computes the logits of a few thousand tokens at a time. The forward keeps the
+log-sum-exp of each row of logits. The backward accepts any gradient per token: it recomputes the logits of a chunk,
+overwrites them with their gradient, and computes the gradients of the hidden states and the head before the next chunk.
+The cost is four matrix products of `tokens x hidden x vocabulary`, or three with a frozen head.
+[`linear_cross_entropy`] needs three, or two with a frozen head, because the gradient of a mean is known in the forward.
+Dropping ignored targets requires their number on the host, which costs one host sync.
+
+Several targets can share a hidden row, such as the first tokens of several completions of one prompt. The logits of a
+shared row are computed once. Equal targets of a row count as one pair, so each pair writes its own logit's gradient.
+Upstream gradients are added per pair and per row before the chunks: in order on a CPU, and on a GPU by
+`index_put_(accumulate=True)`, which sorts the indices instead of using atomics. Results are bitwise reproducible.
+Finding the distinct rows and pairs costs three more host syncs.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import input_error
+from .autograd import first_order
+from .backends import triton
+from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, add_product
+from .dispatch import Implementation, always, run
+from .norm import widened
+
+
+# The exponential of this log-probability is 0 in every dtype. With it, a logit of -inf adds 0 to the entropy, not NaN.
+_LOWEST = -1000.0
+
+
+def linear_logps(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    rows: torch.Tensor | None = None,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute `log_softmax((hidden_states @ weight.T + bias) / temperature)` at the targets, in chunks of tokens.
+
+    Args:
+        hidden_states (`torch.Tensor` of shape `[..., hidden]`):
+            Input of the head, in any floating dtype. With `rows`, `[N, hidden]`.
+        weight (`torch.Tensor` of shape `[vocab, hidden]`):
+            Weight of the head, in the same dtype.
+        targets (`torch.LongTensor` of shape `[...]`):
+            Token whose log-probability is computed. Targets must already be shifted.
+        bias (`torch.Tensor` of shape `[vocab]`, *optional*):
+            Bias of the head.
+        temperature (`float`, *optional*, defaults to 1.0):
+            Divisor of the logits, applied in float32.
+        ignore_index (`int`, *optional*, defaults to -100):
+            Target of tokens without one.
+        rows (`torch.LongTensor` of the shape of `targets`, *optional*):
+            Index of the hidden row of each target. Several targets can share a row. Defaults to one row per target.
+        entropy (`bool`, *optional*, defaults to `False`):
+            Whether to also return the entropy of each target's distribution. It is differentiable.
+        chunk_size (`int`, *optional*):
+            Number of hidden rows per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
+        impl (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`, `"triton"` (chunks, with kernels for the softmax), `"torch"` (chunks), or `"reference"` (all
+            logits at once).
+
+    Returns:
+        `torch.Tensor`: log-probabilities of the shape of `targets`, float32, or float64 for float64 inputs. 0 for
+            ignored targets, and NaN for targets outside the vocabulary. With `entropy=True`, a tuple of the
+            log-probabilities and the entropies, of the same shape and dtype, 0 for ignored targets.
+
+    Raises:
+        `ValueError`: the shapes do not match, `temperature` or `chunk_size` is not positive, or `impl` does not
+            support the call. The backward with `create_graph=True` raises it for any `impl` except `"reference"`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops import linear_logps
+    >>> hidden_states, weight = torch.randn(5, 8), torch.randn(11, 8)
+    >>> logps = linear_logps(hidden_states, weight, torch.tensor([3, -100, 0, 10, 7]))
+    >>> expected = (hidden_states @ weight.T).log_softmax(-1)
+    >>> torch.allclose(logps[[0, 2, 3, 4]], expected[[0, 2, 3, 4], [3, 0, 10, 7]]), logps[1].item()
+    (True, 0.0)
+    >>> shared = linear_logps(hidden_states, weight, torch.tensor([3, 9, 3]), rows=torch.tensor([0, 0, 4]))
+    >>> torch.allclose(shared, expected[[0, 0, 4], [3, 9, 3]])
+    True
+
+    ```
+    """
+    _check(hidden_states, weight, targets, bias, rows)
+    if chunk_size is None:
+        chunk_size = CHUNK_SIZE if weight.requires_grad else FROZEN_CHUNK_SIZE
+    if chunk_size < 1 or not temperature > 0:
+        raise input_error("chunk_size of 1 or more and temperature above 0", f"{chunk_size} and {temperature}")
+    options = {"temperature": float(temperature), "ignore_index": ignore_index, "entropy": entropy}
+    flat = targets.reshape(-1), bias, None if rows is None else rows.reshape(-1)
+    call = hidden_states.reshape(-1, weight.shape[1]), weight, *flat
+    logps, entropies = run("linear_logps", impl, IMPLEMENTATIONS, *call, chunk_size=chunk_size, **options)
+    logps = logps.view(targets.shape)
+    return (logps, entropies.view(targets.shape)) if entropy else logps
+
+
+def _check(hidden_states, weight, targets, bias, rows):
+    fits = weight.ndim == 2 and hidden_states.ndim > 0 and hidden_states.shape[-1] == weight.shape[1]
+    if rows is None:
+        fits = fits and hidden_states.shape[:-1] == targets.shape
+    else:
+        fits = fits and hidden_states.ndim == 2 and rows.shape == targets.shape
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        expected = "hidden_states [..., hidden], weight [vocab, hidden], targets [...] and bias [vocab]"
+        if rows is not None:
+            expected = "hidden_states [N, hidden], weight [vocab, hidden], targets [...], bias [vocab] and rows [...]"
+        given = (hidden_states, weight, targets, bias, *(() if rows is None else (rows,)))
+        raise input_error(expected, ", ".join("none" if x is None else str(tuple(x.shape)) for x in given))
+    for name, x in (("targets", targets), ("rows", rows)):
+        if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
+            raise input_error(f"integer {name}", x.dtype)
+
+
+def _reference(hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, chunk_size):
+    targets = targets.to(hidden_states.device).long()
+    ignored = targets == ignore_index
+    if rows is not None:
+        hidden_states = hidden_states[rows.to(hidden_states.device).masked_fill(ignored, 0).long()]
+    # Zeros, so that NaN in a row without target reaches neither the result nor the gradient of the weight.
+    hidden_states = hidden_states.masked_fill(ignored[:, None], 0)
+    logits = widened(F.linear(hidden_states, weight, bias)) / temperature
+    logps = logits.log_softmax(-1)
+    known = (targets >= 0) & (targets < weight.shape[0])
+    found = logps.gather(1, targets.where(known, 0)[:, None])[:, 0]
+    # NaN for a target outside of the vocabulary, but the finite gradient of its normalization, as in the chunks.
+    found = found.where(known, float("nan") - logits.logsumexp(-1))
+    entropies = None
+    if entropy:
+        entropies = -(logps.exp() * logps.clamp_min(_LOWEST)).sum(-1).masked_fill(ignored, 0)
+    return found.masked_fill(ignored, 0), entropies
+
+
+def _torch(*args, **kwargs):
+    return _chunked((_torch_statistics, _torch_gradient), *args, **kwargs)
+
+
+def _triton(*args, **kwargs):
+    return _chunked((_triton_statistics, _triton_gradient), *args, **kwargs)
+
+
+class _Pairs(NamedTuple):
+    """The distinct pairs of a row of logits and a target.
+
+    `ids` `[P]` are the targets and `slots` `[P]` the rows of logits, in ascending order. The pairs of row `i` start at
+    `starts[i]`, `[D + 1]`. Target `i` is pair `of[i]`, or pair `i` if `of` is `None`. `bounds` are the starts of the
+    chunks in the pairs.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    of: torch.Tensor | None
+    bounds: list[int]
+
+
+def _chunked(steps, hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, chunk_size):
+    device, count, vocab = hidden_states.device, len(targets), weight.shape[0]
+    kept = (targets != ignore_index).nonzero().flatten().to(device)
+    targets, chosen = targets.to(device).long(), None
+    if len(kept) < count:
+        targets, chosen = targets.index_select(0, kept), kept
+    if rows is None:
+        starts = torch.arange(len(targets) + 1, device=device)
+        pairs = _Pairs(targets, starts[:-1], starts, None, [*range(0, len(targets), chunk_size), len(targets)])
+    else:
+        rows = rows.to(device).long()
+        chosen, slots = (rows if chosen is None else rows.index_select(0, kept)).unique(return_inverse=True)
+        pairs = _distinct(slots, targets, len(chosen), vocab, chunk_size)
+    if chosen is not None:
+        hidden_states = hidden_states.index_select(0, chosen)
+    found = _LinearLogps.apply(hidden_states, weight, bias, pairs, (*steps, chunk_size, temperature, entropy))
+    if len(kept) < count:
+        found = [None if x is None else x.new_zeros(count).index_copy(0, kept, x) for x in found]
+    return found
+
+
+def _distinct(slots, targets, count, vocab, chunk_size) -> _Pairs:
+    # All targets outside of the vocabulary count as the same one.
+    known = (targets >= 0) & (targets < vocab)
+    keys, of = (slots * (vocab + 1) + targets.where(known, vocab)).unique(return_inverse=True)
+    slots, ids = keys // (vocab + 1), keys % (vocab + 1)
+    starts = torch.searchsorted(slots, torch.arange(count + 1, device=slots.device))
+    return _Pairs(ids, slots, starts, of, [*starts[:count:chunk_size].tolist(), len(ids)])
+
+
+class _Chunk(NamedTuple):
+    """A chunk of rows of logits with their pairs."""
+
+    rows: slice
+    pairs: slice
+    logits: torch.Tensor
+
+
+def _chunks(hidden_states, weight, bias, pairs: _Pairs, chunk_size: int) -> Iterator[_Chunk]:
+    """Compute the logits of each chunk, in the same buffer."""
+    buffer = hidden_states.new_empty(min(chunk_size, len(hidden_states)), weight.shape[0])
+    for i, start in enumerate(range(0, len(hidden_states), chunk_size)):
+        rows = slice(start, min(start + chunk_size, len(hidden_states)))
+        logits = torch.mm(hidden_states[rows], weight.t(), out=buffer[: rows.stop - start])
+        if bias is not None:
+            logits += bias
+        yield _Chunk(rows, slice(*pairs.bounds[i : i + 2]), logits)
+
+
+class _LinearLogps(torch.autograd.Function):
+    """The log-probability of each target, and the entropy of its row or `None`."""
+
+    @staticmethod
+    def forward(ctx, hidden_states, weight, bias, pairs, options):
+        ctx.pairs, ctx.options = pairs, options
+        ctx.set_materialize_grads(False)
+        # Autocast would run the matrix product of the head in low precision too.
+        device = hidden_states.device.type
+        autocast = torch.is_autocast_enabled(device)
+        ctx.dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
+        statistics, _, chunk_size, temperature, entropy = options
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        totals = hidden_states.new_empty(len(hidden_states), dtype=wide)
+        entropies = torch.empty_like(totals) if entropy else None
+        logps = totals.new_empty(len(pairs.ids))
+        head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
+        for chunk in _chunks(*head, pairs, chunk_size):
+            statistics(chunk, pairs, temperature, totals, logps, entropies)
+        ctx.save_for_backward(hidden_states, weight, bias, totals, logps, entropies)
+        # Copies, so that the caller may change the result in place.
+        slots = pairs.slots if pairs.of is None else pairs.slots[pairs.of]
+        logps = logps.clone() if pairs.of is None else logps[pairs.of]
+        entropies = entropies[slots] if entropy else None
+        return logps, entropies
+
+    @staticmethod
+    @first_order('Pass impl="reference" to the op. It supports gradients of any order.')
+    def backward(ctx, d_logps, d_entropies):
+        hidden_states, weight, bias, totals, logps, entropies = ctx.saved_tensors
+        pairs, (_, overwrite_with_gradient, chunk_size, temperature, _) = ctx.pairs, ctx.options
+        if d_logps is None:
+            if d_entropies is None:
+                return None, None, None, None, None
+            d_logps = torch.zeros_like(d_entropies)
+        slots = None if pairs.of is None else pairs.slots[pairs.of]
+        upstream = (
+            _sum_by(pairs.of, d_logps, len(logps)),
+            _sum_by(slots, d_logps, len(totals)),
+            None if d_entropies is None else _sum_by(slots, d_entropies, len(totals)),
+        )
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        d_hidden = hidden_states.new_empty(hidden_states.shape, dtype=ctx.dtype) if for_hidden else None
+        d_weight = None
+        d_bias = torch.zeros_like(bias, dtype=totals.dtype) if for_bias else None
+        head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
+        for chunk in _chunks(*head, pairs, chunk_size):
+            overwrite_with_gradient(chunk, pairs, temperature, totals, logps, entropies, upstream)
+            if for_hidden:
+                torch.mm(chunk.logits, head[1], out=d_hidden[chunk.rows])
+            if for_weight:
+                d_weight = add_product(d_weight, chunk.logits.t(), head[0][chunk.rows])
+            if for_bias:
+                d_bias += chunk.logits.sum(0, dtype=totals.dtype)
+        if for_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        inputs = (d_hidden, hidden_states), (d_weight, weight), (d_bias, bias)
+        return *(None if gradient is None else gradient.to(x.dtype) for gradient, x in inputs), None, None
+
+
+def _sum_by(index: torch.Tensor | None, values: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum `values` with the same index, in a fixed order. Without an index, each value has its own."""
+    if index is None:
+        return values.contiguous()
+    sums = values.new_zeros(count)
+    # On a GPU, index_add_ uses atomics, and index_put_ sorts the indices.
+    return sums.index_put_((index,), values, accumulate=True) if sums.is_cuda else sums.index_add_(0, index, values)
+
+
+def _at_targets(chunk: _Chunk, pairs: _Pairs):
+    """Return the row in the chunk and the column of each pair, and whether it is in the vocabulary."""
+    ids = pairs.ids[chunk.pairs]
+    known = (ids >= 0) & (ids < chunk.logits.shape[1])
+    return pairs.slots[chunk.pairs] - chunk.rows.start, ids.where(known, 0), known
+
+
+def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies):
+    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair.
+
+    Float32 logits are overwritten. The backward computes them again.
+    """
+    values = widened(chunk.logits).div_(temperature)
+    totals[chunk.rows] = total = values.logsumexp(-1)
+    slots, ids, known = _at_targets(chunk, pairs)
+    logps[chunk.pairs] = (values[slots, ids] - total[slots]).where(known, float("nan"))
+    if entropies is not None:
+        values -= total[:, None]
+        entropies[chunk.rows] = torch.special.entr(values.exp_()).sum(-1)
+
+
+def _torch_gradient(chunk, pairs, temperature, totals, logps, entropies, upstream):
+    """Overwrite the logits of a chunk with their gradient."""
+    by_pair, by_row, by_entropy = upstream
+    values = widened(chunk.logits).div_(temperature).sub_(totals[chunk.rows, None])
+    factor = by_row[chunk.rows, None]
+    if by_entropy is not None:
+        surprise = values.clamp_min(_LOWEST).add_(entropies[chunk.rows, None])
+        factor = surprise.mul_(by_entropy[chunk.rows, None]).add_(factor)
+    gradient = values.exp_().mul_(factor).neg_()
+    slots, ids, known = _at_targets(chunk, pairs)
+    # Pairs are distinct. Only zeros may share an element with another pair.
+    gradient.index_put_((slots, ids), by_pair[chunk.pairs].where(known, 0), accumulate=True)
+    chunk.logits.copy_(gradient.div_(temperature))
+
+
+def _triton_statistics(chunk, pairs, *args):
+    from .backends.triton.logps import statistics
+
+    statistics(chunk.logits, chunk.rows.start, pairs.ids, pairs.starts, *args)
+
+
+def _triton_gradient(chunk, pairs, *args):
+    from .backends.triton.logps import overwrite_with_gradient
+
+    overwrite_with_gradient(chunk.logits, chunk.rows.start, pairs.ids, pairs.starts, *args)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, lambda hidden_states, *_, **__: triton.verify(hidden_states)),
+    "torch": Implementation(_torch, always),
+    "reference": Implementation(_reference, always),
+}

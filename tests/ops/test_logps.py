@@ -1,0 +1,445 @@
+import unittest
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from common.fused import errors, guarded_buffers, relative, saved_in
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformers_packed.ops import linear_cross_entropy, linear_logps, logps
+
+
+VOCAB, HIDDEN, TOKENS = 211, 16, 23
+# Rows of the hidden states: one for several targets, in any order, and some for none.
+ROWS = torch.tensor([7, 0, 7, 7, 3, 22, 9, 3, 11, 12, 13, 7, 1, 2, 20, 21, 5, 0, 7, 9, 16, 17, 7])
+
+
+def make(dtype=torch.float32, ignored=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+    bias = torch.randn(VOCAB, generator=generator).to(dtype)
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    # Equal targets of one row.
+    targets[[0, 3, 18]] = int(targets[2])
+    if ignored:
+        targets[[1, 4, 5, TOKENS - 1]] = -100
+    return hidden, weight, bias, targets
+
+
+def upstream_of(outputs):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs]
+
+
+def outputs_of(impl, leaves, targets, **options):
+    outputs = linear_logps(*leaves[:2], targets, leaves[2] if len(leaves) > 2 else None, impl=impl, **options)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def run(impl, inputs, upstream=None, **options):
+    """Return the outputs, and the gradients for random upstream gradients."""
+    *tensors, targets = inputs
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    outputs = outputs_of(impl, leaves, targets, **options)
+    gradients = torch.autograd.grad(outputs, leaves, upstream_of(outputs) if upstream is None else upstream)
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+def oracle(inputs, temperature=1.0, rows=None, entropy=False, **_):
+    """Full log-softmax in float64, with autograd."""
+    *tensors, targets = inputs
+    leaves = [x.detach().double().requires_grad_() for x in tensors]
+    full = (F.linear(leaves[0], *leaves[1:]) / temperature).log_softmax(-1)
+    if rows is not None:
+        full = full[rows]
+    kept = targets != -100
+    outputs = [torch.where(kept, full.gather(1, targets.clamp_min(0)[:, None])[:, 0], 0)]
+    if entropy:
+        outputs.append(torch.where(kept, -(full.exp() * full).sum(-1), 0))
+    gradients = torch.autograd.grad(outputs, leaves, upstream_of([x.float() for x in outputs]))
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the number of elements of the largest new tensor, and the sizes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.products = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, tuple | list) else (result,):
+            # Views and results of operations in place are not new.
+            if isinstance(x, torch.Tensor) and x.data_ptr() not in given:
+                self.elements = max(self.elements, x.numel())
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.products.append(tuple(result.shape))
+        return result
+
+
+CALLS = [
+    ("plain", {}),
+    ("temperature", {"temperature": 0.7}),
+    ("entropy", {"entropy": True}),
+    ("entropy_temperature", {"entropy": True, "temperature": 1.9}),
+    ("one_chunk", {"chunk_size": 64, "entropy": True}),
+    ("chunks_of_one", {"chunk_size": 1, "entropy": True}),
+    ("rows", {"rows": ROWS}),
+    ("rows_entropy_temperature", {"rows": ROWS, "entropy": True, "temperature": 0.7}),
+    ("rows_one_chunk", {"rows": ROWS, "chunk_size": 64, "entropy": True}),
+    ("rows_chunks_of_one", {"rows": ROWS, "chunk_size": 1}),
+    ("one_row", {"rows": torch.full_like(ROWS, 4), "entropy": True}),
+]
+
+
+class LogpsMixin:
+    """Compare every implementation with the full log-softmax in float64."""
+
+    impl: str
+
+    @parameterized.expand([(f"{name}_{i}", options, i) for name, options in CALLS for i in ("ignored", "all_targets")])
+    def test_float32(self, _, options, ignored):
+        options = {"chunk_size": 5} | options
+        inputs = make(ignored=ignored == "ignored")
+        actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
+        self.assertEqual({x.dtype for x in actual}, {torch.float32})
+        self.assertLess(max(errors(actual, expected)), 2e-6)
+        for x in actual[: 1 + options.get("entropy", False)]:
+            self.assertEqual(x[inputs[-1] == -100].count_nonzero(), 0)
+
+    @parameterized.expand([("bfloat16", torch.bfloat16, 1.5e-2), ("float16", torch.float16, 2e-3)])
+    def test_half_precision(self, _, dtype, bar):
+        inputs = make(dtype)
+        options = {"temperature": 1.3, "entropy": True, "rows": ROWS, "chunk_size": 5}
+        actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
+        self.assertEqual([x.dtype for x in actual], 2 * [torch.float32] + 3 * [dtype])
+        self.assertLess(max(errors(actual, expected)), bar)
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_gradient_of_the_entropy_alone(self, _, options):
+        *tensors, targets = make()
+        leaves = [x.requires_grad_() for x in tensors]
+        values = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=5, **options)
+        weights = upstream_of(values)[1]
+        actual = torch.autograd.grad(values[1], leaves, weights)
+        doubles = [x.detach().double().requires_grad_() for x in leaves]
+        expected = outputs_of("reference", doubles, targets, entropy=True, **options)[1]
+        self.assertLess(max(errors(actual, torch.autograd.grad(expected, doubles, weights.double()))), 2e-6)
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_an_ignored_target_uses_nothing(self, _, options):
+        """NaN in hidden rows without a target changes nothing, and their gradients are 0."""
+        hidden, weight, bias, targets = make()
+        used = torch.zeros(TOKENS, dtype=torch.bool)
+        used[options.get("rows", torch.arange(TOKENS))[targets != -100]] = True
+        poisoned = hidden.clone()
+        poisoned[~used] = float("nan")
+        options = options | {"chunk_size": 5, "entropy": True}
+        before = run(self.impl, (hidden, weight, bias, targets), **options)
+        after = run(self.impl, (poisoned, weight, bias, targets), **options)
+        self.assertGreater((~used).sum(), 0)
+        for a, b in zip(after, before, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        self.assertEqual(after[2][~used].count_nonzero(), 0)
+
+    @parameterized.expand([("ignored", TOKENS), ("none", 0)])
+    def test_without_targets(self, _, tokens):
+        hidden, weight, bias, targets = make()
+        for rows in (None, ROWS[:tokens]):
+            inputs = (hidden[:tokens], weight, bias, torch.full_like(targets, -100)[:tokens])
+            actual = run(self.impl, inputs, rows=rows, entropy=True)
+            self.assertEqual([x.shape for x in actual[:3]], [(tokens,), (tokens,), (tokens, HIDDEN)])
+            self.assertEqual([int(x.count_nonzero()) for x in actual], 5 * [0])
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_repeats_bit_for_bit(self, _, options):
+        options = options | {"chunk_size": 5, "entropy": True}
+        for a, b in zip(*(run(self.impl, make(), **options) for _ in range(2)), strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_isolation(self, _, options):
+        """Other tokens' hidden states, targets and upstream gradients do not change a token by a bit."""
+        hidden, weight, bias, targets = make()
+        options = options | {"chunk_size": 5, "entropy": True}
+        rows = options.get("rows", torch.arange(TOKENS))
+        before = run(self.impl, (hidden, weight, bias, targets), **options)
+        row = 7
+        mine = rows == row
+        self.assertTrue(bool((targets[mine] != -100).any()))
+        others = torch.arange(TOKENS) != row
+        changed, other_targets = hidden.clone(), targets.clone()
+        changed[others] = 3 * hidden[others].flip(0)
+        known = ~mine & (targets != -100)
+        other_targets[known] = VOCAB - 1 - targets[known]
+        upstream = [torch.where(mine, x, 5 * x) for x in upstream_of(before[:2])]
+        after = run(self.impl, (changed, weight, bias, other_targets), upstream, **options)
+        for a, b in zip(after[:2], before[:2], strict=True):
+            self.assertTrue(torch.equal(a[mine], b[mine]))
+            self.assertFalse(torch.equal(a, b))
+        self.assertTrue(torch.equal(after[2][row], before[2][row]))
+        self.assertFalse(torch.equal(after[2], before[2]))
+
+    def test_a_target_outside_of_the_vocabulary(self):
+        hidden, weight, bias, targets = make()
+        outside = targets.clone()
+        outside[[6, 7]] = torch.tensor([VOCAB, -1])
+        for rows in (None, ROWS):
+            expected = run(self.impl, (hidden, weight, bias, targets), rows=rows, chunk_size=5)
+            actual = run(self.impl, (hidden, weight, bias, outside), rows=rows, chunk_size=5)
+            self.assertEqual(actual[0].isnan().nonzero().flatten().tolist(), [6, 7])
+            kept = torch.tensor([i not in (6, 7) for i in range(TOKENS)])
+            self.assertTrue(torch.equal(actual[0][kept], expected[0][kept]))
+            for x in actual[1:]:
+                self.assertTrue(bool(x.isfinite().all()))
+            if self.impl != "reference":
+                reference = run("reference", (hidden, weight, bias, outside), rows=rows)
+                self.assertLess(max(errors(actual[1:], reference[1:])), 2e-6)
+
+    def test_extreme_logits(self):
+        hidden, weight, bias, targets = make()
+        inputs = (hidden * 1e3, weight, bias, targets)
+        options = {"entropy": True, "rows": ROWS}
+        actual, expected = run(self.impl, inputs, **options), oracle(inputs, **options)
+        # The entropy of nearly certain rows is far smaller than the rounding of their logits.
+        self.assertLess(max(errors([actual[0], *actual[2:]], [expected[0], *expected[2:]])), 1e-3)
+        self.assertTrue(bool(actual[1].isfinite().all()))
+
+    def test_logits_of_minus_infinity(self):
+        """A masked token has no probability and adds nothing to the entropy or a gradient."""
+        hidden, weight, bias, targets = make()
+        targets = targets.clamp(max=VOCAB - 3)
+        masked = bias.clone()
+        masked[VOCAB - 2 :] = -float("inf")
+        options = {"chunk_size": 5, "entropy": True}
+        actual = run(self.impl, (hidden, weight, masked, targets), **options)
+        expected = oracle((hidden, weight[:-2], bias[:-2], targets), **options)
+        for x in actual[3:]:
+            self.assertEqual(x[-2:].count_nonzero(), 0)
+        self.assertLess(max(errors([*actual[:3], *(x[:-2] for x in actual[3:])], expected)), 2e-6)
+
+    def test_non_contiguous(self):
+        hidden, weight, bias, targets = make()
+        expected = run(self.impl, (hidden, weight, bias, targets), rows=ROWS, entropy=True, chunk_size=5)
+        leaves = [x.t().contiguous().t().requires_grad_() for x in (hidden, weight)]
+        bias = torch.stack([bias, bias], -1)[:, 0].requires_grad_()
+        wide = [torch.stack([x, torch.full_like(x, -7)], -1)[..., 0] for x in (targets, ROWS)]
+        outputs = outputs_of(self.impl, [*leaves, bias], wide[0], rows=wide[1], entropy=True, chunk_size=5)
+        upstream = [torch.stack([x, x * float("nan")], -1)[..., 0] for x in upstream_of(outputs)]
+        gradients = torch.autograd.grad(outputs, (*leaves, bias), upstream)
+        self.assertLess(max(errors([x.detach() for x in (*outputs, *gradients)], expected)), 1e-6)
+
+    def test_shapes_of_a_batch(self):
+        hidden, weight, bias, targets = make()
+        expected = run(self.impl, (hidden[:20], weight, bias, targets[:20]), chunk_size=5, entropy=True)
+        upstream = [x.view(4, 5) for x in upstream_of(expected[:2])]
+        batch = hidden[:20].view(4, 5, -1), weight, bias, targets[:20].view(4, 5)
+        actual = run(self.impl, batch, upstream, chunk_size=5, entropy=True)
+        self.assertEqual([x.shape for x in actual[:3]], [(4, 5), (4, 5), (4, 5, HIDDEN)])
+        for a, b in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(a.reshape(b.shape), b))
+        rows = ROWS[:20].view(4, 5)
+        shared = linear_logps(hidden, weight, targets[:20].view(4, 5), rows=rows, impl=self.impl)
+        flat = linear_logps(hidden, weight, targets[:20], rows=rows.flatten(), impl=self.impl)
+        self.assertTrue(torch.equal(shared.flatten(), flat))
+
+    def test_a_frozen_head_and_a_tied_head(self):
+        hidden, weight, bias, targets = make()
+        options = {"chunk_size": 5, "temperature": 0.9}
+        expected = run(self.impl, (hidden, weight, bias, targets), **options)
+        leaf = hidden.clone().requires_grad_()
+        found = linear_logps(leaf, weight, targets, bias, impl=self.impl, **options)
+        (gradient,) = torch.autograd.grad(found, leaf, upstream_of([found]))
+        self.assertTrue(torch.equal(gradient, expected[1]))
+
+        def tied(impl, dtype):
+            shared = weight.to(dtype).requires_grad_()
+            found = linear_logps(shared[:TOKENS].tanh(), shared, targets, impl=impl, **options)
+            return torch.autograd.grad(found, shared, [x.to(dtype) for x in upstream_of([found.float()])])[0]
+
+        self.assertLess(relative(tied(self.impl, torch.float32), tied("reference", torch.float64)), 2e-6)
+
+    def test_result_may_be_changed_in_place(self):
+        for ignored in (True, False):
+            *tensors, targets = make(ignored=ignored)
+            leaves = [x.requires_grad_() for x in tensors]
+            both = outputs_of(self.impl, leaves, targets, entropy=True)
+            expected = torch.autograd.grad([2 * x for x in both], leaves, upstream_of(both), retain_graph=True)
+            actual = torch.autograd.grad([x.mul_(2) for x in both], leaves, upstream_of(both))
+            for a, b in zip(actual, expected, strict=True):
+                self.assertTrue(torch.equal(a, b))
+
+
+class ChunksMixin(LogpsMixin):
+    def test_second_derivatives_are_refused(self):
+        *tensors, targets = make()
+        leaves = [x.requires_grad_() for x in tensors]
+        (found,) = outputs_of(self.impl, leaves, targets)
+        with self.assertRaisesRegex(ValueError, 'got create_graph=True. Pass impl="reference"'):
+            torch.autograd.grad(found.sum(), leaves, create_graph=True)
+
+    def test_retain_graph(self):
+        *tensors, targets = make()
+        leaves = [x.requires_grad_() for x in tensors]
+        both = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=5)
+        first = torch.autograd.grad(both, leaves, upstream_of(both), retain_graph=True)
+        for a, b in zip(torch.autograd.grad(both, leaves, upstream_of(both)), first, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_under_autocast(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = run(self.impl, make(), chunk_size=5, entropy=True, rows=ROWS)
+        self.assertEqual({x.dtype for x in actual}, {torch.float32})
+        difference = errors(actual, oracle(make(), entropy=True, rows=ROWS))
+        # Triton's interpreter truncates to bfloat16, a GPU rounds.
+        self.assertLess(max(difference), 3e-2 if self.impl == "triton" else 2e-2)
+        self.assertGreater(min(difference), 1e-5)
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_memory_and_products(self, _, options):
+        """No tensor holds the logits of all tokens. Only what needs a gradient gets one."""
+        hidden, weight, _, targets = make(torch.bfloat16)
+        used = len(set(options.get("rows", torch.arange(TOKENS))[targets != -100].tolist()))
+        chunks = [min(4, used - start) for start in range(0, used, 4)]
+        for trained in (True, False):
+            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+            with LargestTensor() as seen:
+                saved = saved_in(
+                    lambda leaves=leaves: outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=4, **options)
+                )
+            self.assertEqual(seen.products, [(n, VOCAB) for n in chunks])
+            self.assertLess(seen.elements, 5 * VOCAB)
+            self.assertLess(sum(x.numel() for x in saved if x.shape != weight.shape), TOKENS * (HIDDEN + 8))
+            found = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=4, **options)
+            with LargestTensor() as seen:
+                torch.autograd.grad(found, [x for x in leaves if x.requires_grad], upstream_of(found))
+            products = [[(n, VOCAB), (n, HIDDEN)] + [(VOCAB, HIDDEN)] * trained for n in chunks]
+            self.assertEqual(seen.products, sum(products, []))
+            self.assertEqual(seen.elements, VOCAB * HIDDEN if trained else 4 * VOCAB)
+
+    def test_equals_the_cross_entropy(self):
+        hidden, weight, bias, targets = make()
+        leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+        found = linear_logps(hidden, weight, targets, bias, impl=self.impl, chunk_size=5)
+        loss = linear_cross_entropy(hidden, weight, targets, bias, impl=self.impl, chunk_size=5)
+        mean = -found.sum() / (targets != -100).sum()
+        actual, expected = (torch.autograd.grad(x, leaves) for x in (mean, loss))
+        self.assertLess(max(errors([mean.detach(), *actual], [loss.detach(), *expected])), 2e-6)
+
+
+class ReferenceTest(LogpsMixin, unittest.TestCase):
+    impl = "reference"
+
+    @parameterized.expand([("plain", None), ("rows", ROWS[:6] % 5)])
+    def test_gradients_of_any_order(self, _, rows):
+        generator = torch.Generator().manual_seed(0)
+        shapes = (6 if rows is None else 5, 3), (7, 3), (7,)
+        leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+        targets = torch.tensor([0, 6, -100, 2, 2, 5])
+
+        def call(*leaves):
+            return outputs_of("reference", leaves, targets, rows=rows, entropy=True, temperature=0.8)
+
+        self.assertTrue(gradcheck(call, leaves))
+        self.assertTrue(gradgradcheck(call, leaves))
+
+
+class TorchChunksTest(ChunksMixin, unittest.TestCase):
+    impl = "torch"
+
+    def test_float64(self):
+        inputs = make(torch.float64)
+        options = {"rows": ROWS, "entropy": True, "chunk_size": 5, "temperature": 0.7}
+        upstream = upstream_of([torch.empty(TOKENS)] * 2)
+        actual = run("torch", inputs, [x.double() for x in upstream], **options)
+        self.assertEqual({x.dtype for x in actual}, {torch.float64})
+        self.assertLess(max(errors(actual, oracle(inputs, **options))), 1e-13)
+
+    @parameterized.expand([("plain", None), ("rows", ROWS[:6] % 5)])
+    def test_gradcheck(self, _, rows):
+        generator = torch.Generator().manual_seed(0)
+        shapes = (6 if rows is None else 5, 3), (7, 3), (7,)
+        leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+        targets = torch.tensor([0, 6, -100, 2, 2, 5])
+
+        def call(*leaves):
+            return outputs_of("torch", leaves, targets, rows=rows, entropy=True, temperature=0.8, chunk_size=2)
+
+        self.assertTrue(gradcheck(call, leaves))
+
+    def test_nothing_is_saved_without_gradients(self):
+        hidden, weight, bias, targets = make()
+        with torch.no_grad():
+            found = linear_logps(hidden.requires_grad_(), weight, targets, bias, chunk_size=5)
+        self.assertFalse(found.requires_grad)
+        self.assertLess(relative(found, oracle((hidden, weight, bias, targets))[0]), 2e-6)
+
+    def test_a_frozen_head_takes_smaller_chunks(self):
+        hidden, weight, _, targets = make(ignored=False)
+        with mock.patch.multiple(logps, CHUNK_SIZE=12, FROZEN_CHUNK_SIZE=9):
+            for trained, sizes in ((True, [12, 11]), (False, [9, 9, 5])):
+                with LargestTensor() as seen:
+                    linear_logps(hidden, weight.requires_grad_(trained), targets)
+                self.assertEqual([rows for rows, _ in seen.products], sizes)
+
+    def test_torch_func_takes_the_reference(self):
+        hidden, weight, _, targets = make()
+        actual = torch.func.grad(lambda x: linear_logps(x, weight, targets).sum())(hidden)
+        expected = run("reference", (hidden, weight, targets), [torch.ones(TOKENS)])[1]
+        self.assertTrue(torch.equal(actual, expected))
+
+    @parameterized.expand(
+        [
+            ("targets", lambda h, w, y: linear_logps(h, w, y[1:]), r"targets \[\.\.\.\].*got .* \(22,\), none"),
+            (
+                "weight",
+                lambda h, w, y: linear_logps(h, w.t(), y),
+                r"weight \[vocab, hidden\].*got \(23, 16\), \(16, 211",
+            ),
+            ("bias", lambda h, w, y: linear_logps(h, w, y, w[0]), r"bias \[vocab\].*, \(16,\)"),
+            ("rows", lambda h, w, y: linear_logps(h, w, y, rows=y[1:]), r"rows \[\.\.\.\].*\(22,\)"),
+            ("batch", lambda h, w, y: linear_logps(h[None], w, y, rows=y), r"hidden_states \[N, hidden\]"),
+            ("floats", lambda h, w, y: linear_logps(h, w, y.float()), "integer targets, got torch.float32"),
+            ("float_rows", lambda h, w, y: linear_logps(h, w, y, rows=y.float()), "integer rows, got torch.float32"),
+            ("chunk", lambda h, w, y: linear_logps(h, w, y, chunk_size=0), "chunk_size of 1 or more"),
+            ("zero", lambda h, w, y: linear_logps(h, w, y, temperature=0), "temperature above 0, got 3072? and 0"),
+            ("nan", lambda h, w, y: linear_logps(h, w, y, temperature=float("nan")), "temperature above 0"),
+            ("impl", lambda h, w, y: linear_logps(h, w, y, impl="triton"), "needs CUDA tensors"),
+        ]
+    )
+    @unittest.skipIf(torch.cuda.is_available(), "says what is missing without a GPU")
+    def test_bad_input(self, _, call, message):
+        hidden, weight, _, targets = make()
+        with self.assertRaisesRegex(ValueError, message):
+            call(hidden, weight.requires_grad_(), targets)
+
+
+class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
+    impl = "triton"
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS, "temperature": 0.7})])
+    def test_in_guarded_buffers(self, _, options):
+        options = options | {"chunk_size": 5, "entropy": True}
+        expected = run("triton", make(), **options)
+        with guarded_buffers():
+            actual = run("triton", make(), **options)
+        self.assertLess(max(errors(actual, expected)), 1e-6)
+
+    def test_a_vocabulary_of_several_blocks(self):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(3, 8, generator=generator)
+        weight = torch.randn(8192 + 77, 8, generator=generator)
+        targets = torch.tensor([0, 8191, 8192 + 76, 5])
+        inputs = (hidden, weight, torch.zeros(len(weight)), targets)
+        options = {"rows": torch.tensor([0, 1, 2, 2]), "entropy": True, "temperature": 1.1}
+        self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 2e-6)
+
+
+if __name__ == "__main__":
+    unittest.main()
