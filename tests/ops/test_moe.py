@@ -3,6 +3,7 @@
 import copy
 import unittest
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from common.fused import guarded_buffers, relative, saved_in
@@ -15,6 +16,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExper
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.moe import verify_triton
 from transformers_packed.ops.projection import Adapter
 
 
@@ -676,6 +678,17 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
         plain = self.run_op(case, "triton", matrices)
         with guarded_buffers():
             self.assert_same_bits(self.run_op(case, "triton", matrices), plain)
+
+
+class VerifyTest(unittest.TestCase):
+    def test_gpus_with_enough_shared_memory(self):
+        x = mock.Mock(is_cuda=True, dtype=BFLOAT16, shape=(3, 64), device=torch.device("cuda", 0))
+        weights = [torch.zeros(2, *shape, dtype=BFLOAT16) for shape in ((128, 64), (64, 64))]
+        for capability, expected in (((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
+            with mock.patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found):
+                ok, reason = verify_triton(x, None, None, *weights)
+            self.assertEqual(ok, expected, reason)
+            self.assertEqual("compute capability" in reason, not expected)
 
 
 HIDDEN, INDEX, WEIGHTS = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)

@@ -109,7 +109,7 @@ def experts(
             Additions of low rank to the weights, without dropout and bias. As in PEFT, `down` is `[E * rank, in]`
             with the ranks of an expert together, and `up` is `[out, rank * E]` with the experts of a rank together.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (on GPUs of compute capability 9.0 or later) or `"reference"`. `"triton"` saves the
+            `"auto"`, `"triton"` (on GPUs of compute capability 9.0 to 11.0) or `"reference"`. `"triton"` saves the
             input and the outputs of `gate_up_proj` for the backward.
 
     Returns:
@@ -222,8 +222,9 @@ def verify_triton(
     ok, reason = triton.verify(hidden_states)
     if not ok:
         return ok, reason
-    if hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) < (9, 0):
-        return False, "needs a GPU of compute capability 9.0 or later"
+    # GPUs of compute capability 12 have less than half of the shared memory that the kernels use.
+    if hidden_states.is_cuda and not (9, 0) <= torch.cuda.get_device_capability(hidden_states.device) < (12, 0):
+        return False, "needs a GPU of compute capability 9.0 to 11.0"
     width = down_proj.shape[2]
     if hidden_states.shape[1] % 64 or width % 64:
         return False, f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
