@@ -169,6 +169,12 @@ class ChoiceTest(MoeTestCase):
         for module in (wrapper, torch.nn.ModuleList([layer]), torch.compile(layer)):
             self.assertFalse(our_experts.isolates(module), type(module).__name__)
 
+    def test_devices_that_have_no_kernels(self):
+        """The reference of the op runs on CPUs only, because it is slow elsewhere."""
+        layer = packed_model("qwen3_next").model.layers[0].mlp.experts
+        self.assertTrue(our_experts.isolates(layer))
+        self.assertFalse(our_experts.isolates(layer.to("meta")))
+
     def test_experts_without_an_activation_of_their_own(self):
         """The name is in the table of all families."""
         config = GptOssConfig(

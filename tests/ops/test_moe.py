@@ -346,6 +346,13 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
         for dtype in (FLOAT64, FLOAT32):
             self.check(Case(choices(37, 5, 3), 5, hidden, width, dtype), "reference")
 
+    @parameterized.expand(["gate_up", "down"])
+    def test_reference_with_weights_of_two_dtypes(self, name):
+        """As with Transformers' `grouped_mm`, each product has the dtype of its weight."""
+        case = Case(choices(37, 5, 3), 5)
+        setattr(case, name, getattr(case, name).bfloat16())
+        self.check(case, "reference", bar=BARS[BFLOAT16])
+
     @parameterized.expand(each([(64, 192), (320, 64)]))
     def test_triton_in_other_sizes(self, _, hidden, width):
         self.check(Case(choices(37, 5, 3), 5, hidden, width, BFLOAT16), "triton")
@@ -727,6 +734,11 @@ class BadInputTest(
                     HALVES[0][:, :32], INDEX, WEIGHTS, HALVES[2][..., :32], HALVES[3][:, :32], impl=impl
                 ),
                 "needs multiples of 64, not hidden states of 32 and experts of 64",
+            ),
+            (
+                "weights",
+                lambda impl: half(impl, down=DOWN),
+                "weights of one dtype, not torch.bfloat16 and torch.float32",
             ),
             (
                 "width",

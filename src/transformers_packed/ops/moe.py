@@ -191,6 +191,7 @@ def _by_expert(weight, adapter):
 
 
 def _apply(rows, weight, down, up):
+    rows = rows.to(weight.dtype)
     y = F.linear(rows, weight)
     return y if down is None else y + F.linear(F.linear(rows, down), up)
 
@@ -231,8 +232,10 @@ def verify_triton(
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
-    if dtype != torch.bfloat16 or down_proj.dtype != gate_up_proj.dtype:
+    if dtype != torch.bfloat16:
         return False, f"needs products in bfloat16, not {dtype}"
+    if down_proj.dtype != gate_up_proj.dtype:
+        return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
     rank = max((len(adapter.down) // len(down_proj) for adapter in adapters if adapter is not None), default=0)
     return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")
 
