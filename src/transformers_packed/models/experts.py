@@ -122,7 +122,7 @@ def _unsupported(module: torch.nn.Module) -> str:
 def _problem(hidden_states, index, weights, gate_up, down, *adapters) -> str:
     """Return why the op would fail or be slow for this call, or an empty string."""
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
-        return "their weights are sharded"
+        return "their weights are sharded or quantized"
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
     if hidden_states.device.type == "cpu":
         return ""
