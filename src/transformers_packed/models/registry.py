@@ -305,7 +305,8 @@ def patch_model(model: Model) -> Model:
     """Convert an existing model in place, so that it keeps the documents of a packed row apart.
 
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
-    The default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are kept.
+    In a stock model, the default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are
+    kept.
     Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents get
     classes from the tables in `models/families.py`. A causal language model that already keeps documents apart, with
     position ids that restart and without a cache, stays unchanged.
