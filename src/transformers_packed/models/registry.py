@@ -306,10 +306,9 @@ def patch_model(model: Model) -> Model:
 
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
     In a stock model, the default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are
-    kept.
-    Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents get
-    classes from the tables in `models/families.py`. A causal language model that already keeps documents apart, with
-    position ids that restart and without a cache, stays unchanged.
+    kept. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents
+    get classes from the tables in `models/families.py`. A causal language model that already keeps documents apart,
+    with position ids that restart and without a cache, stays unchanged.
 
     The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, your own class), use gradient
     checkpointing, or be distributed with accelerate's `device_map`. Patching again has no effect.
