@@ -13,9 +13,10 @@ from mixins.model import alone, gradients, packed_batch, relative_error, total_r
 from mixins.patch import BUILTINS, COMPOSITE, CONFIGS, builtin_model, documents
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, set_seed
+from peft.utils import ModulesToSaveWrapper
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, set_seed
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe
+from transformers.integrations import finegrained_fp8, moe
 
 from transformers_packed import audit_model, patch_model, register, unpatch_model, unregister
 from transformers_packed.models import experts as our_experts
@@ -143,10 +144,48 @@ class ChoiceTest(MoeTestCase):
         unpatch_model(model)
         self.assertEqual(model.config._experts_implementation, name)
 
-    def test_patching_again_keeps_the_choice_of_the_user(self):
-        model = packed_model("qwen3_5_moe")
-        model.set_experts_implementation("grouped_mm")
-        self.assertEqual(patch_model(model).config._experts_implementation, "grouped_mm")
+    @parameterized.expand(FAMILIES)
+    def test_patch_keeps_the_default_of_transformers_in_our_classes(self, family):
+        for model in (packed_model(family), patch_model(builtin_model(family))):
+            model.set_experts_implementation("grouped_mm")
+            self.assertEqual(self.ran(patch_model(model)), ["grouped_mm"] * LAYERS)
+
+    def test_experts_of_an_fp8_checkpoint(self):
+        """They run as with Transformers' default, because they look up the name in another table."""
+        config = packed_model("qwen3_next").config
+        cls = moe.use_experts_implementation(
+            finegrained_fp8.FP8Experts, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+        )
+        with torch.device("meta"):
+            layer = cls(config, block_size=(16, 16))
+        found = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(layer.config._experts_implementation, None)
+        self.assertIs(found, finegrained_fp8.fp8_grouped_mm_experts_forward)
+        self.assertFalse(our_experts.isolates(layer))
+
+    def test_modules_in_place_of_the_experts_do_not_isolate(self):
+        layer = packed_model("qwen3_next").model.layers[0].mlp.experts
+        self.assertTrue(our_experts.isolates(layer))
+        wrapper = ModulesToSaveWrapper(layer, "default")
+        for module in (wrapper, torch.nn.ModuleList([layer]), torch.compile(layer)):
+            self.assertFalse(our_experts.isolates(module), type(module).__name__)
+
+    def test_devices_that_have_no_kernels(self):
+        """The reference of the op runs on CPUs only, because it is slow elsewhere."""
+        layer = packed_model("qwen3_next").model.layers[0].mlp.experts
+        self.assertTrue(our_experts.isolates(layer))
+        self.assertFalse(our_experts.isolates(layer.to("meta")))
+
+    def test_experts_without_an_activation_of_their_own(self):
+        """The name is in the table of all families."""
+        config = GptOssConfig(
+            hidden_size=16, intermediate_size=8, num_local_experts=4, num_hidden_layers=1, vocab_size=9, head_dim=4,
+            num_attention_heads=4, num_key_value_heads=4,
+        )  # fmt: skip
+        model = GptOssForCausalLM(config).eval()
+        ids = torch.arange(9)[None]
+        expected = model(input_ids=ids).logits
+        model.set_experts_implementation(OURS)
+        self.assertLess(relative_error(model(input_ids=ids).logits, expected), 1e-5)
 
     def test_with_images(self):
         model = builtin_model("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", COMPOSITE["qwen3_5_moe"])

@@ -61,6 +61,12 @@ class DispatchTest(unittest.TestCase):
         compiled = torch.compile(lambda x: run("op", "auto", table, x), backend="eager", fullgraph=True)
         self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).sin()))
 
+    def test_the_compiler_does_not_get_slow_references(self):
+        for op in ("gated_delta_rule", "linear_cross_entropy"):
+            table = {"fast": Implementation(torch.cos, always), "reference": Implementation(torch.sin, always)}
+            compiled = torch.compile(lambda x, op=op, table=table: run(op, "auto", table, x), backend="eager")
+            self.assertTrue(compiled(torch.ones(3)).equal(torch.ones(3).cos()), op)
+
     def test_a_name_that_cannot_serve(self):
         pattern = r'^expected an input that impl="first" supports, got first: needs a GPU\. Use impl="auto"'
         with self.assertRaisesRegex(ValueError, pattern) as caught:

@@ -3,6 +3,7 @@
 import copy
 import unittest
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from common.fused import guarded_buffers, relative, saved_in
@@ -15,6 +16,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeExper
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from transformers_packed.ops import choose_experts, experts
+from transformers_packed.ops.moe import verify_triton
 from transformers_packed.ops.projection import Adapter
 
 
@@ -343,6 +345,13 @@ class ExpertsTest(Assertions, InterpretedKernelsTest):
     def test_reference_in_odd_sizes(self, _, hidden, width):
         for dtype in (FLOAT64, FLOAT32):
             self.check(Case(choices(37, 5, 3), 5, hidden, width, dtype), "reference")
+
+    @parameterized.expand(["gate_up", "down"])
+    def test_reference_with_weights_of_two_dtypes(self, name):
+        """As with Transformers' `grouped_mm`, each product has the dtype of its weight."""
+        case = Case(choices(37, 5, 3), 5)
+        setattr(case, name, getattr(case, name).bfloat16())
+        self.check(case, "reference", bar=BARS[BFLOAT16])
 
     @parameterized.expand(each([(64, 192), (320, 64)]))
     def test_triton_in_other_sizes(self, _, hidden, width):
@@ -728,6 +737,17 @@ class SharedExpertTest(Assertions, InterpretedKernelsTest):
                 experts(HIDDEN, INDEX, WEIGHTS, GATE_UP, DOWN, shared=tuple(map(torch.zeros, shapes)))
 
 
+class VerifyTest(unittest.TestCase):
+    def test_gpus_with_enough_shared_memory(self):
+        x = mock.Mock(is_cuda=True, dtype=BFLOAT16, shape=(3, 64), device=torch.device("cuda", 0))
+        weights = [torch.zeros(2, *shape, dtype=BFLOAT16) for shape in ((128, 64), (64, 64))]
+        for capability, expected in (((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
+            with mock.patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found):
+                ok, reason = verify_triton(x, None, None, *weights)
+            self.assertEqual(ok, expected, reason)
+            self.assertEqual("compute capability" in reason, not expected)
+
+
 HIDDEN, INDEX, WEIGHTS = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
 GATE_UP, DOWN = torch.zeros(4, 128, 64), torch.zeros(4, 64, 64)
 HALVES = [x.bfloat16() for x in (HIDDEN, WEIGHTS, GATE_UP, DOWN)]
@@ -764,6 +784,11 @@ class BadInputTest(
                     HALVES[0][:, :32], INDEX, WEIGHTS, HALVES[2][..., :32], HALVES[3][:, :32], impl=impl
                 ),
                 "needs multiples of 64, not hidden states of 32 and experts of 64",
+            ),
+            (
+                "weights",
+                lambda impl: half(impl, down=DOWN),
+                "weights of one dtype, not torch.bfloat16 and torch.float32",
             ),
             (
                 "width",

@@ -6,7 +6,7 @@ that the user sets is kept.
 
 import torch
 from transformers.activations import SiLUActivation
-from transformers.integrations import moe
+from transformers.integrations import finegrained_fp8, moe
 from transformers.utils import logging
 
 from ..ops import experts
@@ -41,7 +41,8 @@ def isolates(module: torch.nn.Module) -> bool:
     """Whether the result of a token in this module of experts depends on other tokens in no bit."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
-    if module.config._experts_implementation != NAME or _unsupported(module):
+    # Any other module may lack these attributes, or have a forward of its own.
+    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != NAME or _unsupported(module):
         return False
     gate_up, down = module.gate_up_proj, module.down_proj
     return not _problem(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)
@@ -126,10 +127,10 @@ def experts_forward(
 
 def _unsupported(module: torch.nn.Module) -> str:
     """Return why the op does not compute what this module computes, or an empty string."""
-    if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
-        return "their activation is not SiLU, or is hooked"
     if type(module)._apply_gate is not moe._default_apply_gate or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
+    if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
+        return "their activation is not SiLU, or is hooked"
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
         return "they have biases, transposed weights or a norm"
     return "torch.compile runs Transformers' own" if torch.compiler.is_compiling() else ""
@@ -138,10 +139,14 @@ def _unsupported(module: torch.nn.Module) -> str:
 def _problem(hidden_states, index, weights, gate_up, down, **adapters) -> str:
     """Return why the op would fail or be slow for this call, or an empty string."""
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
-        return "their weights are sharded"
-    call = hidden_states, index, weights, gate_up, down
-    return verify_triton(*call, **adapters)[1] if hidden_states.is_cuda else ""
+        return "their weights are sharded or quantized"
+    # The reference is for CPUs. It copies the number of each expert's rows to the host.
+    if hidden_states.device.type == "cpu":
+        return ""
+    return verify_triton(hidden_states, index, weights, gate_up, down, **adapters)[1]
 
 
 # At import, because a model that was pickled is not created again.
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+# Experts of an FP8 checkpoint look up the same name in a table of their own.
+finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, finegrained_fp8.fp8_grouped_mm_experts_forward)

@@ -45,6 +45,7 @@ _REQUIRED = {
     ),
     "transformers.integrations.accelerate": ("force_accelerate_hooks",),
     "transformers.integrations.moe": ("_default_apply_gate", "grouped_mm_experts_forward"),
+    "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
     "transformers.models.qwen3_next.modeling_qwen3_next": (
@@ -304,10 +305,10 @@ def patch_model(model: Model) -> Model:
     """Convert an existing model in place, so that it keeps the documents of a packed row apart.
 
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
-    The default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are kept.
-    Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents get
-    classes from the tables in `models/families.py`. A causal language model that already keeps documents apart, with
-    position ids that restart and without a cache, stays unchanged.
+    In a stock model, the default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are
+    kept. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents
+    get classes from the tables in `models/families.py`. A causal language model that already keeps documents apart,
+    with position ids that restart and without a cache, stays unchanged.
 
     The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, your own class), use gradient
     checkpointing, or be distributed with accelerate's `device_map`. Patching again has no effect.
@@ -351,14 +352,13 @@ def patch_model(model: Model) -> Model:
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
-    already = isinstance(model, torch.nn.Module) and has_our_classes(model)
+    before = isinstance(model, torch.nn.Module) and has_our_classes(model)
     _switch(model, REPLACEMENTS, related)
-    if has_our_classes(model):
-        # A model that already has our classes has Transformers' implementation only by choice.
-        if not already:
-            _experts().switch_implementation(model, ours=True)
-    else:
+    if not has_our_classes(model):
         _check_isolated(model)
+    elif not before:
+        # In a model of our classes, Transformers' default is a choice of the user.
+        _experts().switch_implementation(model, ours=True)
     return model
 
 

@@ -21,6 +21,8 @@ logger = logging.get_logger(__name__)
 _used: dict[str, dict[str, None]] = {}
 # The ops in `_used` that compute each token independently and need no boundaries.
 _of_tokens: set[str] = set()
+# The compiler would unroll the chunks of one reference, and keep all logits of the other.
+_NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
 
 
 class Implementation(NamedTuple):
@@ -51,8 +53,9 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     if impl != "auto" and impl not in table:
         raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
     reasons = []
+    compiled = impl == "auto" and "reference" in table and op not in _NOT_TO_COMPILE and torch.compiler.is_compiling()
     for name in table if impl == "auto" else (impl,):
-        if impl == "auto" and name != "reference" and "reference" in table and torch.compiler.is_compiling():
+        if compiled and name != "reference":
             ok, reason = False, "torch.compile fuses the reference instead"
         else:
             ok, reason = table[name].verify(*args, **kwargs)
@@ -72,7 +75,8 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     """Select an implementation with [`choose`] and call it.
 
     Under `torch.compile`, a call with `boundaries` runs outside of the graph, because kernel arguments depend on the
-    document lengths, which differ between rows. Other calls run as their reference, which the compiler fuses.
+    document lengths, which differ between rows. Other calls run as their reference, which the compiler fuses,
+    except ops whose reference would be slow or need much memory.
     """
     boundaries = kwargs.get("boundaries")
     if boundaries is not None:

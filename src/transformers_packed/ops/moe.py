@@ -112,7 +112,7 @@ def experts(
         shared (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
             Output `[T, hidden]` of the shared expert, and its gate `[T, 1]`. `sigmoid(gate) * output` is added.
         impl (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"triton"` (on GPUs of compute capability 9.0 or later) or `"reference"`. `"triton"` saves the
+            `"auto"`, `"triton"` (on GPUs of compute capability 9.0 to 11.0) or `"reference"`. `"triton"` saves the
             input and the outputs of `gate_up_proj` for the backward.
 
     Returns:
@@ -200,6 +200,7 @@ def _by_expert(weight, adapter):
 
 
 def _apply(rows, weight, down, up):
+    rows = rows.to(weight.dtype)
     y = F.linear(rows, weight)
     return y if down is None else y + F.linear(F.linear(rows, down), up)
 
@@ -232,16 +233,19 @@ def verify_triton(
     ok, reason = triton.verify(hidden_states)
     if not ok:
         return ok, reason
-    if hidden_states.is_cuda and torch.cuda.get_device_capability(hidden_states.device) < (9, 0):
-        return False, "needs a GPU of compute capability 9.0 or later"
+    # GPUs of compute capability 12 have less than half of the shared memory that the kernels use.
+    if hidden_states.is_cuda and not (9, 0) <= torch.cuda.get_device_capability(hidden_states.device) < (12, 0):
+        return False, "needs a GPU of compute capability 9.0 to 11.0"
     width = down_proj.shape[2]
     if hidden_states.shape[1] % 64 or width % 64:
         return False, f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
     dtype = gate_up_proj.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         dtype = torch.get_autocast_dtype(hidden_states.device.type)
-    if dtype != torch.bfloat16 or down_proj.dtype != gate_up_proj.dtype:
+    if dtype != torch.bfloat16:
         return False, f"needs products in bfloat16, not {dtype}"
+    if down_proj.dtype != gate_up_proj.dtype:
+        return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
     adapters = [adapter for adapter in (gate_up_adapter, down_adapter) if adapter is not None]
     rank = max((len(adapter.down) // len(down_proj) for adapter in adapters), default=0)
     return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")

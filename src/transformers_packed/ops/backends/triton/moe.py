@@ -1,9 +1,11 @@
 """Mixture of experts: routing, and grouped matrix products over rows that are sorted by expert.
 
-A row of these products is one choice of a token. `order` lists the choices `token * top_k + k` by expert, and rows are
-read from and written to their tokens directly where that is faster than a copy. A tile has rows of one expert. Its size depends on neither the routing
-nor the time of kernels, no product is split along the reduced dimension, and a program adds up a token's choices in
-their order. So a token's result does not depend on other tokens.
+A row of these products is one choice of a token. `order` lists the choices `token * top_k + k` by expert. Kernels read
+rows from their tokens and write them there directly where that is faster than a copy.
+
+A tile has rows of one expert, and its size depends neither on the routing nor on measured times. No product is split
+along the reduced dimension, and one program adds a token's choices in their order. So a token's result does not depend
+on other tokens.
 """
 
 import torch
