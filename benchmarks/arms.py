@@ -67,10 +67,9 @@ LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def default_arms(config: dict) -> list[str]:
-    """All arms of a full training step that fit the model: only a mixture can choose its experts, and it has no graphs."""
-    mixture = "num_experts" in config
+    """All arms of a full training step that fit the model: only a mixture can choose its experts."""
     names = [name for name in ARMS if name != "ours padded" and "lora" not in name]
-    return [name for name in names if not ("graphs" in name if mixture else ARMS[name].experts)]
+    return [name for name in names if "num_experts" in config or not ARMS[name].experts]
 
 
 def family_of(config: dict) -> str:

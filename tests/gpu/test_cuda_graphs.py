@@ -20,6 +20,7 @@ from transformers import set_seed
 from transformers_packed import use_cuda_graphs
 from transformers_packed.models import cuda_graphs
 from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.training.callbacks.expert_load import ExpertLoad
 
 
 ROW_LENGTH = 1024
@@ -121,6 +122,25 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         for loss, gradient in (full, short, again):
             self.assertLess(loss, 1e-3)
             self.assertLess(gradient, 1e-2)
+
+    def test_load_of_experts(self):
+        """Graphs count the choices of real tokens, but neither padding nor the forwards before a recording."""
+        rows, totals = [*FULL.values(), *SHORT.values(), *FULL.values()], []
+        for model in models_of("qwen3_5_moe"):
+            load = ExpertLoad(model, torch.device("cuda", torch.cuda.current_device()))
+            for lengths in rows:
+                load.start(sum(lengths))
+                loss = model(**row_of(lengths)).loss
+                load.add()
+                loss.backward()
+            (total,) = load._totals
+            totals.append(total[:, :-1].double().cpu())
+            choices = sum(map(sum, rows)) * model.config.num_experts_per_tok
+            self.assertEqual(totals[-1].sum(1).tolist(), [choices] * len(total))
+            load.close()
+        self.assertEqual(self.warnings, [])
+        # Rounding may change some choices in short rows.
+        self.assertLess(((totals[0] - totals[1]).norm() / totals[1].norm()).item(), 1e-2)
 
     def test_gradients_add_up(self):
         graphed, plain = models_of()

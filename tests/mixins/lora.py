@@ -84,7 +84,7 @@ def unfused():
     """Call all linear layers and experts, so that PEFT's own forward runs for each of them."""
     with (
         mock.patch.object(projections, "projection_of", lambda *args: (None, None)),
-        mock.patch.object(experts, "_adapters_of", lambda module: (module, {})),
+        mock.patch.object(experts, "_adapters_of", lambda module: (module, None)),
     ):
         yield
 

@@ -698,6 +698,56 @@ class VerifyTest(unittest.TestCase):
             self.assertEqual("compute capability" in reason, not expected)
 
 
+class SharedExpertTest(Assertions, InterpretedKernelsTest):
+    """The output of the shared expert, times its gate, in the same sum."""
+
+    def run_op(self, case, impl, dtype=None, trained=("x", "weights", "shared", "gate")):
+        """The output, and the gradients of the tensors `trained`. Without `impl`, it is added afterwards."""
+        leaves = case.leaves(trained)
+        shared = [normal(len(case.x), n, dtype=dtype or case.x.dtype, seed=70 + n) for n in (case.x.shape[1], 1)]
+        shared = [x.requires_grad_(name in trained) for name, x in zip(("shared", "gate"), shared, strict=True)]
+        if impl is None:
+            y = oracle(leaves[0], case.index, *leaves[1:]) + torch.sigmoid(shared[1]) * shared[0]
+        else:
+            y = experts(leaves[0], case.index, *leaves[1:], shared=shared, impl=impl)
+        return [y.detach(), *torch.autograd.grad(y, [x for x in (*leaves, *shared) if x.requires_grad], case.upstream)]
+
+    @parameterized.expand(
+        each(
+            (impl, dtype, routing)
+            for impl, dtype in (("reference", FLOAT64), ("reference", FLOAT32), ("triton", BFLOAT16))
+            for routing in ("random", "on_another_device", "no_tokens")
+        )
+    )
+    def test_equals_the_definition(self, _, impl, dtype, routing):
+        case = Case(*ROUTINGS[routing], dtype=dtype)
+        actual = self.run_op(case, impl)
+        expected = self.run_op(case.cast(FLOAT64), None, FLOAT64)
+        for a, b in zip(actual, expected, strict=True):
+            self.assertEqual((a.shape, a.dtype), (b.shape, dtype))
+            self.assertLess(relative(a, b), {FLOAT64: 1e-13, FLOAT32: 2e-6, BFLOAT16: 4e-2}[dtype])
+
+    @parameterized.expand([(impl, trained) for impl in IMPLEMENTATIONS for trained in ("x", "shared", "gate")])
+    def test_gradients_of_some_inputs(self, impl, trained):
+        case = Case(*ROUTINGS["random"], dtype=BFLOAT16)
+        every = dict(zip(("y", "x", "weights", "shared", "gate"), self.run_op(case, impl), strict=True))
+        self.assert_same_bits(self.run_op(case, impl, trained=(trained,)), [every["y"], every[trained]])
+
+    def test_in_another_dtype(self):
+        """Autocast computes the shared expert in bfloat16 and leaves the input in float32."""
+        case = Case(*ROUTINGS["random"], dtype=BFLOAT16, x_dtype=FLOAT32)
+        found, expected = (self.run_op(case, impl, BFLOAT16) for impl in IMPLEMENTATIONS)
+        self.assertEqual([x.dtype for x in found], [x.dtype for x in expected])
+        self.assertEqual([x.dtype for x in found], [FLOAT32] * 3 + [BFLOAT16] * 2)
+        for a, b in zip(found, expected, strict=True):
+            self.assertLess(relative(a, b.double()), 4e-2)
+
+    def test_bad_shapes(self):
+        for shapes in (((3, 64), (3,)), ((3, 32), (3, 1)), ((2, 64), (2, 1))):
+            with self.assertRaisesRegex(ValueError, r"an output \[3, 64\] and a gate \[3, 1\] of the shared expert"):
+                experts(HIDDEN, INDEX, WEIGHTS, GATE_UP, DOWN, shared=tuple(map(torch.zeros, shapes)))
+
+
 HIDDEN, INDEX, WEIGHTS = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
 GATE_UP, DOWN = torch.zeros(4, 128, 64), torch.zeros(4, 64, 64)
 HALVES = [x.bfloat16() for x in (HIDDEN, WEIGHTS, GATE_UP, DOWN)]

@@ -333,7 +333,7 @@ class FiguresTest(TrainerTestCase):
             callback._count(trainer.model, (), batch)
             callback.on_step_end(args, None, None)
             figures = callback._figures(args)
-        callback._handle.remove()
+        callback._detach()
         self.assertEqual(figures["tokens_per_second"], round(3 * 192 / 2.0, 1))
         self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
         self.assertEqual(figures["rank_imbalance"], round(2 / 1.5 - 1, 4))

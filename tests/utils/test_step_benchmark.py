@@ -145,7 +145,7 @@ class StepTest(unittest.TestCase):
         self.assertNotIn("ours+stock-experts", arms.default_arms(shapes.MODELS["4B"]))
         mixture = arms.default_arms(shapes.MODELS["35B-A3B"])
         self.assertIn("ours+stock-experts", mixture)
-        self.assertNotIn("ours+graphs", mixture)
+        self.assertIn("ours+graphs", mixture)
 
 
 class ShapesTest(unittest.TestCase):

@@ -49,16 +49,18 @@ def moe(results: dict) -> Card:
         [
             f"""35B-A3B and Next-80B have the layer sizes of Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B, fewer layers and random
 weights. *Ours* is the class of this package on a packed row, and *stock, packed* is Transformers' own class on the same row with
-its default `grouped_mm` experts. {LENGTHS}""",
+its default `grouped_mm` experts and with Liger's norms, shared expert and fused loss. *Ours, with `grouped_mm` experts* differs from *ours* in the
+experts alone. {LENGTHS}""",
             table(
                 ("Shape", "Variant", "Time", "Time over the first", "Peak memory", "Above weights and gradients"), rows
             ),
             """Memory above weights and gradients is the peak without the bytes of the parameters and of their gradients. Gradients
 exist only after the backward of their layer, so this can be less than the activations.""",
             f"""The step of all weights reaches {percent(ours["share_of_sustained_gemm_rate"])} of the FLOPs per second of a matrix
-product that is repeated for a second. Without the head, whose logits take as many FLOPs as the 8 layers, the gain is that of a
-model with many layers.""",
-            """The adapters have rank 16 on all linear layers and, by `target_parameters`, on the experts. They are in float32 under
+product that is repeated for a second. The logits take about as many FLOPs as the 8 layers. The rows without the head come
+closer to a model with many layers.""",
+            """The adapters have rank 16 on all linear layers of a block, except routers and gates of shared experts, and by
+`target_parameters` on the experts. They are in float32 under
 autocast, and their weights are random. PEFT adds the adapters of the experts to a copy of the weights.""",
             """CUDA graphs keep gradients of their own, which the memory includes.""",
             setting("packed"),

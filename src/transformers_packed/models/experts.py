@@ -49,39 +49,56 @@ def isolates(module: torch.nn.Module) -> bool:
 
 
 def run_experts(
-    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    shared: torch.Tensor,
+    shared_gate: torch.Tensor,
 ) -> torch.Tensor:
-    """Call a module of experts, or compute what it computes with its LoRA adapters without adding them to its weights.
+    """Add the outputs of a module of experts and of the shared expert, in one op if that computes what the module does.
 
-    Arguments and result are those of [`experts_forward`].
+    The op also computes LoRA adapters of the experts, without adding them to the weights.
+
+    Args:
+        module (`torch.nn.Module`):
+            The experts, which may be inside PEFT's wrappers.
+        hidden_states, top_k_index, top_k_weights (`torch.Tensor`):
+            Arguments of [`experts_forward`].
+        shared (`torch.Tensor` of shape `[T, hidden]`), shared_gate (`torch.Tensor` of shape `[T, 1]`):
+            Output of the shared expert, and its gate before the sigmoid.
+
+    Returns:
+        `torch.Tensor` of shape `[T, hidden]`.
     """
     base, adapters = _adapters_of(module)
-    if adapters and not _unsupported(base):
+    if adapters is not None and not _unsupported(base):
         call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
-        adapters = [adapters.get(name) for name in ("gate_up_proj", "down_proj")]
-        reason = _problem(*call, *adapters)
+        adapters = {f"{name.removesuffix('_proj')}_adapter": adapter for name, adapter in adapters.items()}
+        reason = _problem(*call, **adapters)
         if not reason:
-            return experts(*call, gate_up_adapter=adapters[0], down_adapter=adapters[1])
-        record("experts_lora", "peft", [reason], logger.info)
-    return module(hidden_states, top_k_index, top_k_weights)
+            return experts(*call, **adapters, shared=(shared, shared_gate))
+        if adapters:
+            record("experts_lora", "peft", [reason], logger.info)
+    return module(hidden_states, top_k_index, top_k_weights) + torch.sigmoid(shared_gate) * shared
 
 
-def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Adapter]]:
-    """Return the experts inside PEFT's wrappers, and the adapter of each parameter. It is empty if PEFT has to run."""
+def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Adapter] | None]:
+    """Return the experts inside PEFT's wrappers, and the adapter of each parameter: `None` if a module has to run."""
     found = {}
     wrapper = lora_class("lora.layer", "ParamWrapper")
     while wrapper is not None and type(module) is wrapper:
         adapter = adapter_of_parameter(module)
         if isinstance(adapter, str):
             record("experts_lora", "peft", [adapter], logger.info)
-            return module, {}
+            return module, None
         if adapter is not None and module.parameter_name in found:
-            return module, {}
+            return module, None
         if adapter is not None:
             found[module.parameter_name] = adapter
         module = module.base_layer
     plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module))
-    return module, found if plain and module.config._experts_implementation == NAME else {}
+    return module, found if plain and module.config._experts_implementation == NAME else None
 
 
 def experts_forward(
@@ -119,14 +136,14 @@ def _unsupported(module: torch.nn.Module) -> str:
     return "torch.compile runs Transformers' own" if torch.compiler.is_compiling() else ""
 
 
-def _problem(hidden_states, index, weights, gate_up, down, *adapters) -> str:
+def _problem(hidden_states, index, weights, gate_up, down, **adapters) -> str:
     """Return why the op would fail or be slow for this call, or an empty string."""
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
         return "their weights are sharded or quantized"
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
     if hidden_states.device.type == "cpu":
         return ""
-    return verify_triton(hidden_states, index, weights, gate_up, down, *adapters)[1]
+    return verify_triton(hidden_states, index, weights, gate_up, down, **adapters)[1]
 
 
 # At import, because a model that was pickled is not created again.

@@ -352,13 +352,14 @@ def patch_model(model: Model) -> Model:
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
-    before = isinstance(model, torch.nn.Module) and has_our_classes(model)
+    already = isinstance(model, torch.nn.Module) and has_our_classes(model)
     _switch(model, REPLACEMENTS, related)
-    if not has_our_classes(model):
+    if has_our_classes(model):
+        # A model that already has our classes has Transformers' implementation only by choice.
+        if not already:
+            _experts().switch_implementation(model, ours=True)
+    else:
         _check_isolated(model)
-    elif not before:
-        # In a model of our classes, Transformers' default is a choice of the user.
-        _experts().switch_implementation(model, ours=True)
     return model
 
 

@@ -90,6 +90,7 @@ def experts(
     *,
     gate_up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Compute `sum over k of weight_k * down_k(silu(gate_k(x)) * up_k(x))` with the experts of each token.
@@ -108,6 +109,8 @@ def experts(
         gate_up_adapter ([`Adapter`], *optional*), down_adapter ([`Adapter`], *optional*):
             Additions of low rank to the weights, without dropout and bias. As in PEFT, `down` is `[E * rank, in]`
             with the ranks of an expert together, and `up` is `[out, rank * E]` with the experts of a rank together.
+        shared (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            Output `[T, hidden]` of the shared expert, and its gate `[T, 1]`. `sigmoid(gate) * output` is added.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (on GPUs of compute capability 9.0 to 11.0) or `"reference"`. `"triton"` saves the
             input and the outputs of `gate_up_proj` for the backward.
@@ -140,8 +143,11 @@ def experts(
     for weight, adapter in ((gate_up_proj, gate_up_adapter), (down_proj, down_adapter)):
         if adapter is not None:
             _check_adapter(weight, adapter)
-    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter
-    return run("experts" if call[5:] == (None, None) else "experts_lora", impl, EXPERTS, *call)
+    if shared is not None and tuple(x.shape for x in shared) != ((tokens, hidden), (tokens, 1)):
+        got = " and ".join(str(tuple(x.shape)) for x in shared)
+        raise input_error(f"an output [{tokens}, {hidden}] and a gate [{tokens}, 1] of the shared expert", got)
+    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
+    return run("experts" if call[5:7] == (None, None) else "experts_lora", impl, EXPERTS, *call)
 
 
 def _check_adapter(weight, adapter):
@@ -155,7 +161,7 @@ def _check_adapter(weight, adapter):
 
 
 def _reference(
-    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter=None, down_adapter=None
+    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
 ):
     tokens, top_k = top_k_index.shape
     number, dtype = len(gate_up_proj), gate_up_proj.dtype
@@ -177,6 +183,9 @@ def _reference(
     total = by_choice[:, 0] * weights[:, 0]
     for k in range(1, top_k):
         total = total + by_choice[:, k] * weights[:, k]
+    if shared is not None:
+        output, gate = map(widened, shared)
+        total = total + torch.sigmoid(gate) * output
     return total.to(hidden_states.dtype)
 
 
@@ -196,9 +205,7 @@ def _apply(rows, weight, down, up):
     return y if down is None else y + F.linear(F.linear(rows, down), up)
 
 
-def _triton(
-    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter=None, down_adapter=None
-):
+def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared):
     from .backends.triton.moe import Experts
 
     device, dtype = hidden_states.device.type, gate_up_proj.dtype
@@ -208,7 +215,8 @@ def _triton(
     adapters = [adapter or none for adapter in (gate_up_adapter, down_adapter)]
     matrices = [matrix for adapter in adapters for matrix in (adapter.down, adapter.up)]
     options = dtype, tuple(adapter.scale for adapter in adapters), torch.is_grad_enabled()
-    return Experts.apply(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, options, *matrices)
+    call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj
+    return Experts.apply(*call, *(shared or (None, None)), options, *matrices)
 
 
 def verify_triton(
@@ -217,7 +225,9 @@ def verify_triton(
     top_k_weights: torch.Tensor,
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
-    *adapters: Adapter | None,
+    gate_up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[bool, str]:
     """Whether `impl="triton"` supports this call of [`experts`]."""
     ok, reason = triton.verify(hidden_states)
@@ -236,7 +246,8 @@ def verify_triton(
         return False, f"needs products in bfloat16, not {dtype}"
     if down_proj.dtype != gate_up_proj.dtype:
         return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
-    rank = max((len(adapter.down) // len(down_proj) for adapter in adapters if adapter is not None), default=0)
+    adapters = [adapter for adapter in (gate_up_adapter, down_adapter) if adapter is not None]
+    rank = max((len(adapter.down) // len(down_proj) for adapter in adapters), default=0)
     return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")
 
 

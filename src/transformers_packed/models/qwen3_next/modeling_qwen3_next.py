@@ -191,12 +191,25 @@ class Qwen3NextMLP(builtin.Qwen3NextMLP):
 
 @fast_path
 class Qwen3NextTopKRouter(builtin.Qwen3NextTopKRouter):
+    # Set by `PackingMetricsCallback`: the counts of the experts in the last forward, and the number of real choices.
+    expert_counts: torch.Tensor | None = None
+
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the logits of all experts, and the weights and indices of the chosen ones, for each token."""
         router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         # Only Qwen3-Next has the option not to normalize.
         normalize = getattr(self, "norm_topk_prob", True)
-        return router_logits, *choose_experts(router_logits, self.top_k, normalize=normalize)
+        weights, index = choose_experts(router_logits, self.top_k, normalize=normalize)
+        if self.expert_counts is not None and self.training:
+            self.count_choices(index)
+        return router_logits, weights, index
+
+    def count_choices(self, index: torch.Tensor) -> None:
+        """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
+        counts, choices = self.expert_counts.split((self.num_experts, 1))
+        index = index.flatten()
+        is_real = torch.arange(len(index), device=index.device) < choices
+        counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
 
 
 @fast_path
@@ -205,8 +218,8 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
         rows = hidden_states.flatten(0, 1)
         shared = self.shared_expert(rows)
         _, weights, index = self.gate(rows)
-        output = run_experts(self.experts, rows, index, weights)
-        return (output + F.sigmoid(self.shared_expert_gate(rows)) * shared).view_as(hidden_states)
+        gate = self.shared_expert_gate(rows)
+        return run_experts(self.experts, rows, index, weights, shared, gate).view_as(hidden_states)
 
 
 @fast_path

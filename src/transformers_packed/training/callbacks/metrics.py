@@ -16,6 +16,7 @@ from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
 from ...models.registry import transformers_model
 from ...ops.dispatch import implementations_used
+from .expert_load import ExpertLoad
 
 
 # Dense float16 or bfloat16 operations per second, from the vendors' data sheets. The first matching name counts.
@@ -49,6 +50,11 @@ class PackingMetricsCallback(TrainerCallback):
       operations if they are known, else in tokens.
     * `share_of_peak`, on a known GPU in half precision: the operations of forward and backward as a fraction of the
       GPU's peak. The recomputation of gradient checkpointing does not count.
+    * `expert_load_max`, for the mixtures of experts of this package: the largest number of tokens that chose the same
+      expert of a layer, relative to the mean over the experts of that layer. 1 is perfectly even.
+    * `experts_unused`, for the same models: the fraction of the experts of all layers that no token chose.
+
+    The two metrics of experts count the tokens of all processes, without padding, since the last log.
 
     Args:
         trainer (`transformers.Trainer`):
@@ -58,7 +64,7 @@ class PackingMetricsCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, row_tokens: int | None = None):
-        self.trainer, self.row_tokens, self._handle = trainer, row_tokens, None
+        self.trainer, self.row_tokens, self._handles, self._load = trainer, row_tokens, [], None
         self._start()
 
     def _start(self) -> None:
@@ -82,11 +88,25 @@ class PackingMetricsCallback(TrainerCallback):
         self._passes = 2 + trained
         self._peak = _peak(args, model)
         self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
-        if self._handle is not None:
-            self._handle.remove()
-        # A hook on the module that the Trainer calls, so it runs outside of compiled graphs.
-        self._handle = self.trainer.model_wrapped.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._detach()
+        # Hooks on the module that the Trainer calls, so they run outside of compiled graphs.
+        called = self.trainer.model_wrapped
+        self._handles = [called.register_forward_pre_hook(self._count, with_kwargs=True)]
+        self._load = ExpertLoad(model, args.device)
+        if self._load:
+            self._handles.append(called.register_forward_hook(self._add_load))
         self._start()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._load is not None:
+            self._load.close()
+        self._handles, self._load = [], None
+
+    def _add_load(self, module, positional, output) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._load.add()
 
     def _count(self, module, positional, batch) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -104,6 +124,7 @@ class PackingMetricsCallback(TrainerCallback):
             longest = batch.get("max_length_q")
             # Ignore it if it is the length of the padding.
             padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
+        self._load.start(tokens)
         self._now += (tokens, len(lengths), padded, 1)
         self._now_lengths.append(lengths)
 
@@ -157,6 +178,7 @@ class PackingMetricsCallback(TrainerCallback):
         if self._cost is not None and self._peak is not None:
             done = self._passes * float(costs.sum())
             figures["share_of_peak"] = round(done / seconds / args.world_size / self._peak, 4)
+        figures |= self._load.figures()
         self._clear()
         self._since, self._paused = time.perf_counter(), 0.0
         return figures
@@ -168,8 +190,7 @@ class PackingMetricsCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self._steps:  # steps after the last log
             self._figures(args)
-        self._handle.remove()
-        self._handle = None
+        self._detach()
         tokens, documents, padded, batches = self._total.tolist()
         if not state.is_world_process_zero or not tokens:
             return

@@ -191,8 +191,9 @@ def _gate_backward_rows(
 
 @triton.jit
 def _combine(
-    rows_ptr, index_ptr, weights_ptr, y_ptr, E, N, TOP: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):
+    rows_ptr, index_ptr, weights_ptr, shared_ptr, gate_ptr, y_ptr, E, N, TOP: tl.constexpr, WEIGHTED: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -203,7 +204,23 @@ def _combine(
             row *= tl.load(weights_ptr + choice).to(tl.float32)
         # The row of an expert on another device was never written.
         total += tl.where(tl.load(index_ptr + choice) < E, row, 0.0)
+    if SHARED:
+        gate = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
+        total += gate * tl.load(shared_ptr + token * N + column, mask=column < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * N + column, total.to(y_ptr.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _shared_backward(dy_ptr, shared_ptr, gate_ptr, d_shared_ptr, d_gate_ptr, N, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at, inside = token * N + column, column < N
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    shared = tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
+    tl.store(d_shared_ptr + at, (dy * gate).to(d_shared_ptr.dtype.element_ty), mask=inside)
+    d_gate = tl.sum(dy * shared, 0) * gate * (1.0 - gate)
+    tl.store(d_gate_ptr + token, d_gate.to(d_gate_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -334,12 +351,26 @@ class _Plan:
         return F.grouped_mm(d_rows.t(), rows, offs=self.ends).to(dtype)
 
 
-def _sum_of_choices(rows, index, weights, number, dtype):
-    """Add the rows `[T * top_k, N]` of each token's choices, times their weights if there are any."""
+def _sum_of_choices(rows, index, weights, number, dtype, shared=None, gate=None):
+    """Add the rows `[T * top_k, N]` of each token's choices, times their weights if there are any.
+
+    `shared` `[T, N]`, times the sigmoid of `gate` `[T, 1]`, is added if it is given.
+    """
     n = rows.shape[1]
     y, block = rows.new_empty(len(index), n, dtype=dtype), min(triton.next_power_of_2(n), 2048)
     _combine[(len(index), ceil_div(n, block))](
-        rows, index, weights, y, number, n, index.shape[1], weights is not None, block
+        rows,
+        index,
+        weights,
+        shared,
+        gate,
+        y,
+        number,
+        n,
+        index.shape[1],
+        weights is not None,
+        shared is not None,
+        block,
     )
     return y
 
@@ -379,7 +410,7 @@ class _Factors:
 
 
 class Experts(torch.autograd.Function):
-    """The weighted sum of the experts' outputs for tokens `[T, hidden]`.
+    """The weighted sum of the experts' outputs for tokens `[T, hidden]`, plus that of the shared expert if it is given.
 
     `options` are the dtype of all products, the scales of the adapters of both weights, and whether gradients are
     enabled. The last tensors are the matrices of these adapters, or `None`.
@@ -387,10 +418,11 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, index, weights, gate_up, down, options, *matrices):
+    def forward(ctx, x, index, weights, gate_up, down, shared, gate, options, *matrices):
         dtype, scales, keep = options
         ctx.dtype, ctx.like, ctx.scales = dtype, x.dtype, scales
         index, weights, number = index.contiguous(), weights.contiguous(), len(gate_up)
+        shared, gate = (None if t is None else t.contiguous() for t in (shared, gate))
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
         if len(rows):
             plan = _Plan.of(index, number)
@@ -401,23 +433,29 @@ class Experts(torch.autograd.Function):
             y, low2 = plan.rows_times_experts(
                 h, _for_descriptor(down.to(dtype)), second and second.forward(), transposed=True, scatter=True
             )
-            y = _sum_of_choices(y, index, weights, number, x.dtype)
+            y = _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
             plan = plan.order, plan.ends, plan.tiles
-        ctx.save_for_backward(rows, index, weights, gate_up, down, *matrices, low1, low2, both, *plan)
+        ctx.save_for_backward(rows, index, weights, gate_up, down, shared, gate, *matrices, low1, low2, both, *plan)
         return y if len(rows) else torch.empty_like(x)
 
     @staticmethod
     @first_order()
     def backward(ctx, dy):
-        x, index, weights, gate_up, down, *matrices, low1, low2, both, order, ends, tiles = ctx.saved_tensors
-        for_x, _, for_weights, for_gate_up, for_down, _, *for_matrices = ctx.needs_input_grad
+        x, index, weights, gate_up, down, shared, gate, *matrices, low1, low2, both, order, ends, tiles = (
+            ctx.saved_tensors
+        )
+        for_x, _, for_weights, for_gate_up, for_down, *for_shared, _ = ctx.needs_input_grad[:8]
+        for_matrices = ctx.needs_input_grad[8:]
         if order is None:
-            inputs = x.to(ctx.like), None, weights, gate_up, down, None, *matrices
+            inputs = x.to(ctx.like), None, weights, gate_up, down, shared, gate, None, *matrices
             return tuple(
                 torch.zeros_like(t) if wanted else None for t, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
             )
-        dx = d_gate_up = d_down = None
+        dx = d_gate_up = d_down = d_shared = d_gate = None
         found = [None] * 4
+        if any(for_shared):
+            d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
+            _shared_backward[(len(x),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, triton.next_power_of_2(n))
         number, dtype = len(gate_up), ctx.dtype
         first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
                          for m, scale in zip((matrices[:2], matrices[2:]), ctx.scales, strict=True))  # fmt: skip
@@ -446,4 +484,5 @@ class Experts(torch.autograd.Function):
             if any(for_matrices[:2]):
                 found[:2] = first.gradients(plan, d_both, low1, rows, d_low)
         found = [x if wanted else None for x, wanted in zip(found, for_matrices, strict=True)]
-        return dx, None, d_weights if for_weights else None, d_gate_up, d_down, None, *found
+        d_weights = d_weights if for_weights else None
+        return dx, None, d_weights, d_gate_up, d_down, d_shared, d_gate, None, *found
