@@ -20,9 +20,7 @@ def needs(words):
 class DispatchTest(unittest.TestCase):
     def setUp(self):
         # Clear the records of earlier tests.
-        patcher = mock.patch.object(dispatch, "_used", {})
-        patcher.start()
-        self.addCleanup(patcher.stop)
+        self.enterContext(mock.patch.multiple(dispatch, _used={}, _of_tokens=set()))
         self.table = {
             "first": Implementation(lambda: "first", needs("needs a GPU")),
             "second": Implementation(lambda: "second", needs("needs bfloat16")),
