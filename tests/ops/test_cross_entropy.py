@@ -2,6 +2,8 @@ import unittest
 from unittest import mock
 
 import torch
+from common.fused import errors
+from common.heads import TOKENS, head_inputs
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -9,15 +11,8 @@ from transformers_packed.ops import cross_entropy, linear_cross_entropy
 from transformers_packed.ops.cross_entropy import _torch_softmax_step
 
 
-VOCAB, HIDDEN, TOKENS = 211, 16, 23
-
-
 def make(dtype=torch.float32, ignored=True):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
-    bias = torch.randn(VOCAB, generator=generator).to(dtype)
-    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    hidden, weight, bias, labels = head_inputs(dtype)
     if ignored:
         labels[[0, 4, 5, TOKENS - 1]] = -100
     return hidden, weight, bias, labels
@@ -34,10 +29,6 @@ def run(impl, inputs, factor=1.0, **options):
 def oracle(inputs, **options):
     """Run in float64. In float32, the sum over the vocabulary in torch's smoothed loss has only five exact digits."""
     return run("reference", [x.double() if x.is_floating_point() else x for x in inputs], **options)
-
-
-def errors(actual, expected):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, expected, strict=True)]
 
 
 class ChunksMixin:

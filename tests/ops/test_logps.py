@@ -4,6 +4,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from common.fused import errors, guarded_buffers, relative, saved_in
+from common.heads import HIDDEN, TOKENS, VOCAB, head_inputs
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from torch.autograd import gradcheck, gradgradcheck
@@ -12,17 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_packed.ops import linear_cross_entropy, linear_logps, logps
 
 
-VOCAB, HIDDEN, TOKENS = 211, 16, 23
 # Rows of the hidden states: one for several targets, in any order, and some for none.
 ROWS = torch.tensor([7, 0, 7, 7, 3, 22, 9, 3, 11, 12, 13, 7, 1, 2, 20, 21, 5, 0, 7, 9, 16, 17, 7])
 
 
 def make(dtype=torch.float32, ignored=True):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
-    bias = torch.randn(VOCAB, generator=generator).to(dtype)
-    targets = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    hidden, weight, bias, targets = head_inputs(dtype)
     # Equal targets of one row.
     targets[[0, 3, 18]] = int(targets[2])
     if ignored:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.autograd import first_order
+from ..ops.autograd import autocast_dtype, first_order
 from .experts import isolates
 from .untouched import hooks_of
 
@@ -210,8 +210,7 @@ class LayerGraphs:
         slots = _FEWEST_SLOTS
         while slots < boundaries.num_documents + 2:
             slots *= _MORE_SLOTS
-        device = inputs[0].device.type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        cast = autocast_dtype(inputs[0])
         key = (slots, attention, cast, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         graph = self._graphs.get(key)
         if graph is None:

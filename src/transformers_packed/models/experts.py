@@ -24,11 +24,6 @@ _DEFAULT = "grouped_mm"
 _CLASSES = ("Qwen3NextExperts", "Qwen3_5MoeExperts")
 
 
-def choose_implementation(requested: str | None) -> str | None:
-    """Return the `experts_implementation` to use for a requested one, or for `None`."""
-    return NAME if requested is None else requested
-
-
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
     before, after = (_DEFAULT, NAME) if ours else (NAME, _DEFAULT)
@@ -42,10 +37,9 @@ def isolates(module: torch.nn.Module) -> bool:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.
-    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != NAME or _unsupported(module):
+    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != NAME:
         return False
-    gate_up, down = module.gate_up_proj, module.down_proj
-    return not _problem(gate_up.new_empty(1, gate_up.shape[2]), None, None, gate_up, down)
+    return not _problem(module, module.gate_up_proj.new_empty(1, module.config.hidden_size), None, None)
 
 
 def run_experts(
@@ -72,19 +66,22 @@ def run_experts(
         `torch.Tensor` of shape `[T, hidden]`.
     """
     base, adapters = _adapters_of(module)
-    if adapters is not None and not _unsupported(base):
-        call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
-        adapters = {f"{name.removesuffix('_proj')}_adapter": adapter for name, adapter in adapters.items()}
-        reason = _problem(*call, **adapters)
+    if adapters is not None:
+        reason = _problem(base, hidden_states, top_k_index, top_k_weights, *adapters)
         if not reason:
-            return experts(*call, **adapters, shared=(shared, shared_gate))
-        if adapters:
+            call = hidden_states, top_k_index, top_k_weights, base.gate_up_proj, base.down_proj
+            gate_up, down = adapters
+            return experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=(shared, shared_gate))
+        if any(adapters):
             record("experts_lora", "peft", [reason], logger.info)
     return module(hidden_states, top_k_index, top_k_weights) + torch.sigmoid(shared_gate) * shared
 
 
-def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Adapter] | None]:
-    """Return the experts inside PEFT's wrappers, and the adapter of each parameter: `None` if a module has to run."""
+def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, list[Adapter | None] | None]:
+    """Return the experts inside PEFT's wrappers, and the adapters of `gate_up_proj` and `down_proj`.
+
+    There are no adapters, but `None`, if one of these modules has to run.
+    """
     found = {}
     wrapper = lora_class("lora.layer", "ParamWrapper")
     while wrapper is not None and type(module) is wrapper:
@@ -98,7 +95,9 @@ def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Ad
             found[module.parameter_name] = adapter
         module = module.base_layer
     plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module))
-    return module, found if plain and module.config._experts_implementation == NAME else None
+    if not plain or module.config._experts_implementation != NAME:
+        return module, None
+    return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
 
 
 def experts_forward(
@@ -115,35 +114,30 @@ def experts_forward(
     Returns:
         `torch.Tensor` of shape `[T, hidden]`.
     """
-    reason = _unsupported(self)
+    reason = _problem(self, hidden_states, top_k_index, top_k_weights)
     if not reason:
-        call = hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj
-        reason = _problem(*call)
-        if not reason:
-            return experts(*call)
+        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
     record("experts", _DEFAULT, [reason], logger.info)
     return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _unsupported(module: torch.nn.Module) -> str:
-    """Return why the op does not compute what this module computes, or an empty string."""
+def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None) -> str:
+    """Return why the op would fail, be slow or compute something else than this module, or an empty string."""
     if type(module)._apply_gate is not moe._default_apply_gate or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
     if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
         return "their activation is not SiLU, or is hooked"
     if module.has_bias or module.is_transposed or module.has_post_expert_norm:
         return "they have biases, transposed weights or a norm"
-    return "torch.compile runs Transformers' own" if torch.compiler.is_compiling() else ""
-
-
-def _problem(hidden_states, index, weights, gate_up, down, **adapters) -> str:
-    """Return why the op would fail or be slow for this call, or an empty string."""
+    if torch.compiler.is_compiling():
+        return "torch.compile runs Transformers' own"
+    gate_up, down = module.gate_up_proj, module.down_proj
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
         return "their weights are sharded or quantized"
     # The reference is for CPUs. It copies the number of each expert's rows to the host.
     if hidden_states.device.type == "cpu":
         return ""
-    return verify_triton(hidden_states, index, weights, gate_up, down, **adapters)[1]
+    return verify_triton(hidden_states, index, weights, gate_up, down, gate_up_adapter, down_adapter, None)[1]
 
 
 # At import, because a model that was pickled is not created again.

@@ -193,7 +193,7 @@ class PackedModelMixin(QuantizationMixin):
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         if _builtin(type(self)).__module__.split(".")[-2] in FAMILIES:
-            requested_experts = _experts().choose_implementation(requested_experts)
+            requested_experts = _experts().NAME if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
 
 

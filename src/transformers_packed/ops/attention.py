@@ -19,6 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from .autograd import autocast_dtype
 from .dispatch import Implementation, always, logger, record, run
 from .per_document import per_document
 
@@ -152,7 +153,7 @@ def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, *
 
 def _varlen_dtype(query: torch.Tensor) -> torch.dtype:
     """Return the dtype to which autocast would cast the inputs. It supports SDPA, but not `varlen_attn`."""
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    return autocast_dtype(query) or query.dtype
 
 
 def _verify_varlen_attn(module, query, *others, dropout=0.0, **options):

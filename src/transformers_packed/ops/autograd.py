@@ -1,6 +1,6 @@
-"""An error for second-order gradients of ops that support only first-order ones.
+"""What an autograd function of this package asks PyTorch: autocast, transforms and second-order gradients.
 
-Without the error, these gradients would silently be constants. `once_differentiable` of PyTorch misses two cases: an
+Ops that support only first-order gradients raise an error for second-order ones. Without the error, these gradients would silently be constants. `once_differentiable` of PyTorch misses two cases: an
 incoming gradient that is a constant, such as that of a loss, and a second differentiation by `torch.autograd.grad`.
 """
 
@@ -34,6 +34,12 @@ def first_order(
         return run
 
     return decorate
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast casts inputs on the device of `tensor`, or `None` without autocast."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def is_transformed() -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import first_order
+from .autograd import autocast_dtype, first_order
 from .backends import triton
 from .dispatch import Implementation, always, run
 from .norm import widened
@@ -147,9 +147,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
         # Autocast would run the matrix product of the head in low precision too.
-        device = hidden_states.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = autocast_dtype(hidden_states)
+        if dtype is not None:
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
         softmax_step, scaled, wanted = steps

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import first_order, is_transformed
+from .autograd import autocast_dtype, first_order, is_transformed
 from .backends import triton
 from .dispatch import Implementation, always, logger, record, run
 from .projection import Products, Projection, QuantizedWeight, flatten, needs_rows, unflattened
@@ -49,11 +49,11 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
     a weight once for all its uses. A quantized weight has the dtype of its products.
     """
     weight = as_projection(layer).weight
-    dtype, device = weight.dtype, hidden_states.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
         cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
         return None if cast or hidden_states.dtype == torch.float64 else dtype
+    dtype = weight.dtype
     if hidden_states.dtype == dtype:
         return dtype
     return dtype if hidden_states.dtype == torch.float32 and isinstance(weight, QuantizedWeight) else None
@@ -139,7 +139,7 @@ def _apply(hidden_states, projection):
             weight.dequantize().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
         )
         y = _apply(hidden_states.to(weight.dtype), plain)
-        return y if torch.is_autocast_enabled(y.device.type) else y.to(hidden_states.dtype)
+        return y if autocast_dtype(y) else y.to(hidden_states.dtype)
     y = F.linear(hidden_states, weight, bias)
     for down, up, scale, dropout, bias in adapters:
         x = F.dropout(hidden_states, dropout).to(y.dtype)
@@ -175,7 +175,7 @@ def _fused(hidden_states, *projections, dtype=None):
         _, recompute, source, weight = recipe
     dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if autocast_dtype(hidden_states):
         return outputs
     # A quantized layer returns the dtype of its input, even if its products have another one.
     return outputs if dtype == hidden_states.dtype else tuple(y.to(hidden_states.dtype) for y in outputs)

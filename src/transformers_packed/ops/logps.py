@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import first_order
+from .autograd import autocast_dtype, first_order
 from .backends import triton
 from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, add_product
 from .dispatch import Implementation, always, run
@@ -224,9 +224,7 @@ class _LinearLogps(torch.autograd.Function):
         ctx.pairs, ctx.options = pairs, options
         ctx.set_materialize_grads(False)
         # Autocast would run the matrix product of the head in low precision too.
-        device = hidden_states.device.type
-        autocast = torch.is_autocast_enabled(device)
-        ctx.dtype = torch.get_autocast_dtype(device) if autocast else hidden_states.dtype
+        ctx.dtype = autocast_dtype(hidden_states) or hidden_states.dtype
         statistics, _, chunk_size, temperature, entropy = options
         wide = torch.promote_types(ctx.dtype, torch.float32)
         totals = hidden_states.new_empty(len(hidden_states), dtype=wide)

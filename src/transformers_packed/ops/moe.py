@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
+from .autograd import autocast_dtype
 from .backends import triton
 from .dispatch import Implementation, always, run
 from .norm import widened
@@ -193,10 +194,13 @@ def _by_expert(weight, adapter):
     """Return the weight of each expert, and the two matrices of its adapter."""
     if adapter is None:
         return [(x, None, None) for x in weight.unbind()]
-    number, out, size = weight.shape
-    down = adapter.down.to(weight.dtype).view(number, -1, size)
-    up = (adapter.up * adapter.scale).to(weight.dtype).view(out, -1, number).permute(2, 0, 1)
-    return list(zip(weight.unbind(), down.unbind(), up.unbind(), strict=True))
+    factors = split_by_expert(adapter.down, adapter.up * adapter.scale, len(weight))
+    return list(zip(weight.unbind(), *(x.to(weight.dtype).unbind() for x in factors), strict=True))
+
+
+def split_by_expert(down: torch.Tensor, up: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices of an adapter of [`experts`] as `[E, rank, in]` and `[E, out, rank]`, without a copy."""
+    return down.view(number, -1, down.shape[1]), up.view(len(up), -1, number).permute(2, 0, 1)
 
 
 def _apply(rows, weight, down, up):
@@ -208,28 +212,18 @@ def _apply(rows, weight, down, up):
 def _triton(hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared):
     from .backends.triton.moe import Experts
 
-    device, dtype = hidden_states.device.type, gate_up_proj.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    none = Adapter(None, None)
-    adapters = [adapter or none for adapter in (gate_up_adapter, down_adapter)]
-    matrices = [matrix for adapter in adapters for matrix in (adapter.down, adapter.up)]
-    options = dtype, tuple(adapter.scale for adapter in adapters), torch.is_grad_enabled()
+    dtype = autocast_dtype(hidden_states) or gate_up_proj.dtype
+    # Autograd needs the matrices as arguments of their own.
+    factors = [(None, None, None) if a is None else a[:3] for a in (gate_up_adapter, down_adapter)]
+    options = dtype, [scale for *_, scale in factors], torch.is_grad_enabled()
     call = hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj
-    return Experts.apply(*call, *(shared or (None, None)), options, *matrices)
+    return Experts.apply(*call, *(shared or (None, None)), options, *factors[0][:2], *factors[1][:2])
 
 
 def verify_triton(
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    gate_up_adapter: Adapter | None = None,
-    down_adapter: Adapter | None = None,
-    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_adapter, down_adapter, shared
 ) -> tuple[bool, str]:
-    """Whether `impl="triton"` supports this call of [`experts`]."""
+    """Whether `impl="triton"` supports this call of [`experts`], whose index and weights may be `None`."""
     ok, reason = triton.verify(hidden_states)
     if not ok:
         return ok, reason
@@ -239,9 +233,7 @@ def verify_triton(
     width = down_proj.shape[2]
     if hidden_states.shape[1] % 64 or width % 64:
         return False, f"needs multiples of 64, not hidden states of {hidden_states.shape[1]} and experts of {width}"
-    dtype = gate_up_proj.dtype
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        dtype = torch.get_autocast_dtype(hidden_states.device.type)
+    dtype = autocast_dtype(hidden_states) or gate_up_proj.dtype
     if dtype != torch.bfloat16:
         return False, f"needs products in bfloat16, not {dtype}"
     if down_proj.dtype != gate_up_proj.dtype:

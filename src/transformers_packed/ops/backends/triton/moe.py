@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...autograd import first_order
+from ...moe import split_by_expert
 from . import ceil_div, on_its_device
 
 
@@ -66,16 +67,25 @@ def _plan(sorted_ptr, ends_ptr, tiles_ptr, count, E, ROWS: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def _tile(ends_ptr, tiles_ptr, tile, E, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the expert of a tile, its first row, and the end of the expert's rows. No row is left if there is none."""
-    column = tl.arange(0, WIDTH)
-    tiles = tl.load(tiles_ptr + column, mask=column < E, other=2147483647)
+def _tile(ends_ptr, tiles_ptr, E, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the expert of this program's tile, the end of its rows, and the tile's first row and column of `N`.
+
+    A tile without rows starts at or after the end.
+    """
+    tile, experts = tl.program_id(0) // (N // COLUMNS), tl.arange(0, WIDTH)
+    tiles = tl.load(tiles_ptr + experts, mask=experts < E, other=2147483647)
     expert = tl.sum((tiles <= tile).to(tl.int32), 0)
     before = tl.maximum(expert - 1, 0)
     start = tl.where(expert > 0, tl.load(ends_ptr + before), 0)
     first = tl.where(expert > 0, tl.load(tiles_ptr + before), 0)
     end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
-    return expert, start + (tile - first) * ROWS, end
+    return expert, end, start + (tile - first) * ROWS, tl.program_id(0) % (N // COLUMNS) * COLUMNS
+
+
+@triton.jit
+def _store_rows(ptr, values, rows, inside, WIDTH: tl.constexpr):
+    at = rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(ptr + at, values, mask=inside)
 
 
 @triton.jit
@@ -84,12 +94,11 @@ def _rows_times_experts(
     K: tl.constexpr, RANK: tl.constexpr, TRANSPOSED: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    column = program % (N // COLUMNS) * COLUMNS
-    expert, row, end = _tile(ends_ptr, tiles_ptr, program // (N // COLUMNS), E, ROWS, WIDTH)
+    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, N, ROWS, COLUMNS, WIDTH)
     if row >= end:
         return
     rows = row + tl.arange(0, ROWS)
+    inside = (rows < end)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if RANK:
         low = tl.zeros((ROWS, RANK), dtype=tl.float32)
@@ -108,13 +117,12 @@ def _rows_times_experts(
         else:
             total = tl.dot(rounded, up_desc.load([expert * RANK, column]), total)
         if column == 0:
-            low_at = rows.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK)[None, :]
-            tl.store(low_ptr + low_at, rounded, mask=(rows < end)[:, None])
+            _store_rows(low_ptr, rounded, rows, inside, RANK)
     place = rows.to(tl.int64)
     if SCATTER:
         place = tl.load(order_ptr + rows, mask=rows < end, other=0)
     at = place[:, None] * N + column + tl.arange(0, COLUMNS)[None, :]
-    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None])
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -123,9 +131,7 @@ def _gate_up(
     K: tl.constexpr, RANK: tl.constexpr, TOP: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    column = program % (N // COLUMNS) * COLUMNS
-    expert, row, end = _tile(ends_ptr, tiles_ptr, program // (N // COLUMNS), E, ROWS, WIDTH)
+    expert, end, row, column = _tile(ends_ptr, tiles_ptr, E, N, ROWS, COLUMNS, WIDTH)
     if row >= end:
         return
     rows = row + tl.arange(0, ROWS)
@@ -148,8 +154,7 @@ def _gate_up(
         gate = tl.dot(rounded, up_desc.load([first, 0]).T, gate)
         up = tl.dot(rounded, up_desc.load([first + N, 0]).T, up)
         if KEEP and column == 0:
-            low_at = rows.to(tl.int64)[:, None] * RANK + tl.arange(0, RANK)[None, :]
-            tl.store(low_ptr + low_at, rounded, mask=inside)
+            _store_rows(low_ptr, rounded, rows, inside, RANK)
     # Round to the saved values, from which the backward computes the product.
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)[None, :]
@@ -359,19 +364,8 @@ def _sum_of_choices(rows, index, weights, number, dtype, shared=None, gate=None)
     n = rows.shape[1]
     y, block = rows.new_empty(len(index), n, dtype=dtype), min(triton.next_power_of_2(n), 2048)
     _combine[(len(index), ceil_div(n, block))](
-        rows,
-        index,
-        weights,
-        shared,
-        gate,
-        y,
-        number,
-        n,
-        index.shape[1],
-        weights is not None,
-        shared is not None,
-        block,
-    )
+        rows, index, weights, shared, gate, y, number, n, index.shape[1], weights is not None, shared is not None, block
+    )  # fmt: skip
     return y
 
 
@@ -388,12 +382,17 @@ class _Factors:
     """
 
     def __init__(self, down, up, scale: float, number: int, dtype):
-        self.shapes, self.scale, self.number = (down, up), scale, number
-        self.rank = len(down) // number
+        self.matrices, self.scale, self.rank = (down, up), scale, len(down) // number
         more = max(16, triton.next_power_of_2(self.rank)) - self.rank
-        self.down = F.pad(down.view(number, self.rank, -1).to(dtype), (0, 0, 0, more)).contiguous()
-        up = up.view(len(up), self.rank, number).permute(2, 0, 1)
+        down, up = split_by_expert(down, up, number)
+        self.down = F.pad(down.to(dtype), (0, 0, 0, more)).contiguous()
         self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
+
+    @classmethod
+    def of(cls, matrices, scales, number: int, dtype) -> list["_Factors | None"]:
+        """Return the factors of the adapters of both weights, `None` for a weight without one."""
+        pairs = zip((matrices[:2], matrices[2:]), scales, strict=True)
+        return [None if pair[0] is None else cls(*pair, scale, number, dtype) for pair, scale in pairs]
 
     def forward(self):
         return self.down, self.up
@@ -403,7 +402,7 @@ class _Factors:
 
     def gradients(self, plan, d_rows, low, rows, d_low):
         """Return the gradients of both matrices from the rows' gradients, and from those of the narrow products."""
-        down, up = self.shapes
+        down, up = self.matrices
         d_up = plan.weight_gradient(d_rows, low, torch.float32)[..., : self.rank] * self.scale
         d_down = plan.weight_gradient(d_low, rows, down.dtype)[:, : self.rank]
         return d_down.reshape(down.shape), d_up.permute(1, 2, 0).reshape(up.shape).to(up.dtype)
@@ -426,8 +425,7 @@ class Experts(torch.autograd.Function):
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
         if len(rows):
             plan = _Plan.of(index, number)
-            first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
-                             for m, scale in zip((matrices[:2], matrices[2:]), scales, strict=True))  # fmt: skip
+            first, second = _Factors.of(matrices, scales, number, dtype)
             keep = keep and any(ctx.needs_input_grad)
             h, both, low1 = plan.gate_up(rows, _for_descriptor(gate_up.to(dtype)), first and first.forward(), keep)
             y, low2 = plan.rows_times_experts(
@@ -457,8 +455,7 @@ class Experts(torch.autograd.Function):
             d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
             _shared_backward[(len(x),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, triton.next_power_of_2(n))
         number, dtype = len(gate_up), ctx.dtype
-        first, second = (_Factors(*m, scale, number, dtype) if m[0] is not None else None
-                         for m, scale in zip((matrices[:2], matrices[2:]), ctx.scales, strict=True))  # fmt: skip
+        first, second = _Factors.of(matrices, ctx.scales, number, dtype)
         plan = _Plan(order, ends, tiles, index.shape[1])
         dy = plan.gathered(dy.to(dtype).contiguous())
         dh, d_low = plan.rows_times_experts(
