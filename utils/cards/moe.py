@@ -1,6 +1,6 @@
 """The page of steps of mixtures of experts."""
 
-from card import MOE, Card, fixed, gib, ms, on_gpu, percent, table, times
+from card import EXPERTS, MOE, Card, fixed, gib, ms, on_gpu, percent, table, times
 from steps import LENGTHS, setting
 
 
@@ -63,11 +63,28 @@ closer to a model with many layers.""",
 `target_parameters` on the experts. They are in float32 under
 autocast, and their weights are random. PEFT adds the adapters of the experts to a copy of the weights.""",
             """CUDA graphs keep gradients of their own, which the memory includes.""",
+            *parts_of(results["experts.json"]["runs"]),
             setting("packed"),
         ],
-        ["moe.json"],
+        ["moe.json", "experts.json"],
         **on_gpu(results, "moe.json"),
-        commands=[run["command"] for run in (full, adapters, headless, short, next_80b)],
-        committed=[MOE],
+        commands=[run["command"] for run in (full, adapters, headless, short, next_80b)]
+        + [results["experts.json"]["runs"][0]["command"]],
+        committed=[MOE, EXPERTS],
         number=f"{ms(ours)} against {ms(stock)} (stock), with LoRA {ms(lora)} against {ms(peft)}",
     )
+
+
+def parts_of(runs: list[dict]) -> list[str]:
+    """The experts of one layer by themselves."""
+    rows = [
+        (run["model"], NAMES.get(name, f"`{name}`"), f"{arm['median_ms']:.1f} ms", f"{arm['tflops']:.0f} TFLOP/s")
+        for run in runs
+        for name, arm in run["arms"].items()
+    ]
+    return [
+        "## The experts of one layer",
+        """Forward and backward from the logits of the router to the sum of the experts' outputs, at 16,384 tokens. Some
+experts get more tokens than others. The rate counts the products of the chosen experts only.""",
+        table(("Shape", "Variant", "Time", "Rate"), rows),
+    ]
