@@ -1,0 +1,118 @@
+"""The benchmark of the loss of FP8 training: its corpus, its rows, and two steps on a CPU."""
+
+import io
+import json
+import sys
+import tempfile
+import unittest
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import float8_corpus
+import float8_loss
+from shapes import MODELS
+
+
+FILES = sorted(Path(json.__file__).parent.glob("*.py"))
+
+
+def run(path: Path, *arguments: str) -> dict:
+    command = ["float8_loss.py", *arguments, "--output", str(path)]
+    with mock.patch.object(sys, "argv", command), redirect_stdout(io.StringIO()):
+        float8_loss.main()
+    return json.loads(path.read_text())
+
+
+class Float8LossTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        cls.folder, cls.corpus = Path(folder), Path(folder, "corpus.npz")
+        arguments = ["--tokens", "4000", "--vocab-size", "512", "--output", str(cls.corpus)]
+        with (
+            # The second time as copies.
+            mock.patch.object(float8_corpus, "source_files", lambda: FILES * 2),
+            mock.patch.object(float8_corpus, "MAX_LENGTH", 500),
+            redirect_stdout(io.StringIO()),
+        ):
+            float8_corpus.main(arguments)
+
+    def train(self, name: str, *arguments: str) -> dict:
+        options = ["--models", "tiny", "--device", "cpu", "--steps", "2", "--tokens", "64", *arguments]
+        return run(self.folder / name, "--corpus", str(self.corpus), *options)
+
+    def test_the_corpus_has_as_many_tokens_as_wanted(self):
+        documents, vocab_size = float8_loss.load(self.corpus)
+        self.assertEqual(sum(map(len, documents)), 4000)
+        self.assertEqual(max(map(len, documents)), 500)
+        self.assertEqual(vocab_size, 512)
+        self.assertLess(max(x.max() for x in documents), vocab_size)
+
+    def test_each_file_counts_once(self):
+        self.assertEqual(list(float8_corpus.texts(FILES * 2)), [path.read_text("utf-8") for path in FILES])
+
+    def test_tokens_become_the_text_again(self):
+        texts = list(float8_corpus.texts(FILES))
+        tokenizer = float8_corpus.train_tokenizer(texts, 512)
+        (ids,) = float8_corpus.documents(tokenizer, texts[:1], 100)
+        self.assertEqual(len(ids), 100)
+        self.assertTrue(texts[0].startswith(tokenizer.decode(ids)))
+
+    def test_rows_are_full_and_documents_continue_in_the_next(self):
+        documents = np.split(np.arange(23), [3, 13, 20])
+        rows = float8_loss.pack(documents, 8)
+        self.assertEqual([[len(x) for x in row] for row in rows], [[3, 5], [5, 3]])
+        self.assertEqual(np.concatenate(sum(rows, [])).tolist(), list(range(16)))
+
+    def test_the_order_leaves_the_held_out_rows(self):
+        documents, _ = float8_loss.load(self.corpus)
+        (first, held_out), (second, held_out_again) = (float8_loss.split(documents, 64, order) for order in (0, 1))
+        tokens = [np.concatenate(sum(rows, [])).tolist() for rows in (first, second, held_out, held_out_again)]
+        self.assertNotEqual(tokens[0], tokens[1])
+        self.assertEqual(tokens[2], tokens[3])
+        self.assertEqual(len(held_out), float8_loss.HELD_OUT_ROWS)
+
+    def test_two_steps_and_merging(self):
+        names = ("first", "again", "other")
+        runs = [self.train(name, "--order", order)["runs"][0] for name, order in zip(names, "001", strict=True)]
+        for entry in runs:
+            self.assertEqual([len(entry[key]) for key in ("loss", "gradient_norm")], [2, 2])
+            self.assertAlmostEqual(entry["mean_loss_of_last_steps"], sum(entry["loss"]) / 2, places=4)
+            # Close to a uniform distribution over the vocabulary.
+            self.assertLess(abs(entry["held_out_loss"] - np.log(512)), 0.3)
+        self.assertEqual(runs[0]["loss"], runs[1]["loss"])
+        self.assertNotEqual(runs[0]["loss"], runs[2]["loss"])
+        merged = run(self.folder / "merged", "--merge", *(str(self.folder / name) for name in names))
+        self.assertEqual(merged["runs"], runs)
+
+    def test_float8_takes_the_inner_layers(self):
+        with mock.patch("transformers_packed.use_float8", create=True) as use_float8:
+            (entry,) = self.train("float8", "--arm", "float8")["runs"]
+        (model,), options = use_float8.call_args
+        takes = options["module_filter"]
+        taken = [name for name, module in model.named_modules() if takes(module, name)]
+        self.assertEqual(entry["float8_layers"], len(taken))
+        self.assertEqual({name.split(".")[2] for name in taken}, {"1", "2"})
+        # Of each of the two layers: three of the MLP, and in_proj_qkv, in_proj_z, out_proj.
+        self.assertEqual(len(taken), 2 * 6)
+
+    def test_the_learning_rate_rises_and_falls(self):
+        model = float8_loss.make_model(MODELS["tiny"], "cpu")
+        args = mock.Mock(lr=1.0, device="cpu", warmup=4, steps=10)
+        optimizer, schedule = float8_loss.make_optimizer(model, args)
+        rates = []
+        for _ in range(11):
+            rates.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        self.assertEqual(rates[:5], [0.25, 0.5, 0.75, 1, 1])
+        self.assertAlmostEqual(rates[10], 0.1)
+
+
+if __name__ == "__main__":
+    unittest.main()
