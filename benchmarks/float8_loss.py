@@ -143,7 +143,7 @@ def train(args, parser: argparse.ArgumentParser) -> dict:
         schedule.step()
         losses.append(loss.detach())
         if step % _READ_EVERY == 0:
-            print(f"{args.arm}, order {args.order}, step {step}: {float(loss):.4f}", flush=True)
+            print(f"{args.arm}, order {args.order}, step {step}: {float(losses[-1]):.4f}", flush=True)
     losses, norms = ([round(x, 5) for x in torch.stack(found).tolist()] for found in (losses, norms))
     seconds, used = time.perf_counter() - start, implementations_used()
     model.eval()
@@ -163,6 +163,7 @@ def train(args, parser: argparse.ArgumentParser) -> dict:
         "warmup": args.warmup,
         "seconds": round(seconds, 1),
         "mean_loss_of_last_steps": round(statistics.fmean(losses[-LAST_STEPS:]), 5),
+        "held_out_rows": len(held_out),
         "held_out_loss": round(statistics.fmean(held_out_losses), 5),
         "loss": losses,
         "gradient_norm": norms,
