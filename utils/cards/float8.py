@@ -1,0 +1,65 @@
+"""The page of the loss of FP8 training."""
+
+from card import FLOAT8, Card, fixed, on_gpu, percent, table
+
+
+NAMES = {"bf16": "bf16", "float8": "FP8"}
+
+
+def float8_loss(results: dict) -> Card:
+    runs = results["float8_loss.json"]["runs"]
+    base = next(run for run in runs if run["arm"] == "bf16")
+    float8 = next(run for run in runs if run["arm"] == "float8" and run["order"] == base["order"])
+    other = next(run for run in runs if run["arm"] == "bf16" and run["order"] != base["order"])
+    rows = [
+        (
+            NAMES[run["arm"]],
+            run["order"],
+            loss(run, "mean_loss_of_last_steps"),
+            change(run, base, "mean_loss_of_last_steps"),
+            loss(run, "held_out_loss"),
+            change(run, base, "held_out_loss"),
+        )
+        for run in runs
+    ]
+    header = ("Products", "Order", "Training loss", "Over the first run", "Held-out loss", "Over the first run")
+    steps, tokens = base["steps"], base["tokens"]
+    return Card(
+        "Loss with FP8",
+        f"After {steps:,} steps of the {base['model']} shape, the held-out loss is {loss(float8, 'held_out_loss')} with FP8 "
+        f"and {loss(base, 'held_out_loss')} in bf16: {change(float8, base, 'held_out_loss')}. Another order of the documents "
+        f"changes the bf16 loss by {change(other, base, 'held_out_loss')}.",
+        [
+            table(header, rows),
+            "![Loss over the steps in bf16, with FP8 and in bf16 with another order, and the differences](../figures/float8_loss.svg)",
+            f"""The training loss is the mean of the last 100 steps, and the held-out loss that of {base["held_out_rows"]} rows after
+training. The held-out rows are the same in each run. Runs of the same order also share their training rows.
+The training losses of two orders are means over different rows. The second bf16 order shows the spread of the loss without FP8.""",
+            f"""The model is our class with the layers of the {base["model"]} shape, a vocabulary of {base["vocab_size"]:,} and
+{fixed(base["parameters"] / 1e6, 0)} million random weights in float32, the same in each run. It trains under bf16 autocast.
+With FP8, `use_float8` takes {float8["float8_layers"]} linear layers. The first and the last decoder layer, `in_proj_a`,
+`in_proj_b` and the head stay in bf16.""",
+            f"""A step is one packed row of {tokens:,} tokens. AdamW has betas of 0.9 and 0.95 and decays matrices by 0.1. Gradients are
+clipped to a norm of 1. The learning rate rises to {base["lr"]:g} in {base["warmup"]} steps and falls to a tenth along a
+cosine.""",
+            f"""The text is Python code of the standard library and of installed packages, which every machine has. Documents have at
+most 2,048 tokens of a byte-level BPE. A run sees {fixed(steps * tokens / 1e6, 1)} million tokens, and none of them twice.""",
+        ],
+        ["float8_loss.json"],
+        **on_gpu(results, "float8_loss.json"),
+        commands=[run["command"] for run in runs],
+        committed=[FLOAT8],
+        number=f"held-out loss {change(float8, base, 'held_out_loss')} ({change(other, base, 'held_out_loss')} by another order)",
+    )
+
+
+def loss(run: dict, key: str) -> str:
+    return fixed(run[key], 4)
+
+
+def change(run: dict, base: dict, key: str) -> str:
+    """The difference in percent, with its sign."""
+    if run is base:
+        return ""
+    share = run[key] / base[key] - 1
+    return f"{'+' if share >= 0 else '−'}{percent(abs(share), 2)}"
