@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs
+from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
 from transformers_packed.models.quantization import SENSITIVE
 
 
@@ -57,6 +57,7 @@ ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", 
 # The same with weights in NF4, and after PEFT's `prepare_model_for_kbit_training`.
 ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
 ARMS["ours+qlora+prepared"] = ARMS["ours"]
+ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "ours+lora")}
 # Routers and the gate of the shared expert keep their weights.
 LORA_MLP = ("gate_proj", "up_proj", "down_proj")
 LORA_LAYERS = (
@@ -68,7 +69,7 @@ LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 def default_arms(config: dict) -> list[str]:
     """All arms of a full training step that fit the model: only a mixture can choose its experts."""
-    names = [name for name in ARMS if name != "ours padded" and "lora" not in name]
+    names = [name for name in ARMS if name != "ours padded" and not {"lora", "qlora", "float8"} & {*name.split("+")}]
     return [name for name in names if "num_experts" in config or not ARMS[name].experts]
 
 
@@ -128,6 +129,8 @@ def make_model(config: dict, arm: str, device: str):
         use_liger(model, family, builtin, kind.experts == "liger")
     if "+qlora" in arm:
         quantize(model)
+    if "+float8" in arm:
+        use_float8(model)
     return with_lora(model, "+prepared" in arm) if "lora" in arm else model
 
 

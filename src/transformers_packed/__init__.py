@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .data.planning.planner import plan_packing
     from .data.streaming import IterablePackingDataset
     from .models.cuda_graphs import use_cuda_graphs
+    from .models.float8 import use_float8
     from .models.registry import patch_model, register, registered, unpatch_model, unregister
     from .training.callbacks.metrics import PackingMetricsCallback
     from .training.callbacks.resume import PackingStateCallback
@@ -37,6 +38,7 @@ _MODULES = {
     "data.planning.planner": ("plan_packing",),
     "data.streaming": ("IterablePackingDataset",),
     "models.cuda_graphs": ("use_cuda_graphs",),
+    "models.float8": ("use_float8",),
     "models.registry": ("patch_model", "register", "registered", "unpatch_model", "unregister"),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
@@ -83,4 +85,5 @@ __all__ = [
     "unpatch_model",
     "unregister",
     "use_cuda_graphs",
+    "use_float8",
 ]

@@ -1,5 +1,7 @@
-"""Mend Triton's interpreter: patch the language once per launch, and multiply bfloat16 factors by their values."""
+"""Mend Triton's interpreter: patch the language once per launch, and treat bfloat16 and float8 as a GPU does."""
 
+import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -35,3 +37,17 @@ def _create_dot_of_values(self, a, b, *args):
 
 
 interpreter.InterpreterBuilder.create_dot = _create_dot_of_values
+
+
+_convert_float = interpreter._convert_float
+
+
+def _convert_float_as_a_gpu(values, input_dtype, output_dtype, rounding_mode):
+    """Round to the nearest float8 with ties to even, and saturate. The interpreter rounds ties up, and small ones to 0."""
+    if (input_dtype, output_dtype) != (tl.float32, tl.float8e4nv):
+        return _convert_float(values, input_dtype, output_dtype, rounding_mode)
+    rounded = torch.from_numpy(np.array(values, np.float32)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return rounded.view(torch.uint8).numpy()
+
+
+interpreter._convert_float = _convert_float_as_a_gpu

@@ -182,7 +182,7 @@ def made(group, dtype=FLOAT64, trained=KINDS, **options):
     """The projections of a group, in which the tensors of the kinds `trained` need gradients."""
     torch.manual_seed(0)
     found = []
-    for weight, bias, adapters in (make(dtype, **options) for make in group):
+    for weight, bias, adapters, _ in (make(dtype, **options) for make in group):
         found.append(Projection(weight, bias, adapters))
         kinds = [("weight", weight), ("bias", bias)]
         for adapter in adapters:

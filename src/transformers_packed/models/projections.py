@@ -7,6 +7,7 @@ from ..ops.backends import triton
 from ..ops.dispatch import record
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.projection import Projection, QuantizedWeight
+from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
 
@@ -28,11 +29,14 @@ def projection_of(
             _record_peft(adapters)
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
+    in_float8 = is_in_float8(base, hidden_states)
     if weight is None:
+        if in_float8:
+            warn_about(base)
         if base is not layer:
             _record_peft(f"its base layer is a {type(base).__name__}, or is hooked or wrapped")
         return none
-    projection = Projection(weight, base.bias, adapters)
+    projection = Projection(weight, base.bias, adapters, in_float8)
     dtype = product_dtype(hidden_states, projection)
     if dtype is None and base is not layer:
         _record_peft(f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}")
@@ -62,17 +66,24 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
 
 def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
     """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
-    if not triton.on_gpu(hidden_states) or torch.compiler.is_compiling():
+    if not _may_fuse(layer, hidden_states):
         return None
     projection, dtype = projection_of(layer, hidden_states)
     return projection if dtype == hidden_states.dtype else None
 
 
+def _may_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether an op computes a layer. On a CPU, it does so in float8 only."""
+    if torch.compiler.is_compiling():
+        return False
+    return triton.on_gpu(hidden_states) or is_in_float8(getattr(layer, "base_layer", layer), hidden_states)
+
+
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
     outputs, groups = {}, {}
-    fuse = triton.on_gpu(hidden_states) and not torch.compiler.is_compiling()
     for i, layer in enumerate(layers):
+        fuse = _may_fuse(layer, hidden_states)
         projection, dtype = projection_of(layer, hidden_states) if fuse else (None, None)
         if projection is None:
             outputs[i] = layer(hidden_states)

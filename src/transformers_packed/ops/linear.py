@@ -14,10 +14,19 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
+from . import float8
 from .autograd import autocast_dtype, first_order, is_transformed
 from .backends import triton
 from .dispatch import Implementation, always, logger, record, run
-from .projection import Products, Projection, QuantizedWeight, flatten, needs_rows, unflattened
+from .projection import (
+    Products,
+    Projection,
+    QuantizedWeight,
+    flatten,
+    float8_weights_wanted,
+    needs_rows,
+    unflattened,
+)
 
 
 # Elements of an input from which on computing it again costs less than the memory is worth: 16 MiB in bfloat16.
@@ -31,7 +40,7 @@ def as_projection(layer: torch.Tensor | Projection) -> Projection:
 
 def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
     """Raise an error if `layer` does not belong to a linear layer with `width` inputs."""
-    weight, _, adapters = as_projection(layer)
+    weight, _, adapters, _ = as_projection(layer)
     if len(weight.shape) != 2 or weight.shape[1] != width:
         raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
     for down, up, _, dropout, _ in adapters:
@@ -43,15 +52,15 @@ def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
 
 
 def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.dtype | None:
-    """Return the dtype in which one function can compute this layer, or `None` if the layer has to be called.
+    """Return the dtype of the outputs if one function can compute this layer, or `None` if the layer has to be called.
 
     The layer has to be called if it would fail, or if autocast would cast a weight that is trained: autocast casts such
     a weight once for all its uses. A quantized weight has the dtype of its products.
     """
-    weight = as_projection(layer).weight
+    weight, _, _, in_float8 = as_projection(layer)
     dtype = autocast_dtype(hidden_states)
     if dtype is not None:
-        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
+        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad and not in_float8
         return None if cast or hidden_states.dtype == torch.float64 else dtype
     dtype = weight.dtype
     if hidden_states.dtype == dtype:
@@ -61,8 +70,13 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
 
 def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
     """Whether a kernel that computes `hidden_states` can apply this layer to them, if there is one."""
-    if layer is None or product_dtype(hidden_states, layer) == hidden_states.dtype:
+    if layer is None:
         return True, ""
+    projection = as_projection(layer)
+    if product_dtype(hidden_states, projection) == hidden_states.dtype:
+        return (
+            float8.verify(hidden_states, projection.weight, hidden_states.dtype) if projection.float8 else (True, "")
+        )
     return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
 
 
@@ -101,7 +115,8 @@ def shared_input_linears(
     for layer in layers:
         check_layer(hidden_states.shape[-1], layer)
     projections = tuple(map(as_projection, layers))
-    return run(_name(projections), impl, IMPLEMENTATIONS, hidden_states, *projections)
+    table = FLOAT8 if any(projection.float8 for projection in projections) else IMPLEMENTATIONS
+    return run(_name(projections), impl, table, hidden_states, *projections)
 
 
 def fused_linears(
@@ -112,14 +127,15 @@ def fused_linears(
     It skips the checks of each layer. On short rows, the host would take longer for them than the GPU for the layers.
     """
     name = _name(projections)
-    if is_transformed() or (name == "linear_lora" and not _verify_fused(hidden_states, *projections)[0]):
+    if is_transformed() or (name != "linear" and not _verify_fused(hidden_states, *projections)[0]):
         return shared_input_linears(hidden_states, *projections)
     record(name, "fused", [], logger.info)
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
 def _name(projections):
-    return "linear_lora" if any(projection.adapters for projection in projections) else "linear"
+    name = "linear_float8" if any(projection.float8 for projection in projections) else "linear"
+    return f"{name}_lora" if any(projection.adapters for projection in projections) else name
 
 
 def _reference(hidden_states, *projections):
@@ -128,11 +144,14 @@ def _reference(hidden_states, *projections):
 
 def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
     """Apply one layer with PyTorch's own functions."""
-    return _apply(hidden_states, as_projection(layer))
+    projection = as_projection(layer)
+    return (
+        shared_input_linears(hidden_states, projection)[0] if projection.float8 else _apply(hidden_states, projection)
+    )
 
 
 def _apply(hidden_states, projection):
-    weight, bias, adapters = projection
+    weight, bias, adapters, _ = projection
     if isinstance(weight, QuantizedWeight):
         # Through a plain weight, and back to the input's dtype, which autocast alone changes.
         plain = Projection(
@@ -171,7 +190,13 @@ def _fused(hidden_states, *projections, dtype=None):
     # The gradient of a weight takes long and needs its input. A short input is not worth another kernel.
     frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
     long = hidden_states.numel() >= _WORTH_RECOMPUTING
-    if long and frozen and recipe is not None and recipe.version == hidden_states._version:
+    # In float8, the input is kept for the weights in float8 only, in a byte for each element.
+    if (
+        long
+        and (frozen or any(p.float8 for p in projections))
+        and recipe is not None
+        and recipe.version == hidden_states._version
+    ):
         _, recompute, source, weight = recipe
     dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
@@ -182,11 +207,16 @@ def _fused(hidden_states, *projections, dtype=None):
 
 
 def _verify_fused(hidden_states, *projections):
-    if not triton.on_gpu(hidden_states):
+    in_float8 = [projection.weight for projection in projections if projection.float8]
+    if not in_float8 and not triton.on_gpu(hidden_states):
         return False, "needs CUDA tensors"
     dtypes = {product_dtype(hidden_states, projection) for projection in projections}
     if len(dtypes) != 1 or None in dtypes:
         return False, "needs one dtype for all products, and trained weights in it"
+    for weight in in_float8:
+        ok, reason = float8.verify(hidden_states, weight, *dtypes)
+        if not ok:
+            return ok, reason
     return triton.verify(hidden_states) if any(a.dropout for p in projections for a in p.adapters) else (True, "")
 
 
@@ -196,11 +226,13 @@ class _SharedInputLinears(torch.autograd.Function):
         ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
         inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
         products = Products(structure, tensors, dtype)
-        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if products.adapters else inputs)
-        if products.adapters or any(y._is_view() for y in outputs):
+        by_row = products.adapters or products.in_float8
+        keep = bool(by_row) and float8_weights_wanted(structure, ctx.needs_input_grad[6:])
+        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs, keep)
+        if by_row or any(y._is_view() for y in outputs):
             outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
         ctx.recompute = recompute
-        if not needs_rows(structure, ctx.needs_input_grad[6:]):
+        if not needs_rows(structure, ctx.needs_input_grad[6:], kept=True):
             ctx.recompute = source = weight = None
         elif recompute is None:
             source = inputs
@@ -219,7 +251,7 @@ class _SharedInputLinears(torch.autograd.Function):
         rows = None if rows is None else rows.reshape(-1, rows.shape[-1])
         products = Products.restore(ctx.structure, saved, ctx.dtype)
         gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
-        d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
+        d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0], ctx.needs_input_grad[6:])
         found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[6:])
         shape, dtype = ctx.like
         return None if d_rows is None else d_rows.view(shape).to(dtype), *[None] * 5, *found
@@ -229,3 +261,5 @@ IMPLEMENTATIONS = {
     "fused": Implementation(_fused, _verify_fused),
     "reference": Implementation(_reference, always),
 }
+# The same on a CPU: the function is written for tensors of any device, and only its casts and products differ.
+FLOAT8 = {"fused": Implementation(_fused, _verify_fused)}

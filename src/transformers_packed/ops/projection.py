@@ -11,11 +11,13 @@ All products run in one dtype. Adapters in another dtype are cast, not `x`.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from .float8 import Float8Layers
 
 
 # Weights with at most this many rows join the stack. Their products take as long as reading `x`.
@@ -55,11 +57,14 @@ class Projection(NamedTuple):
             Bias of the layer.
         adapters (`tuple[Adapter, ...]`, *optional*):
             Active adapters.
+        float8 (`bool`, *optional*, defaults to `False`):
+            Whether the products with the weight run in float8.
     """
 
     weight: Any
     bias: torch.Tensor | None = None
     adapters: tuple[Adapter, ...] = ()
+    float8: bool = False
 
 
 class QuantizedWeight(NamedTuple):
@@ -82,9 +87,9 @@ class QuantizedWeight(NamedTuple):
 def flatten(projections: Sequence[Projection]) -> tuple[tuple, list[torch.Tensor | None]]:
     """Split projections into a structure without differentiable tensors, and the tensors."""
     structure, tensors = [], []
-    for weight, bias, adapters in projections:
+    for weight, bias, adapters, float8 in projections:
         quantized = weight if isinstance(weight, QuantizedWeight) else None
-        structure.append((quantized, tuple((adapter.scale, adapter.dropout) for adapter in adapters)))
+        structure.append((quantized, tuple((adapter.scale, adapter.dropout) for adapter in adapters), float8))
         tensors += [weight if quantized is None else None, bias]
         for adapter in adapters:
             tensors += [adapter.down, adapter.up, adapter.bias]
@@ -94,13 +99,13 @@ def flatten(projections: Sequence[Projection]) -> tuple[tuple, list[torch.Tensor
 def unflatten(structure: tuple, values: Sequence[Any]) -> list[Projection]:
     """Return the projections of [`flatten`], or the same structure with other values in place of the tensors."""
     values, projections = iter(values), []
-    for quantized, factors in structure:
+    for quantized, factors, float8 in structure:
         weight, bias = next(values), next(values)
         adapters = []
         for scale, dropout in factors:
             down, up, extra = next(values), next(values), next(values)
             adapters.append(Adapter(down, up, scale, dropout, extra))
-        projections.append(Projection(weight if quantized is None else quantized, bias, tuple(adapters)))
+        projections.append(Projection(weight if quantized is None else quantized, bias, tuple(adapters), float8))
     return projections
 
 
@@ -118,6 +123,8 @@ class Products:
         self.structure, self.tensors, self.dtype = structure, tensors, dtype
         self.projections = unflatten(structure, tensors)
         self.adapters = {(i, j): a for i, p in enumerate(self.projections) for j, a in enumerate(p.adapters)}
+        self.in_float8 = [i for i, p in enumerate(self.projections) if p.float8]
+        self.float8 = Float8Layers([self.projections[i].weight for i in self.in_float8], dtype)
         # Without adapters, the methods return early: the host takes longer for the rest than a GPU for a short row.
         if not self.adapters:
             return
@@ -128,8 +135,8 @@ class Products:
         self.width = self.stacked = 0
         stacked = [at for at in self.adapters if at not in self.dropped]
         if stacked:
-            for i, (weight, _, _) in enumerate(self.projections):
-                if not isinstance(weight, QuantizedWeight) and weight.shape[0] <= _NARROW:
+            for i, (weight, _, _, float8) in enumerate(self.projections):
+                if not (float8 or isinstance(weight, QuantizedWeight)) and weight.shape[0] <= _NARROW:
                     self.narrow[i] = self._range(weight.shape[0])
             for at in stacked:
                 self.columns[at] = self._range(len(self.adapters[at].down))
@@ -143,24 +150,36 @@ class Products:
 
     def to_save(self) -> list[torch.Tensor | None]:
         """Return what [`Products.restore`] needs in the backward."""
-        return [*self.kept, *self.tensors]
+        return [*self.float8.kept, *self.kept, *self.tensors]
 
     @classmethod
     def restore(cls, structure: tuple, saved: Sequence[torch.Tensor | None], dtype: torch.dtype) -> "Products":
         """Return the instance of the forward from its `to_save()`."""
-        kept = 3 + sum(len(factors) for _, factors in structure)
+        kept = 6 + sum(len(factors) for _, factors, _ in structure)
         products = cls(structure, saved[kept:], dtype)
-        products.kept = saved[:kept]
+        products.float8.kept, products.kept = saved[:3], saved[3:kept]
         return products
 
-    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, rows: torch.Tensor, keep: bool = False) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`.
 
-        Without adapters, rows may have more dimensions.
+        Without adapters and float8, rows may have more dimensions.
+
+        Args:
+            rows (`torch.Tensor` of shape `[T, in]`):
+                Input of the layers.
+            keep (`bool`, *optional*, defaults to `False`):
+                Whether to keep the rows in float8 for the gradients of weights whose products run in float8.
         """
+        done = dict(zip(self.in_float8, self.float8.forward(rows, keep), strict=True)) if self.in_float8 else {}
         if not self.adapters:
             self.kept = [None, None, None]
-            return [F.linear(rows, self._weight(i), self._bias(i)) for i in range(len(self.projections))]
+            for i, y in done.items():
+                bias = self._bias(i)
+                done[i] = y if bias is None else y.add_(bias)
+            rest = [i for i in range(len(self.projections)) if i not in done]
+            done |= {i: F.linear(rows, self._weight(i), self._bias(i)) for i in rest}
+            return [done[i] for i in range(len(self.projections))]
         stack, ups = self._cast()
         low = rows.new_empty(len(rows), self.width) if self.width else None
         seeds = None
@@ -178,25 +197,25 @@ class Products:
         # A stack that is a weight itself is saved as such.
         own = stack is None or any(stack is tensor for tensor in self.tensors)
         self.kept = [None if own else stack, low if ups else None, seeds, *ups]
-        return [self._output(i, rows, low) for i in range(len(self.projections))]
+        return [self._output(i, rows, low, done.pop(i, None)) for i in range(len(self.projections))]
 
-    def _output(self, i: int, rows: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    def _output(
+        self, i: int, rows: torch.Tensor, low: torch.Tensor | None, float8: torch.Tensor | None
+    ) -> torch.Tensor:
         adapters, start = self.projections[i].adapters, self._bias(i)
         ups = dict(zip(self.adapters, self.kept[3:], strict=True))
-        y = low[:, self.narrow[i]] if i in self.narrow else None
+        y = low[:, self.narrow[i]] if i in self.narrow else float8
         if start is not None:
             y = start.expand(len(rows), -1) if y is None else y + start
         for j, adapter in enumerate(adapters):
             factors = low[:, self.columns[i, j]], ups[i, j].t()
-            if j == 0:
-                y = (
-                    torch.addmm(y, *factors, alpha=adapter.scale)
-                    if y is not None
-                    else product(*factors, adapter.scale)
-                )
+            if j == 0 and y is None:
+                y = product(*factors, adapter.scale)
+            elif j == 0 and float8 is None:
+                y = torch.addmm(y, *factors, alpha=adapter.scale)
             else:
                 y.addmm_(*factors, alpha=adapter.scale)
-        if i in self.narrow:
+        if i in self.narrow or float8 is not None:
             return y.contiguous()
         weight = self._weight(i)
         return y.addmm_(rows, weight.t()) if adapters else F.linear(rows, weight, start)
@@ -223,7 +242,7 @@ class Products:
 
     def _bias(self, i: int) -> torch.Tensor | None:
         """Return the sum of a layer's bias and those of its adapters."""
-        _, bias, adapters = self.projections[i]
+        _, bias, adapters, _ = self.projections[i]
         if bias is None and not adapters:
             return None
         biases = [bias, *(None if a.bias is None else a.bias * a.scale for a in adapters)]
@@ -235,7 +254,9 @@ class Products:
         weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
         return weight if weight.dtype == self.dtype else weight.to(self.dtype)
 
-    def input_gradient(self, gradients: Sequence[torch.Tensor | None], wanted: bool) -> torch.Tensor | None:
+    def input_gradient(
+        self, gradients: Sequence[torch.Tensor | None], wanted: bool, parameters: Sequence[bool]
+    ) -> torch.Tensor | None:
         """Return the gradient of the rows if it is wanted. Prepares [`Products.parameter_gradients`].
 
         Args:
@@ -243,11 +264,16 @@ class Products:
                 Gradient of each output.
             wanted (`bool`):
                 Whether the rows need a gradient.
+            parameters (`Sequence[bool]`):
+                Whether each tensor of [`flatten`] needs a gradient.
         """
         d_rows = None
+        if self.in_float8:
+            trained = float8_weights_wanted(self.structure, parameters)
+            d_rows = self.float8.input_gradient([gradients[i] for i in self.in_float8], wanted, trained)
         if not self.adapters:
             for i, gradient in enumerate(gradients):
-                if wanted and gradient is not None:
+                if wanted and gradient is not None and i not in self.in_float8:
                     weight = self._weight(i)
                     d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
             return d_rows
@@ -267,7 +293,8 @@ class Products:
             return None
         if self.stacked:
             stack = self._cast()[0] if stack is None else stack
-            d_rows = torch.mm(self.d_low[:, : self.stacked], stack)
+            d_low = self.d_low[:, : self.stacked]
+            d_rows = torch.mm(d_low, stack) if d_rows is None else d_rows.addmm_(d_low, stack)
         for k, at in enumerate(self.dropped):
             from .backends.triton.dropout import dropped
 
@@ -275,7 +302,7 @@ class Products:
             part = dropped(torch.mm(self.d_low[:, self.columns[at]], down), seeds[k], p)
             d_rows = part if d_rows is None else d_rows.add_(part)
         for i, gradient in enumerate(gradients):
-            if gradient is not None and i not in self.narrow:
+            if gradient is not None and i not in self.narrow and i not in self.in_float8:
                 weight = self._weight(i)
                 d_rows = torch.mm(gradient, weight) if d_rows is None else d_rows.addmm_(gradient, weight)
         return d_rows
@@ -301,11 +328,17 @@ class Products:
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
         """
+        of_float8 = {}
+        if float8_weights_wanted(self.structure, wanted):
+            of_float8 = dict(zip(self.in_float8, self.float8.weight_gradients(rows), strict=True))
         if not self.adapters:
             found = []
-            for (weight, bias, _), gradient, k in zip(self.projections, gradients, count(0, 2)):
+            for i, ((weight, bias, _, _), gradient, k) in enumerate(zip(self.projections, gradients, count(0, 2))):
                 of_weight, of_bias = gradient is not None and wanted[k], gradient is not None and wanted[k + 1]
-                found.append(product(gradient.t(), rows, dtype=weight.dtype) if of_weight else None)
+                if not of_weight:
+                    found.append(None)
+                else:
+                    found.append(of_float8[i] if i in of_float8 else product(gradient.t(), rows, dtype=weight.dtype))
                 found.append(gradient.sum(0, dtype=bias.dtype) if of_bias else None)
             return found
         _, low, seeds, *_ = self.kept
@@ -314,10 +347,12 @@ class Products:
             self.add_stack_gradient(rows)
         d_stack = self.d_stack
         wanted, found = iter(wanted), []
-        for i, ((weight, bias, adapters), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
+        for i, ((weight, bias, adapters, _), gradient) in enumerate(zip(self.projections, gradients, strict=True)):
             for_weight, for_bias = next(wanted), next(wanted)
             if not for_weight or gradient is None:
                 found.append(None)
+            elif i in of_float8:
+                found.append(of_float8[i])
             elif i in self.narrow:
                 found.append(d_stack[self.narrow[i]].to(weight.dtype))
             else:
@@ -345,15 +380,24 @@ class Products:
         return found
 
 
-def needs_rows(structure: tuple, wanted: Sequence[bool]) -> bool:
-    """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input."""
+def needs_rows(structure: tuple, wanted: Sequence[bool], kept: bool = False) -> bool:
+    """Whether the gradients of the wanted tensors of [`flatten`] depend on the layers' input.
+
+    With `kept`, the weights whose products run in float8 do not count, because [`Products`] keeps their rows.
+    """
     at = 0
-    for _, factors in structure:
+    for _, factors, float8 in structure:
         # The weight, and the first matrix of each adapter.
-        if wanted[at] or any(wanted[at + 2 : at + 2 + 3 * len(factors) : 3]):
+        if (wanted[at] and not (kept and float8)) or any(wanted[at + 2 : at + 2 + 3 * len(factors) : 3]):
             return True
         at += 2 + 3 * len(factors)
     return False
+
+
+def float8_weights_wanted(structure: tuple, wanted: Sequence[bool]) -> bool:
+    """Whether the gradient of any weight whose products run in float8 is wanted."""
+    starts = accumulate((2 + 3 * len(factors) for _, factors, _ in structure), initial=0)
+    return any(float8 and wanted[at] for (_, _, float8), at in zip(structure, starts, strict=False))
 
 
 def product(

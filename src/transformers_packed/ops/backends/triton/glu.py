@@ -80,7 +80,7 @@ class GLU(torch.autograd.Function):
         again = needs_rows(ctx.structure, wanted)
         if ctx.structure:
             products, d_outs = Products.restore(ctx.structure, saved, x.dtype), [d_out.reshape(-1, d_out.shape[-1])]
-            dy = products.input_gradient(d_outs, True)
+            dy = products.input_gradient(d_outs, True, wanted)
             # The kernel reads an element of `dy` before it writes the same element of `dx`.
             dx = dy.view(x.shape)
         else:

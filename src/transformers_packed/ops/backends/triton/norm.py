@@ -142,7 +142,7 @@ class RMSNorm(torch.autograd.Function):
         dy = d_out
         if ctx.structure:
             products = Products.restore(ctx.structure, saved, x.dtype)
-            dy = products.input_gradient(d_outs, True)
+            dy = products.input_gradient(d_outs, True, wanted)
         dy = dy.reshape(rows, width).contiguous()
         dsum = None if dsum is None else dsum.reshape(rows, width).contiguous()
         # With a linear layer, `dy` is not needed after the kernel, which reads each row of it before it writes `dx`.

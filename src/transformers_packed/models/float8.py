@@ -1,0 +1,113 @@
+"""Linear layers of a model whose products run in float8 during training."""
+
+import re
+from collections.abc import Callable
+
+import torch
+from transformers.utils import logging
+
+from ..errors import input_error
+from ..ops.float8 import MULTIPLE
+from .cuda_graphs import use_cuda_graphs
+
+
+logger = logging.get_logger(__name__)
+
+# By default, smaller products (tokens * out * in) stay in the dtype of the model: casts would take longer than they save.
+_LEAST_WORK = 1e11
+# The attribute of a layer with the fewest tokens whose products run in float8.
+_MARK = "_float8_from"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Projections of the gates of the gated delta rule. They are narrow, and their outputs are exponentiated.
+_GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+
+
+def use_float8(
+    model: torch.nn.Module, module_filter: Callable[[torch.nn.Module, str], bool] | None = None
+) -> torch.nn.Module:
+    """Run the matrix products of linear layers in float8 (e4m3) when the model trains, forward and backward.
+
+    Parameters, gradients, the optimizer and saved files keep their dtypes. Each row of an input and of a weight is cast
+    with a scale of its own, in each forward and backward. In evaluation mode and under `torch.compile`, the layers run in
+    the dtype of the model. So do layers with hooks or with a replaced forward: the log names them.
+
+    Args:
+        model (`PreTrainedModel`):
+            A Qwen3.5 or Qwen3-Next model of this package, in bfloat16 or trained under autocast to bfloat16.
+        module_filter (`Callable[[torch.nn.Module, str], bool]`, *optional*):
+            Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default these
+            are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one, without
+            the gates of the gated delta rule. They use float8 for rows whose `tokens * out * in` is at least
+            1e11, below which it is slower. `lambda module, name: False` disables float8.
+
+    Returns:
+        `torch.nn.Module`: the same model.
+
+    Raises:
+        `ValueError`: the model is not supported, or `module_filter` selects a layer that cannot run in float8. The forward on a
+            GPU without products in float8, or with another dtype, raises it too.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5TextConfig
+    >>> from transformers_packed import use_float8
+    >>> from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> model = use_float8(Qwen3_5ForCausalLM(config))
+
+    ```
+    """
+    texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+    if not texts:
+        raise input_error(
+            "a Qwen3.5 or Qwen3-Next model of this package",
+            type(model).__name__,
+            "Load it after transformers_packed.register(), or pass it to patch_model first.",
+        )
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    numbers = [int(found[1]) for name in layers if (found := _LAYER.search(name))]
+    ends = {min(numbers, default=0), max(numbers, default=0)}
+    chosen = {}
+    for name, layer in layers.items():
+        problem = _problem(model, name, layer)
+        if module_filter is None:
+            inner = problem == "" and int(_LAYER.search(name)[1]) not in ends
+            chosen[name] = inner and not any(part in _GATES for part in name.split("."))
+            continue
+        chosen[name] = bool(module_filter(layer, name))
+        if chosen[name] and problem:
+            raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+    for name, layer in layers.items():
+        fewest = 1 if module_filter else _LEAST_WORK / (layer.in_features * layer.out_features)
+        vars(layer)[_MARK] = fewest if chosen[name] else None
+    for text in texts:
+        # Recorded graphs hold the earlier products.
+        if vars(text).get("_layer_graphs") is not None:
+            use_cuda_graphs(text, text._layer_graphs.row_length)
+    logger.info(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
+    return model
+
+
+def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Linear) -> str:
+    """Return why a layer cannot run in float8, or an empty string."""
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"is {layer.out_features} x {layer.in_features}, not multiples of {MULTIPLE}"
+    parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
+    ours = type(parent).__module__.startswith(__package__) and _LAYER.search(name) is not None
+    return "" if ours else f"{type(parent).__name__} calls outside of the ops of this package"
+
+
+def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether the products of this layer with these inputs run in float8."""
+    fewest = vars(layer).get(_MARK)
+    if fewest is None or not layer.training or torch.compiler.is_compiling():
+        return False
+    return hidden_states.numel() >= fewest * layer.in_features
+
+
+def warn_about(layer: torch.nn.Module) -> None:
+    """Log once that layers like this one are called, and do not run in float8."""
+    logger.warning_once(
+        f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another forward."
+    )
