@@ -266,7 +266,7 @@ class FusedTest(unittest.TestCase):
         layers = made(EVERYTHING)
         self.check(rows(2, 5, WIDTH), layers, used=used)
         gradients = iter(run("fused", rows(2, 5, WIDTH), layers, used)[len(layers) + 1 :])
-        for i, (_, bias, adapters) in enumerate(layers):
+        for i, (_, bias, adapters, _) in enumerate(layers):
             expected = [True, bias is not None, *(x is not None for a in adapters for x in (a.down, a.up, a.bias))]
             for present in expected:
                 self.assertEqual(next(gradients) is not None, present and i in used)
