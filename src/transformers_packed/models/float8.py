@@ -38,7 +38,7 @@ def use_float8(
             Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default these
             are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one, without
             the gates of the gated delta rule. They use float8 for rows whose `tokens * out * in` is at least
-            1e11, below which it is slower. `lambda module, name: False` disables float8.
+            1e11 for the largest layer with the same input, below which it is slower. `lambda module, name: False` disables float8.
 
     Returns:
         `torch.nn.Module`: the same model.
@@ -78,8 +78,13 @@ def use_float8(
         chosen[name] = bool(module_filter(layer, name))
         if chosen[name] and problem:
             raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+    largest: dict[tuple, int] = {}
     for name, layer in layers.items():
-        fewest = 1 if module_filter else _LEAST_WORK / (layer.in_features * layer.out_features)
+        if chosen[name]:
+            group = _group_of(name, layer)
+            largest[group] = max(layer.in_features * layer.out_features, largest.get(group, 0))
+    for name, layer in layers.items():
+        fewest = 1 if module_filter else _LEAST_WORK / largest.get(_group_of(name, layer), 1)
         vars(layer)[_MARK] = fewest if chosen[name] else None
     for text in texts:
         # Recorded graphs hold the earlier products.
@@ -87,6 +92,11 @@ def use_float8(
             use_cuda_graphs(text, text._layer_graphs.row_length)
     logger.info(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
     return model
+
+
+def _group_of(name: str, layer: torch.nn.Linear) -> tuple[str, int]:
+    """Return a key of the layers that share an input. It is cast once, so small layers among them gain too."""
+    return name.removesuffix(".base_layer").rpartition(".")[0], layer.in_features
 
 
 def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Linear) -> str:

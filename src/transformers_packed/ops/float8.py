@@ -61,9 +61,12 @@ class Float8Layers:
         # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept.
         self.kept = list(kept)
 
-    def forward(self, rows: torch.Tensor, keep: bool) -> list[torch.Tensor]:
-        """Return the outputs `[T, out]`. `keep` keeps the cast rows for the gradients of the weights."""
-        cast, scale = _cast_rows(rows)
+    def forward(self, rows: torch.Tensor | None, keep: bool, cast: tuple | None = None) -> list[torch.Tensor]:
+        """Return the outputs `[T, out]` for `rows`, or for the rows `cast` with their scales.
+
+        `keep` keeps the cast rows for the gradients of the weights.
+        """
+        cast, scale = _cast_rows(rows) if cast is None else cast
         outputs, scales = [], []
         for weight in self.weights:
             cast_weight, weight_scale = _cast_rows(weight)
@@ -77,51 +80,60 @@ class Float8Layers:
     ) -> torch.Tensor | None:
         """Return the gradient of the rows if it is wanted, and prepare [`Float8Layers.weight_gradients`]."""
         row_scale, weight_scales, _ = self.kept
-        tokens, total, device = len(row_scale), sum(self.sizes), row_scale.device
-        # The largest numbers of each row and of each output. Without a gradient, an output adds zeros.
-        maxima = torch.zeros(tokens + total, dtype=torch.int32, device=device)
-        largest = maxima[:tokens] if for_rows else None
-        scale = torch.empty(tokens if for_rows else 0, dtype=torch.float32, device=device)
-        column_scale = torch.empty(total if for_weights else 0, dtype=torch.float32, device=device)
-        new = torch.zeros if any(gradient is None for gradient in gradients) else torch.empty
-        cast = new(tokens, total, dtype=torch.uint8, device=device).view(DTYPE) if for_rows else None
-        padded = -(-tokens // MULTIPLE) * MULTIPLE
-        self.columns = new(total, padded, dtype=torch.uint8, device=device).view(DTYPE) if for_weights else None
-        self.column_scale = column_scale
-        if for_weights and new is torch.zeros:
-            column_scale.fill_(1)
-        found, start = [], 0
-        for gradient, size in zip(gradients, self.sizes, strict=True):
-            part, start = slice(start, start + size), start + size
-            if gradient is not None:
-                gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
-                of_columns = maxima[tokens:][part] if for_weights else None
-                found.append((gradient, row_scale, weight_scales[part], largest, of_columns, part))
-        for *arguments, _ in found:
-            _add_maxima(*arguments)
-        for *arguments, part in found:
-            outputs = (cast[:, part], scale) if for_rows else (None, None)
-            outputs += (self.columns[part], column_scale[part]) if for_weights else (None, None)
-            _cast_both(*arguments, *outputs)
+        tokens, device = len(row_scale), row_scale.device
+        gradients = [
+            row_scale.new_zeros(tokens, size) if gradient is None else _with_whole_rows(gradient)
+            for gradient, size in zip(gradients, self.sizes, strict=True)
+        ]
+        if for_weights:
+            cast, scale = self._cast_gradients(gradients)
+        elif for_rows:
+            cast, scale = _cast_rows(*gradients, factor=weight_scales)
         if not for_rows:
             return None
         # The weights once more, transposed and side by side.
-        weight = torch.empty(self.weights[0].shape[1], total, dtype=DTYPE, device=device)
+        weight = torch.empty(self.weights[0].shape[1], sum(self.sizes), dtype=DTYPE, device=device)
         for one, s, out in zip(
             self.weights, weight_scales.split(self.sizes), weight.split(self.sizes, 1), strict=True
         ):
             _transposed(one, s, out)
         return _product(cast, weight, scale, None, self.dtype)
 
-    def weight_gradients(self, rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def _cast_gradients(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast the gradients by row, and their transpose, which is kept, by column."""
+        row_scale, weight_scales, _ = self.kept
+        tokens, total, device = len(row_scale), sum(self.sizes), row_scale.device
+        rows, columns = torch.zeros(tokens + total, dtype=torch.int32, device=device).split([tokens, total])
+        scale, self.column_scale = (torch.empty(n, dtype=torch.float32, device=device) for n in (tokens, total))
+        cast = torch.empty(tokens, total, dtype=DTYPE, device=device)
+        self.columns = self.new_columns(total)
+        parts = [
+            (gradient, row_scale, factor, rows, largest)
+            for gradient, factor, largest in zip(
+                gradients, weight_scales.split(self.sizes), columns.split(self.sizes), strict=True
+            )
+        ]
+        for part in parts:
+            _add_maxima(*part)
+        outputs = (x.split(self.sizes, dim) for x, dim in ((cast, 1), (self.columns, 0), (self.column_scale, 0)))
+        for part, q, t, column_scale in zip(parts, *outputs, strict=True):
+            _cast_both(*part, q, scale, t, column_scale)
+        return cast, scale
+
+    def new_columns(self, size: int) -> torch.Tensor:
+        """Return memory for a transpose of the rows, `[size, T]`, with `T` rounded up to a multiple of 16."""
+        tokens = len(self.kept[0])
+        return torch.empty(size, -(-tokens // MULTIPLE) * MULTIPLE, dtype=DTYPE, device=self.kept[0].device)
+
+    def weight_gradients(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the gradients `[out, in]`, after [`Float8Layers.input_gradient`].
 
-        `rows` are those of the forward, if it did not keep them.
+        `rows` are those of the forward, if it did not keep them, or `columns` their transpose in float8.
         """
         scale, _, cast = self.kept
-        rows, scale = (rows, scale) if cast is None else (cast, None)
-        columns = torch.empty(rows.shape[1], self.columns.shape[1], dtype=DTYPE, device=rows.device)
-        _transposed(rows, scale, columns)
+        if columns is None:
+            columns = self.new_columns(self.weights[0].shape[1])
+            _transposed(rows if cast is None else cast, scale if cast is None else None, columns)
         found = _product(self.columns, columns, self.column_scale, None, self.dtype)
         self.columns = None
         return [part.to(weight.dtype) for part, weight in zip(found.split(self.sizes), self.weights, strict=True)]
@@ -138,24 +150,32 @@ def _product(left, right, left_scale, right_scale, dtype):
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
 
 
-def _cast_rows(x):
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if x.is_cuda:
+def _with_whole_rows(x):
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _cast_rows(*parts, factor=None):
+    """Cast the rows of tensors side by side, times `factor`, with one scale for each row."""
+    parts = [_with_whole_rows(part) for part in parts]
+    if len(parts) > 3:
+        parts = [torch.cat(parts, 1)]
+    if parts[0].is_cuda:
         from .backends.triton.float8 import cast_rows
 
-        return cast_rows(x)
-    x = x.float()
+        return cast_rows(*parts, factor=factor)
+    x = torch.cat(parts, 1).float()
+    x = x if factor is None else x * factor
     scale = _scale_of(_magnitude(x).amax(1))
-    return _rounded(x / scale[:, None]), scale
+    return (x / scale[:, None]).to(DTYPE), scale
 
 
 def _transposed(x, scale, out):
     if x.is_cuda:
         from .backends.triton.float8 import transposed
 
-        transposed(x, scale, out)
+        transposed(_with_whole_rows(x), scale, out)
         return
-    x = x if scale is None else _rounded(x.float() / scale[:, None])
+    x = x if scale is None else (x.float() / scale[:, None]).to(DTYPE)
     out[:, : len(x)] = x.t()
     out[:, len(x) :] = 0
 
@@ -166,10 +186,8 @@ def _add_maxima(x, row_factor, column_factor, rows, columns):
 
         add_maxima(x, row_factor, column_factor, rows, columns)
         return
-    if rows is not None:
-        torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
-    if columns is not None:
-        torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
+    torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
+    torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
 
 
 def _cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale):
@@ -178,25 +196,18 @@ def _cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cas
 
         cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale)
         return
-    if rows is not None:
-        row_scale.copy_(_scale_of(rows))
-        cast.copy_(_rounded(x.float() * column_factor / row_scale[:, None]))
-    if columns is not None:
-        column_scale.copy_(_scale_of(columns))
-        _transposed(_rounded(x.float() * row_factor[:, None] / column_scale), None, cast_columns)
+    row_scale.copy_(_scale_of(rows))
+    cast.copy_((x.float() * column_factor / row_scale[:, None]).to(DTYPE))
+    column_scale.copy_(_scale_of(columns))
+    _transposed((x.float() * row_factor[:, None] / column_scale).to(DTYPE), None, cast_columns)
 
 
 def _magnitude(x):
-    # Bits of absolute values order as integers do, with NaN above infinity.
-    return x.view(torch.int32) & 0x7FFFFFFF
+    """Return the bits of absolute values, which order as integers do. NaN counts as 0: it stays NaN in e4m3."""
+    return x.abs().nan_to_num(0, posinf=float("inf")).view(torch.int32)
 
 
 def _scale_of(bits):
-    """Return the power of two by which numbers with magnitudes up to `bits` are at most 448, or NaN."""
+    """Return the power of two by which numbers with magnitudes up to `bits` are at most 448, or NaN for infinity."""
     exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=27)
     return (exponent << 23).view(torch.float32).masked_fill(bits >= _INFINITY, float("nan"))
-
-
-def _rounded(x):
-    # NaN stands for infinities too, which e4m3 lacks.
-    return x.to(DTYPE)

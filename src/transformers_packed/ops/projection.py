@@ -160,18 +160,22 @@ class Products:
         products.float8.kept, products.kept = saved[:3], saved[3:kept]
         return products
 
-    def forward(self, rows: torch.Tensor, keep: bool = False) -> list[torch.Tensor]:
+    def forward(
+        self, rows: torch.Tensor | None, keep: bool = False, cast: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows` `[T, in]` in the dtype of the products. Sets `kept`.
 
         Without adapters and float8, rows may have more dimensions.
 
         Args:
-            rows (`torch.Tensor` of shape `[T, in]`):
-                Input of the layers.
+            rows (`torch.Tensor` of shape `[T, in]`, *optional*):
+                Input of the layers. Not needed with `cast` if there are no adapters, and all products run in float8.
             keep (`bool`, *optional*, defaults to `False`):
                 Whether to keep the rows in float8 for the gradients of weights whose products run in float8.
+            cast (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+                The rows in float8, and their scales, if another kernel has cast them.
         """
-        done = dict(zip(self.in_float8, self.float8.forward(rows, keep), strict=True)) if self.in_float8 else {}
+        done = dict(zip(self.in_float8, self.float8.forward(rows, keep, cast), strict=True)) if self.in_float8 else {}
         if not self.adapters:
             self.kept = [None, None, None]
             for i, y in done.items():
@@ -315,7 +319,11 @@ class Products:
         self.d_stack = d_stack if self.d_stack is None else self.d_stack.add_(d_stack)
 
     def parameter_gradients(
-        self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor | None, wanted: Sequence[bool]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        rows: torch.Tensor | None,
+        wanted: Sequence[bool],
+        columns: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients of the tensors of [`flatten`], after [`Products.input_gradient`].
 
@@ -327,10 +335,12 @@ class Products:
                 in pieces, and only the stack needs them.
             wanted (`Sequence[bool]`):
                 Whether each tensor needs a gradient.
+            columns (`torch.Tensor`, *optional*):
+                The transposed rows in float8, if another kernel has written them to [`Float8Layers.new_columns`].
         """
         of_float8 = {}
         if float8_weights_wanted(self.structure, wanted):
-            of_float8 = dict(zip(self.in_float8, self.float8.weight_gradients(rows), strict=True))
+            of_float8 = dict(zip(self.in_float8, self.float8.weight_gradients(rows, columns), strict=True))
         if not self.adapters:
             found = []
             for i, ((weight, bias, _, _), gradient, k) in enumerate(zip(self.projections, gradients, count(0, 2))):

@@ -7,6 +7,7 @@ import triton.language as tl
 from ...autograd import first_order
 from ...projection import Products, needs_rows, unflattened
 from . import ceil_div, on_its_device
+from .float8 import COLUMNS, ROWS, bits, inverse, packed_at, scale_of, store_transposed
 
 
 _BLOCK = 2048
@@ -15,24 +16,45 @@ _PIECE = 1 << 26
 
 
 @triton.jit
-def _gate_forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+def _gated(gate_ptr, x_ptr, at, inside, SILU: tl.constexpr):
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     y = x * tl.sigmoid(gate)
     if SILU:
         y *= gate
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    return y.to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
-def _gate_backward(
-    dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, y_ptr, count, SILU: tl.constexpr, AGAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _gate_forward(gate_ptr, x_ptr, y_ptr, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    tl.store(y_ptr + at, _gated(gate_ptr, x_ptr, at, at < count, SILU), mask=at < count)
+
+
+@triton.jit
+def _gate_forward_float8(
+    gate_ptr, x_ptr, y_ptr, q_ptr, scale_ptr, C, SILU: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * C
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, C, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        y = _gated(gate_ptr, x_ptr, first + column, column < C, SILU)
+        if KEEP:
+            tl.store(y_ptr + first + column, y, mask=column < C)
+        largest = tl.maximum(largest, tl.abs(y.to(tl.float32)))
+    scale = scale_of(bits(tl.max(largest, 0)))
+    tl.store(scale_ptr + tl.program_id(0), scale)
+    # The second read of a row comes from the cache.
+    for start in range(0, C, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        y = _gated(gate_ptr, x_ptr, first + column, column < C, SILU).to(tl.float32)
+        tl.store(q_ptr + first + column, (y * inverse(scale)).to(tl.float8e4nv), mask=column < C)
+
+
+@triton.jit
+def _gate_gradients(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, at, inside, SILU: tl.constexpr):
+    """Store the gradients of the gate and of `x`, and return the product."""
     dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,8 +67,36 @@ def _gate_backward(
         slope = sigmoid * (1.0 - sigmoid)
     tl.store(dx_ptr + at, (dy * activated).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dgate_ptr + at, (dy * x * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
+    return (x * activated).to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _gate_backward(
+    dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, y_ptr, count, SILU: tl.constexpr, AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    y = _gate_gradients(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, at, at < count, SILU)
     if AGAIN:
-        tl.store(y_ptr + at, (x * activated).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + at, y, mask=at < count)
+
+
+@triton.jit(do_not_specialize=["R", "quads"])
+def _gate_backward_float8(
+    dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, scale_ptr, t_ptr, t_stride, R, quads, C, SILU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    packed = tl.zeros((ROWS // 4, COLUMNS), tl.int32)
+    for j in tl.static_range(4):
+        row = start + tl.arange(0, ROWS // 4) * 4 + j
+        at = row.to(tl.int64)[:, None] * C + column[None, :]
+        inside = (row < R)[:, None] & (column < C)[None, :]
+        y = _gate_gradients(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, at, inside, SILU).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=row < R, other=1.0)
+        packed = packed_at((y * inverse(scale)[:, None]).to(tl.float8e4nv), packed, j)
+    store_transposed(t_ptr, t_stride, packed, start, column, quads, C, ROWS)
 
 
 class GLU(torch.autograd.Function):
@@ -61,14 +111,21 @@ class GLU(torch.autograd.Function):
     def forward(ctx, gate, x, silu: bool, structure: tuple, *tensors):
         gate, x = gate.contiguous(), x.contiguous()
         ctx.silu, ctx.structure = silu, structure
-        y = torch.empty_like(x)
-        if y.numel():
+        products, width, cast = Products(structure, tensors, x.dtype), x.shape[-1], None
+        y = torch.empty_like(x) if not products.in_float8 or products.adapters else None
+        if products.in_float8:
+            cast = torch.empty(x.numel() // width, width, dtype=torch.float8_e4m3fn, device=x.device)
+            scale = torch.empty(len(cast), dtype=torch.float32, device=x.device)
+            _gate_forward_float8[(len(cast),)](
+                gate, x, y, cast, scale, width, silu, y is not None, min(triton.next_power_of_2(width), _BLOCK)
+            )
+            cast = cast, scale
+        elif y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
         if not structure:
             ctx.save_for_backward(gate, x)
             return y
-        products = Products(structure, tensors, x.dtype)
-        (output,) = products.forward(y.view(-1, y.shape[-1]))
+        (output,) = products.forward(None if y is None else y.view(-1, width), cast=cast)
         ctx.save_for_backward(gate, x, *products.to_save())
         return unflattened(output, x.shape[:-1])
 
@@ -85,7 +142,7 @@ class GLU(torch.autograd.Function):
             dx = dy.view(x.shape)
         else:
             dy, dx = d_out.contiguous(), torch.empty_like(x)
-        dgate, y, width = torch.empty_like(gate), None, x.shape[-1]
+        dgate, y, columns, width = torch.empty_like(gate), None, None, x.shape[-1]
         length = _PIECE // width
         if again and x.numel() > _PIECE and not (wanted[0] or products.dropped):
             y = x.new_empty(length, width)
@@ -94,11 +151,14 @@ class GLU(torch.autograd.Function):
                 _launch_backward(*parts, rows, ctx.silu)
                 products.add_stack_gradient(rows)
             y = None
+        elif again and products.in_float8 and not products.adapters:
+            columns = products.float8.new_columns(width)
+            _launch_backward_float8(dy, gate, x, dgate, dx, products.float8.kept[0], columns, ctx.silu)
         else:
             y = torch.empty_like(x) if again else None
             _launch_backward(dy, gate, x, dgate, dx, y, ctx.silu)
         if ctx.structure:
-            found = products.parameter_gradients(d_outs, None if y is None else y.view(-1, width), wanted)
+            found = products.parameter_gradients(d_outs, None if y is None else y.view(-1, width), wanted, columns)
         return dgate, dx, None, None, *found
 
 
@@ -107,3 +167,11 @@ def _launch_backward(dy, gate, x, dgate, dx, y, silu):
         _gate_backward[(ceil_div(x.numel(), _BLOCK),)](
             dy, gate, x, dgate, dx, y, x.numel(), silu, y is not None, _BLOCK
         )
+
+
+def _launch_backward_float8(dy, gate, x, dgate, dx, scale, columns, silu):
+    width, columns = x.shape[-1], columns.view(torch.int32)
+    _gate_backward_float8[ceil_div(columns.shape[1], ROWS // 4), ceil_div(width, COLUMNS)](
+        dy, gate, x, dgate, dx, scale, columns, columns.stride(0), len(scale), columns.shape[1], width, silu, ROWS,
+        COLUMNS, num_warps=8,
+    )  # fmt: skip
