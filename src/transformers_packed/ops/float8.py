@@ -168,7 +168,7 @@ def _add_maxima(x, row_factor, column_factor, rows, columns):
         return
     if rows is not None:
         torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
-    if columns is not None:
+    if columns is not None and len(x):
         torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
 
 
