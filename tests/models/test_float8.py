@@ -9,12 +9,19 @@ from unittest import mock
 
 import torch
 from mixins.lora import lora, randomized
-from mixins.model import gradients, packed_batch, total_relative_error
+from mixins.model import packed_batch, total_relative_error
 from mixins.patch import COMPOSITE, builtin_model
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from peft import get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    set_seed,
+)
 
 from transformers_packed import patch_model, use_cuda_graphs, use_float8
 from transformers_packed.models import float8, projections
@@ -71,7 +78,7 @@ def documents(seed=0, lengths=LENGTHS):
 
 def supported(layer, name):
     """Whether a layer can run in float8, for a filter that chooses as many layers as possible."""
-    return ".layers." in name and not any(n % 16 for n in layer.weight.shape) and "lora_" not in name
+    return ".layers." in name and not (layer.in_features % 16 or layer.out_features % 16) and "lora_" not in name
 
 
 def chosen(model):
@@ -461,3 +468,109 @@ class LeakTest(Float8TestCase):
                         # The logits do not depend on gradients.
                         expected = other != document or (how == "other_gradients" and direction == 0)
                         self.assertEqual(same_bits, expected, (how, document, other, direction))
+
+
+TARGETS = ["in_proj_qkv", "out_proj", "q_proj", "v_proj", "up_proj", "down_proj"]
+
+
+def adapted(model, **options):
+    return randomized(get_peft_model(model, lora(target_modules=TARGETS, **options)))
+
+
+class AdaptersTest(Float8TestCase):
+    def test_gradients_of_adapters(self):
+        model = adapted(make())
+        plain = result(model)
+        use_float8(model, supported)
+        found = result(model)
+        self.assertEqual(implementations_used()["linear_float8_lora"], ["fused"])
+        self.assertNotIn("linear_lora", implementations_used())
+        self.assert_differs(found, plain)
+        self.assertTrue(all("lora_" in name for name in found[1]))
+        for reentrant in (True, False):
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            self.assertTrue(same(result(model), found))
+
+    def test_disabled_and_merged_adapters(self):
+        """Without active adapters, the layers are in float8 as those of the base model."""
+        base = use_float8(make(), supported)
+        batch = packed_batch(documents())
+        expected = base(**batch, skip_logits=False).logits
+        model = adapted(copy.deepcopy(base))
+        with model.disable_adapter():
+            self.assertTrue(torch.equal(model(**batch, skip_logits=False).logits, expected))
+        active = model(**batch, skip_logits=False).logits
+        self.assertFalse(torch.equal(active, expected))
+        # Merged into the weights, for good.
+        merged = model.merge_and_unload().train()
+        self.assertEqual(chosen(merged), chosen(base))
+        self.assertLess((merged(**batch, skip_logits=False).logits - active).norm() / active.norm(), 0.1)
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_layers_in_4_bit(self):
+        """They are dequantized to the dtype of the model, and the log names them."""
+        set_seed(0)
+        options = config(Qwen3_5TextConfig, LAYERS[1:3], hidden_size=64, intermediate_size=64)
+        with tempfile.TemporaryDirectory() as folder:
+            Qwen3_5ForCausalLM(options).save_pretrained(folder)
+            in_4_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+            model = Qwen3_5ForCausalLM.from_pretrained(folder, quantization_config=in_4_bit, dtype=torch.bfloat16)
+        model = adapted(model).train()
+        plain = result(model)
+        use_float8(model, lambda module, name: supported(module, name) and type(module) is not torch.nn.Linear)
+        self.assertEqual(len(chosen(model)), 13)
+        with mock.patch.object(float8.logger, "warning_once") as warn:
+            found = result(model)
+        # Fused layers round as often as those of bitsandbytes, but in another order.
+        self.assertLess(total_relative_error(found[1], plain[1]), 0.01)
+        self.assertNotIn("linear_float8", implementations_used())
+        self.assertNotIn("linear_float8_lora", implementations_used())
+        self.assertIn("a Linear4bit runs in its own dtype", warn.call_args.args[0])
+
+
+class KernelsTest(InterpretedKernelsTest, Float8TestCase):
+    """The ops around the layers run in kernels, and compute some of the layers."""
+
+    def setUp(self):
+        InterpretedKernelsTest.setUp(self)
+        Float8TestCase.setUp(self)
+
+    @parameterized.expand(
+        [
+            ("plain", lambda model: model),
+            ("adapters", adapted),
+            ("adapters_and_weights", lambda model: adapted(model).requires_grad_()),
+        ]
+    )
+    def test_gradients_equal_those_of_the_torch_forms(self, _, change):
+        model, texts = use_float8(change(make()), supported), documents(lengths=(7, 1, 4))
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: False):
+            expected = result(model, texts)
+        found = result(model, texts)
+        self.assertLess(total_relative_error(found[1], expected[1]), 5e-3)
+        self.assertEqual(found[1].keys(), expected[1].keys())
+        ran = {op for op, names in implementations_used().items() if "triton" in names}
+        self.assertLessEqual({"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}, ran)
+        # Inputs that are computed again for the adapters, not saved.
+        with mock.patch("transformers_packed.ops.linear._WORTH_RECOMPUTING", 1):
+            again = result(model, texts)
+        self.assertTrue(same(again, found))
+
+    def test_dropout_of_adapters(self):
+        model, texts = adapted(make(), lora_dropout=0.2), documents(lengths=(7, 1, 4))
+        set_seed(1)
+        plain = result(model, texts)
+        use_float8(model, supported)
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            set_seed(1)
+            found = result(model, texts)
+            self.assert_differs(found, plain)
+        self.assertEqual(implementations_used()["linear_float8_lora"], ["fused"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -729,3 +729,7 @@ class CastsTest(InterpretedKernelsTest):
                 self.equal(values[others], want[others])
             self.assertFalse(of_columns[5, 7].isfinite())
             self.assertTrue(of_columns[:, torch.arange(48) != 7].isfinite().all())
+
+
+if __name__ == "__main__":
+    unittest.main()
