@@ -30,9 +30,10 @@ def projection_of(
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     in_float8 = is_in_float8(base, hidden_states)
+    if in_float8 and not isinstance(weight, torch.Tensor):
+        warn_about(base)
+        in_float8 = False
     if weight is None:
-        if in_float8:
-            warn_about(base)
         if base is not layer:
             _record_peft(f"its base layer is a {type(base).__name__}, or is hooked or wrapped")
         return none

@@ -187,7 +187,8 @@ def _add_maxima(x, row_factor, column_factor, rows, columns):
         add_maxima(x, row_factor, column_factor, rows, columns)
         return
     torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
-    torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
+    if len(x):
+        torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
 
 
 def _cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale):

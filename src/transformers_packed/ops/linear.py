@@ -208,6 +208,8 @@ def _fused(hidden_states, *projections, dtype=None):
 
 def _verify_fused(hidden_states, *projections):
     in_float8 = [projection.weight for projection in projections if projection.float8]
+    if in_float8 and is_transformed():
+        return False, "does not support torch.func transforms"
     if not in_float8 and not triton.on_gpu(hidden_states):
         return False, "needs CUDA tensors"
     dtypes = {product_dtype(hidden_states, projection) for projection in projections}
