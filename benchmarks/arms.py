@@ -58,6 +58,8 @@ ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", 
 ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
 ARMS["ours+qlora+prepared"] = ARMS["ours"]
 ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "ours+lora")}
+# The same layers of the stock class in torchao's float8, with a scale for each row.
+ARMS["packed+varlen+liger+torchao"] = ARMS["packed+varlen+liger"]
 # Routers and the gate of the shared expert keep their weights.
 LORA_MLP = ("gate_proj", "up_proj", "down_proj")
 LORA_LAYERS = (
@@ -69,7 +71,11 @@ LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 def default_arms(config: dict) -> list[str]:
     """All arms of a full training step that fit the model: only a mixture can choose its experts."""
-    names = [name for name in ARMS if name != "ours padded" and not {"lora", "qlora", "float8"} & {*name.split("+")}]
+    names = [
+        name
+        for name in ARMS
+        if name != "ours padded" and not {"lora", "qlora", "float8", "torchao"} & {*name.split("+")}
+    ]
     return [name for name in names if "num_experts" in config or not ARMS[name].experts]
 
 
@@ -131,7 +137,22 @@ def make_model(config: dict, arm: str, device: str):
         quantize(model)
     if "+float8" in arm:
         use_float8(model)
+    if "+torchao" in arm:
+        use_torchao(model)
     return with_lora(model, "+prepared" in arm) if "lora" in arm else model
+
+
+def use_torchao(model: torch.nn.Module) -> None:
+    """Convert the layers that `use_float8` chooses."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    ends = tuple(f"layers.{i}." for i in (0, model.config.num_hidden_layers - 1))
+
+    def inside(layer: torch.nn.Module, name: str) -> bool:
+        return "layers." in name and not any(end in name for end in ends) and not name.endswith(SENSITIVE)
+
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model, module_filter_fn=inside, config=config)
 
 
 def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts: bool) -> None:

@@ -45,6 +45,7 @@ PACKAGES = (
     "flash-linear-attention",
     "peft",
     "bitsandbytes",
+    "torchao",
     "flash-qla",
     "tilelang",
     "causal-conv1d",

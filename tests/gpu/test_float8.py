@@ -145,7 +145,8 @@ class Float8Test(unittest.TestCase):
         for step in range(3):
             (a, first), (b, second) = (run(m, row) for m in (model, graphs))
             self.assertEqual(a.loss.item(), b.loss.item(), step)
-            self.assertLess(total_relative_error(second, first), 1e-3)
+            # Stale weights would be 10 % off.
+            self.assertLess(total_relative_error(second, first), 1e-2)
             with torch.no_grad():
                 for m in (model, graphs):
                     for p in m.parameters():
