@@ -27,11 +27,13 @@ from transformers import (
 from transformers_packed import cli
 from transformers_packed.cli import finetune
 from transformers_packed.data.records.samples import make_samples
+from transformers_packed.models import float8
 from transformers_packed.ops import dispatch
 from transformers_packed.training import run_folder
 
 
 TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
+DEEP_CONFIG = {**TEXT_CONFIG, "num_hidden_layers": 3, "layer_types": TINY["layer_types"] + ["full_attention"]}
 GOOD = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 GOOD_TEXT = b'{"text": "a"}\n'
 BAD_FILES = [
@@ -334,6 +336,18 @@ class CommandTest(unittest.TestCase):
             got, want, before = (model(ids).logits for model in (adapted, trained, base))
         self.assertLess((got - want).abs().max(), 1e-5)
         self.assertGreater((got - before).abs().max(), 1e-3)
+
+    @parameterized.expand([([],), (["--lora"],)])
+    def test_float8(self, arguments):
+        self.save("deep", AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**DEEP_CONFIG)))
+        with mock.patch.object(float8, "_LEAST_WORK", 0):
+            status, out, err = self.run_command("--float8", "--max-steps=1", *arguments, model="deep")
+        self.assertEqual(status, 0, err)
+        self.assertIn("linear_float8_lora" if arguments else "linear_float8", dispatch.implementations_used())
+
+    def test_float8_is_checked_first(self):
+        with mock.patch.object(finetune, "verify", return_value=(False, "needs another GPU")):
+            self.check_error("--float8: expected a device and a dtype .*: it needs another GPU", "--float8")
 
     def test_a_dataset(self):
         """Create a directory that `datasets` loads. In its table every record has the columns of all others."""

@@ -8,6 +8,7 @@ import unittest
 from unittest import mock
 
 import torch
+from mixins.configure import llama
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples, collate_padded
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
@@ -20,8 +21,10 @@ from transformers_packed import (
     configure_packing,
     patch_model,
 )
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models import float8
 from transformers_packed.models.registry import has_our_classes
-from transformers_packed.ops import dispatch
+from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.training.callbacks import metrics
 
 
@@ -40,9 +43,9 @@ class TrainerTestCase(unittest.TestCase):
         defaults |= {"logging_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True}
         return cls(self.directory, **defaults | {"disable_tqdm": True} | options)
 
-    def build(self, cls=PackedTrainer, args=None, **options):
+    def build(self, cls=PackedTrainer, args=None, model=None, **options):
         set_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()) if model is None else model
         samples = {"train_dataset": Samples(24), "eval_dataset": Samples(8)}
         with quiet():
             return cls(model, args or self.args(), **samples | options)
@@ -157,6 +160,81 @@ class PackedTrainerTest(TrainerTestCase):
                 self.assertEqual(tokens[:length], expected)
                 self.assertEqual(set(tokens[length:]) - {-100}, set())
         self.assertIsNone(next(rows, None))
+
+
+class Float8Test(TrainerTestCase):
+    """Linear layers of the inner decoder layers train in float8, with and without packing."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(float8, "_LEAST_WORK", 0))
+        self.addCleanup(dispatch._used.clear)
+
+    def model(self):
+        set_seed(0)
+        return AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
+
+    def trained(self, **options):
+        """Return the model after two steps, the first printed line and the implementations of linear layers."""
+        collator = collate_padded if options.get("padding_free") is False else None
+        models = {"model_init": self.model} if options.pop("again", False) else {"model": self.model()}
+        args = self.args(**options | {"max_steps": 2})
+        dispatch._used.clear()
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            trainer = PackedTrainer(args=args, train_dataset=Samples(24), data_collator=collator, **models)
+            trainer.train()
+        return trainer.model, stdout.getvalue().splitlines()[0], implementations_used().get("linear_float8")
+
+    @parameterized.expand(
+        [
+            ("pack", {"packing": True, "max_length": 128}, "^Packing on: .*; linear layers train in float8$"),
+            ("padding_free", {}, "^Padding-free on: .*; linear layers train in float8$"),
+            (
+                "off",
+                {"padding_free": False},
+                "^Packing off, batches are unchanged; linear layers train in float8: .*off",
+            ),
+        ]
+    )
+    def test_in_each_mode(self, _, options, line):
+        plain, _, used = self.trained(**options)
+        self.assertIsNone(used)
+        expected = {name: x.dtype for name, x in plain.state_dict().items()}
+        for again in (False, True):
+            model, said, used = self.trained(float8=True, again=again, **options)
+            self.assertRegex(said, line)
+            self.assertEqual(used, ["fused"])
+            self.assertTrue(has_our_classes(model))
+            self.assertEqual({name: x.dtype for name, x in model.state_dict().items()}, expected)
+
+    def test_on_the_command_line(self):
+        line = ["--output_dir", self.directory, "--float8", "true"]
+        (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
+        self.assertTrue(args.float8)
+
+    @parameterized.expand(
+        [("auto", {}), ("pack", {"packing": True, "max_length": 128}), ("off", {"padding_free": False})]
+    )
+    def test_another_model_is_an_error(self, _, options):
+        for built in ({"model": llama()}, {"model_init": llama}):
+            with self.assertRaisesRegex(ValueError, "^expected a Qwen3.5 or Qwen3-Next model"):
+                PackedTrainer(args=self.args(float8=True, **options), train_dataset=Samples(24), **built)
+
+    def test_a_refused_trainer_is_unchanged(self):
+        trainer = self.build(Trainer, self.args(TrainingArguments), model=llama())
+        before = dict(vars(trainer))
+        with self.assertRaisesRegex(ValueError, "^expected a Qwen3.5 or Qwen3-Next model"):
+            configure_packing(trainer, float8=True)
+        self.assertEqual(vars(trainer), before)
+        self.assertFalse(hasattr(trainer.args, "packing"))
+
+    @parameterized.expand(["auto", "off"])
+    def test_compiled_layers_would_ignore_it(self, packing):
+        trainer = self.build(Trainer, self.args(TrainingArguments))
+        trainer.args.torch_compile = True
+        with self.assertRaisesRegex(ValueError, "^expected float8=True without torch_compile"):
+            configure_packing(trainer, packing, float8=True)
+        self.assertFalse(has_our_classes(trainer.model))
 
 
 class FiguresTest(TrainerTestCase):

@@ -28,8 +28,10 @@ from ..data.collator import DataCollatorWithFlattening
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
 from ..models.families import FAMILIES
+from ..models.float8 import use_float8
 from ..models.registry import registered
 from ..ops import implementations_used
+from ..ops.float8 import MULTIPLE, verify
 from ..training.run_folder import (
     SETTINGS_FILE,
     RunFolderTrainer,
@@ -74,8 +76,12 @@ def finetune(settings: Namespace) -> int:
 
     set_seed(settings.seed)
     bfloat16 = computes_in_bfloat16(settings.dtype)
+    if settings.float8:
+        check_float8(bfloat16)
     model = load_model(source, settings, bfloat16)
     check_vocabulary(model, samples)
+    if settings.float8:
+        use_float8(model)
     trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
     base = model.get_base_model() if settings.lora else model
     _say(
@@ -147,6 +153,14 @@ def computes_in_bfloat16(dtype: str) -> bool:
     if dtype == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return dtype == "bfloat16"
+
+
+def check_float8(bfloat16: bool) -> None:
+    """Raise a `ValueError` if products in float8 cannot run on this device, or in this dtype."""
+    weight = torch.empty(MULTIPLE, MULTIPLE, device="cuda" if torch.cuda.is_available() else "cpu")
+    possible, reason = verify(weight, weight, torch.bfloat16 if bfloat16 else torch.float32)
+    if not possible:
+        raise input_error("a device and a dtype with products in float8", f"others: it {reason}", option="--float8")
 
 
 def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:

@@ -32,6 +32,7 @@ def add_parser(subparsers) -> Parser:
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
     add("--lora", action="store_true", help="train only LoRA adapters, on all linear layers (needs peft)")
     count("--lora-rank", "rank of the adapters; alpha is twice the rank", 16)
+    add("--float8", action="store_true", help="train linear layers with products in float8")
     shared("--attn")
     dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)

@@ -23,6 +23,7 @@ from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS
+from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
@@ -40,7 +41,12 @@ _ESTIMATED_FROM = 128
 
 
 def configure_packing(
-    trainer: Trainer, packing: str | bool = "auto", max_length: int | None = None, **plan_options: Any
+    trainer: Trainer,
+    packing: str | bool = "auto",
+    max_length: int | None = None,
+    *,
+    float8: bool = False,
+    **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
 
@@ -60,6 +66,9 @@ def configure_packing(
 
     The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
 
+    `float8=True` is independent of the mode. Without packing, it patches the model as well, and the batches stay
+    padded.
+
     Args:
         trainer (`transformers.Trainer`):
             The Trainer, or TRL's `SFTTrainer`, before training.
@@ -67,6 +76,8 @@ def configure_packing(
             `"auto"`, `"padding_free"`, `True` (`"pack"`) or `False` (`"off"`).
         max_length (`int`, *optional*):
             Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
+        float8 (`bool`, *optional*, defaults to `False`):
+            Train linear layers with products in float8 ([`use_float8`]).
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -75,8 +86,8 @@ def configure_packing(
         `transformers.Trainer`: the same object.
 
     Raises:
-        `ValueError`: bad arguments, or `True` or `"padding_free"` is not possible. The message names the reason and
-            the argument to change. The Trainer is then unchanged.
+        `ValueError`: bad arguments, or `True`, `"padding_free"` or `float8=True` is not possible. The message names the
+            reason and the argument to change. The Trainer is then unchanged.
 
     Example:
 
@@ -108,8 +119,11 @@ reference (causal convolution), per_document(sdpa) (attention)
     if mode != "pack" and (max_length is not None or plan_options):
         given = ["max_length"] * (max_length is not None) + sorted(plan_options)
         raise input_error(f"packing=True with {', '.join(given)}", f"packing={packing!r}")
+    if float8 and trainer.args.torch_compile:
+        got = "torch_compile=True, which compiles linear layers in the dtype of the model"
+        raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
     if mode == "off":
-        return _leave(trainer, f"packing={packing!r}")
+        return _leave(trainer, f"packing={packing!r}", float8)
     reason = reason_against(trainer, mode)
     if reason is None:
         dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
@@ -118,11 +132,12 @@ reference (causal convolution), per_document(sdpa) (attention)
         line = _line(trainer, dataset, packed)
         collator, reason = _isolate(trainer, automatic=mode == "auto")
     if reason is None:
+        line += _train_in_float8(trainer) if float8 else ""
         _apply(trainer, dataset, collator, packed)
         return _say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
-    return _leave(trainer, str(reason))
+    return _leave(trainer, str(reason), float8)
 
 
 class CausalLabelsCollator(DataCollatorWithFlattening):
@@ -261,6 +276,17 @@ def after_model_init(trainer: Trainer, change: Callable[[torch.nn.Module], Any])
     trainer.model_init = changed
 
 
+def _train_in_float8(trainer: Trainer) -> str:
+    """Train linear layers of the model, and of others that `model_init` makes, in float8."""
+    _in_float8(trainer.model)
+    after_model_init(trainer, _in_float8)
+    return "; linear layers train in float8"
+
+
+def _in_float8(model: torch.nn.Module) -> None:
+    use_float8(patch_model(model))
+
+
 def _keep_from_liger(trainer: Trainer) -> str:
     """Turn off Liger's options for modules that our classes replace. Trainer applies them when it trains."""
     args, model = trainer.args, transformers_model(trainer.model)
@@ -301,12 +327,15 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
     return mean_of_longest(lengths, batch_size) / float(lengths.mean())
 
 
-def _leave(trainer: Trainer, why: str) -> Trainer:
-    """Print the reason. Changes nothing but the two arguments of the Trainer that hold the active mode."""
+def _leave(trainer: Trainer, why: str, float8: bool) -> Trainer:
+    """Print the reason. Without `float8`, changes only the two arguments of the Trainer that hold the active mode."""
+    unchanged = "training is unchanged"
+    if float8:
+        unchanged = f"batches are unchanged{_train_in_float8(trainer)}{_keep_from_liger(trainer)}"
     for name in ("packing", "padding_free"):
         if getattr(trainer.args, name, None) is None:
             setattr(trainer.args, name, False)
-    return _say(trainer, f"Packing off, training is unchanged: {why}")
+    return _say(trainer, f"Packing off, {unchanged}: {why}")
 
 
 def _say(trainer: Trainer, line: str) -> Trainer:

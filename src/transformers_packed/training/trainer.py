@@ -40,6 +40,9 @@ class PackedTrainingArguments(TrainingArguments):
         cuda_graphs (`bool`, *optional*, defaults to `False`):
             With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). Useful if rows are so short that
             the GPU waits for the host.
+        float8 (`bool`, *optional*, defaults to `False`):
+            Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
+            many tokens and large layers.
 
     Raises:
         `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
@@ -53,6 +56,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
     cuda_graphs: bool = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
+    float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,7 +93,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             As in [`PackedTrainingArguments`], for use with other arguments.
 
     Raises:
-        `ValueError`: the requested mode is not possible.
+        `ValueError`: the requested mode is not possible, or the model does not support `float8=True`.
 
     Example:
 
@@ -124,7 +128,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             self.make_sequence_parallel(size, gated_delta_rule=delta, attention=attention)
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
-        configure_packing(self, packing, self.args.max_length if packing == "pack" else None)
+        max_length, float8 = self.args.max_length if packing == "pack" else None, getattr(self.args, "float8", False)
+        configure_packing(self, packing, max_length, float8=float8)
         if size != 1:
             self.cut_rows()
         if getattr(self.args, "cuda_graphs", False):
