@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from card import table
+from float8 import float8
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
 from lora import lora
 from moe import moe
@@ -27,6 +28,7 @@ CARDS = {
     "short_rows": short_rows,
     "lora": lora,
     "moe": moe,
+    "float8": float8,
     "memory_4b": memory_4b,
     "long_rows": long_rows,
     "profile": profile,
