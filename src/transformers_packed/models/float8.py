@@ -1,5 +1,6 @@
 """Linear layers of a model whose products run in float8 during training."""
 
+import math
 import re
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from .cuda_graphs import use_cuda_graphs
 
 logger = logging.get_logger(__name__)
 
-# By default, smaller products (tokens * out * in) stay in the dtype of the model: casts would take longer than they save.
+# By default, smaller products (tokens * out * in) keep the dtype of the model: casts would take longer than they save.
 _LEAST_WORK = 1e11
 # The attribute of a layer with the fewest tokens whose products run in float8.
 _MARK = "_float8_from"
@@ -28,24 +29,25 @@ def use_float8(
     """Run the matrix products of linear layers in float8 (e4m3) when the model trains, forward and backward.
 
     Parameters, gradients, the optimizer and saved files keep their dtypes. Each row of an input and of a weight is cast
-    with a scale of its own, in each forward and backward. In evaluation mode and under `torch.compile`, the layers run in
-    the dtype of the model. So do layers with hooks or with a replaced forward: the log names them.
+    with a scale of its own, in each forward and backward. In evaluation mode and under `torch.compile`, the layers run
+    in the dtype of the model. So do layers with hooks or with a replaced forward: the log names them.
 
     Args:
         model (`PreTrainedModel`):
             A Qwen3.5 or Qwen3-Next model of this package, in bfloat16 or trained under autocast to bfloat16.
         module_filter (`Callable[[torch.nn.Module, str], bool]`, *optional*):
-            Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default these
-            are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one, without
-            the gates of the gated delta rule. They use float8 for rows whose `tokens * out * in` is at least
-            1e11 for the largest layer with the same input, below which it is slower. `lambda module, name: False` disables float8.
+            Called with each `torch.nn.Linear` and its name. Returns whether the layer trains in float8. By default
+            these are the layers with sizes in multiples of 16 in all decoder layers but the first and the last one,
+            without the gates of the gated delta rule. They use float8 for rows whose `tokens * out * in` is at least
+            1e11 for the largest layer with the same input, below which it is slower. `lambda module, name: False`
+            disables float8.
 
     Returns:
         `torch.nn.Module`: the same model.
 
     Raises:
-        `ValueError`: the model is not supported, or `module_filter` selects a layer that cannot run in float8. The forward on a
-            GPU without products in float8, or with another dtype, raises it too.
+        `ValueError`: the model is not supported, or `module_filter` selects a layer that cannot run in float8. The
+            forward on a GPU without products in float8, or with another dtype, raises it too.
 
     Example:
 
@@ -90,7 +92,8 @@ def use_float8(
         # Recorded graphs hold the earlier products.
         if vars(text).get("_layer_graphs") is not None:
             use_cuda_graphs(text, text._layer_graphs.row_length)
-    logger.info(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
+    log = logger.info if module_filter or any(chosen.values()) else logger.warning
+    log(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
     return model
 
 
@@ -113,11 +116,18 @@ def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
     fewest = vars(layer).get(_MARK)
     if fewest is None or not layer.training or torch.compiler.is_compiling():
         return False
-    return hidden_states.numel() >= fewest * layer.in_features
+    if hidden_states.numel() >= fewest * layer.in_features:
+        return True
+    logger.warning_once(
+        f"use_float8: shorter rows than {math.ceil(fewest)} tokens train in the dtype of the model in layers of "
+        f"{layer.out_features} x {layer.in_features}, which is faster."
+    )
+    return False
 
 
 def warn_about(layer: torch.nn.Module) -> None:
     """Log once that layers like this one are called, and do not run in float8."""
     logger.warning_once(
-        f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another forward."
+        f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another "
+        "forward."
     )

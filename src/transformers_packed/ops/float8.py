@@ -13,7 +13,7 @@ All scales are powers of two, so a cast rounds the mantissa to 3 bits, whatever 
 the largest one of their row or column lose more. Outputs and gradients of the input therefore depend on no other row.
 A gradient of a weight sums over all rows, and large gradients of one document can round smaller ones of another.
 
-Nothing is cached. Casting a weight again for each forward and backward takes less than 1 % of a step of 16,384 tokens,
+Nothing is cached. Casting a weight again for each forward and backward takes about 1 % of a step of 16,384 tokens,
 needs no memory, and cannot miss a change of the weight.
 """
 

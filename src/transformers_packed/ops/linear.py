@@ -191,12 +191,8 @@ def _fused(hidden_states, *projections, dtype=None):
     frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
     long = hidden_states.numel() >= _WORTH_RECOMPUTING
     # In float8, the input is kept for the weights in float8 only, in a byte for each element.
-    if (
-        long
-        and (frozen or any(p.float8 for p in projections))
-        and recipe is not None
-        and recipe.version == hidden_states._version
-    ):
+    spare = frozen or any(p.float8 for p in projections)
+    if long and spare and recipe is not None and recipe.version == hidden_states._version:
         _, recompute, source, weight = recipe
     dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)

@@ -175,15 +175,18 @@ class Products:
             cast (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
                 The rows in float8, and their scales, if another kernel has cast them.
         """
+        numbers = range(len(self.projections))
+        if not (self.adapters or self.in_float8):
+            self.kept = [None, None, None]
+            return [F.linear(rows, self._weight(i), self._bias(i)) for i in numbers]
         done = dict(zip(self.in_float8, self.float8.forward(rows, keep, cast), strict=True)) if self.in_float8 else {}
         if not self.adapters:
             self.kept = [None, None, None]
-            for i, y in done.items():
-                bias = self._bias(i)
-                done[i] = y if bias is None else y.add_(bias)
-            rest = [i for i in range(len(self.projections)) if i not in done]
-            done |= {i: F.linear(rows, self._weight(i), self._bias(i)) for i in rest}
-            return [done[i] for i in range(len(self.projections))]
+            biases = [self._bias(i) for i in numbers]
+            return [
+                F.linear(rows, self._weight(i), bias) if i not in done else done[i] if bias is None else done[i] + bias
+                for i, bias in enumerate(biases)
+            ]
         stack, ups = self._cast()
         low = rows.new_empty(len(rows), self.width) if self.width else None
         seeds = None
@@ -345,10 +348,10 @@ class Products:
             found = []
             for i, ((weight, bias, _, _), gradient, k) in enumerate(zip(self.projections, gradients, count(0, 2))):
                 of_weight, of_bias = gradient is not None and wanted[k], gradient is not None and wanted[k + 1]
-                if not of_weight:
-                    found.append(None)
-                else:
-                    found.append(of_float8[i] if i in of_float8 else product(gradient.t(), rows, dtype=weight.dtype))
+                d_weight = of_float8.get(i) if of_weight else None
+                if of_weight and d_weight is None:
+                    d_weight = product(gradient.t(), rows, dtype=weight.dtype)
+                found.append(d_weight)
                 found.append(gradient.sum(0, dtype=bias.dtype) if of_bias else None)
             return found
         _, low, seeds, *_ = self.kept
