@@ -298,6 +298,12 @@ class TrainingTest(Float8TestCase):
         use_float8(model, lambda *_: False)
         self.assertTrue(torch.equal(model.eval().generate(prompt, max_new_tokens=4, do_sample=False), generated))
 
+    def test_compiled_layers_are_those_of_the_plain_model(self):
+        layer, rows = use_float8(make(), supported).model.layers[0].mlp.up_proj, torch.empty(1, 5, 32)
+        self.assertTrue(float8.is_in_float8(layer, rows))
+        with mock.patch("torch.compiler.is_compiling", lambda: True):
+            self.assertFalse(float8.is_in_float8(layer, rows))
+
     @parameterized.expand([(family, reentrant) for family in FAMILIES for reentrant in (True, False)])
     def test_checkpointing_gives_the_same_bits(self, family, reentrant):
         model = use_float8(make(family), supported)
