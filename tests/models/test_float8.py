@@ -242,6 +242,12 @@ class ChosenLayersTest(Float8TestCase):
         self.assertTrue(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS), 32)))
         self.assertFalse(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS) - 1, 32)))
         self.assertTrue(float8.is_in_float8(q, torch.empty(1, sum(LENGTHS) - 1, 32)))
+        # The layers with one input share the threshold of the largest one.
+        attention = model.model.layers[2].self_attn
+        self.assertEqual(attention.k_proj.in_features, q.in_features)
+        self.assertLess(attention.k_proj.out_features, q.out_features)
+        for layer in (attention.k_proj, attention.v_proj):
+            self.assertEqual(vars(layer)[float8._MARK], vars(q)[float8._MARK])
 
 
 class TrainingTest(Float8TestCase):

@@ -621,6 +621,46 @@ class FusedOpsTest(InterpretedKernelsTest):
         plain = op("reference", normal(2, 10, 96), Projection(weight, None, adapters))
         self.assertGreater(relative(found[1][0], plain.detach()), 5e-3)
 
+    def through(self, op, impl, x, weight, gradient):
+        """The output, and the gradients of the inputs and of the weight."""
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        y = op(impl, leaves[0], Projection(leaves[1], None, (), True))
+        return [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
+
+    @parameterized.expand([(f"{t}_{str(d)[6:]}", t, d) for t in (1, 45, 64) for d in (BFLOAT16, FLOAT32)])
+    def test_rows_of_several_blocks(self, _, tokens, dtype):
+        x, weight, gradient = (t.to(dtype) for t in (normal(tokens, 160), normal(32, 80) / 9, normal(tokens, 32)))
+        options = {"_BLOCK": 32, "ROWS": 32, "COLUMNS": 32}
+        with mock.patch.multiple("transformers_packed.ops.backends.triton.glu", **options):
+            found = self.through(through_glu, "triton", x, weight, gradient)
+        bar = 3e-3 if dtype == FLOAT32 else 2e-2
+        for a, b in zip(found, self.through(through_glu, "reference", x, weight, gradient), strict=True):
+            self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
+            self.assertLess(relative(a, b), bar)
+
+    @parameterized.expand([(op.__name__, op) for op in (through_glu, through_norm)])
+    def test_without_any_row(self, _, op):
+        for impl in ("reference", "triton"):
+            y, d_x, d_weight = self.through(op, impl, normal(1, 0, 96), normal(32, 48), normal(1, 0, 32))
+            self.assertEqual((y.shape, d_x.shape), ((1, 0, 32), (1, 0, 96)))
+            self.assertFalse(d_weight.any())
+
+    @parameterized.expand([(f"{op.__name__}_{n}", op, n) for op in (through_glu, through_norm) for n in PLANTED])
+    def test_infinities_and_nan(self, _, op, name):
+        """They are visible in the row and in the gradient of the weight. Other rows have the same bits."""
+        x, weight, gradient = normal(21, 96), normal(32, 48) / 7, normal(21, 32)
+        wrong = x.clone()
+        wrong[5, 60] = PLANTED[name]
+        y, d_x, _ = self.through(op, "triton", x, weight, gradient)
+        others = torch.arange(21) != 5
+        for impl in ("triton", "reference"):
+            found, d_found, d_weight = self.through(op, impl, wrong, weight, gradient)
+            self.assertFalse(found[5].isfinite().any())
+            self.assertFalse(d_weight.isfinite().all())
+            if impl == "triton":
+                self.assertTrue(torch.equal(found[others], y[others]))
+                self.assertTrue(torch.equal(d_found[others], d_x[others]))
+
 
 class Buffer:
     """A tensor in the middle of a larger one, whose other elements have to stay."""
@@ -726,7 +766,8 @@ class CastsTest(InterpretedKernelsTest):
             for i, (a, b) in enumerate(zip(*results, strict=True)):
                 self.equal(a, b, (i, dtype))
 
-    @parameterized.expand([(f"{r}_{c}", r, c) for r, c in SIZES])
+    # Interpreting takes long for many small blocks.
+    @parameterized.expand([(f"{r}_{c}", r, c) for r, c in ((1, 16), (3, 48), (21, 64), (6, 272))])
     def test_rows_side_by_side(self, _, rows, columns):
         """Up to three tensors are cast with a common scale of each row, and with factors of columns."""
         generator = torch.Generator().manual_seed(0)
