@@ -242,6 +242,12 @@ class ChosenLayersTest(Float8TestCase):
         self.assertTrue(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS), 32)))
         self.assertFalse(float8.is_in_float8(up, torch.empty(1, sum(LENGTHS) - 1, 32)))
         self.assertTrue(float8.is_in_float8(q, torch.empty(1, sum(LENGTHS) - 1, 32)))
+        # The layers with one input share the threshold of the largest one.
+        attention = model.model.layers[2].self_attn
+        self.assertEqual(attention.k_proj.in_features, q.in_features)
+        self.assertLess(attention.k_proj.out_features, q.out_features)
+        for layer in (attention.k_proj, attention.v_proj):
+            self.assertEqual(vars(layer)[float8._MARK], vars(q)[float8._MARK])
 
 
 class TrainingTest(Float8TestCase):
@@ -297,6 +303,12 @@ class TrainingTest(Float8TestCase):
         self.assertFalse(torch.equal(model.train()(**batch, skip_logits=False).logits, plain))
         use_float8(model, lambda *_: False)
         self.assertTrue(torch.equal(model.eval().generate(prompt, max_new_tokens=4, do_sample=False), generated))
+
+    def test_compiled_layers_are_those_of_the_plain_model(self):
+        layer, rows = use_float8(make(), supported).model.layers[0].mlp.up_proj, torch.empty(1, 5, 32)
+        self.assertTrue(float8.is_in_float8(layer, rows))
+        with mock.patch("torch.compiler.is_compiling", lambda: True):
+            self.assertFalse(float8.is_in_float8(layer, rows))
 
     @parameterized.expand([(family, reentrant) for family in FAMILIES for reentrant in (True, False)])
     def test_checkpointing_gives_the_same_bits(self, family, reentrant):

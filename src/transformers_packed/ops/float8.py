@@ -121,8 +121,8 @@ class Float8Layers:
         return cast, scale
 
     def new_columns(self, size: int) -> torch.Tensor:
-        """Return memory for a transpose of the rows, `[size, T]`, with `T` rounded up to a multiple of 16."""
-        tokens = len(self.kept[0])
+        """Return memory for a transpose of the rows, `[size, T]`, with `T` rounded up to a multiple of 16, at least 16."""
+        tokens = max(len(self.kept[0]), 1)
         return torch.empty(size, -(-tokens // MULTIPLE) * MULTIPLE, dtype=DTYPE, device=self.kept[0].device)
 
     def weight_gradients(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> list[torch.Tensor]:
