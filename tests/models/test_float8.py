@@ -534,8 +534,8 @@ class AdaptersTest(Float8TestCase):
         self.assertEqual(len(chosen(model)), 13)
         with mock.patch.object(float8.logger, "warning_once") as warn:
             found = result(model)
-        # Fused layers round as often as those of bitsandbytes, but in another order.
-        self.assertLess(total_relative_error(found[1], plain[1]), 0.01)
+        # Fused layers and those of bitsandbytes round to bfloat16 at other places.
+        self.assertLess(total_relative_error(found[1], plain[1]), 0.02)
         self.assertNotIn("linear_float8", implementations_used())
         self.assertNotIn("linear_float8_lora", implementations_used())
         self.assertIn("a Linear4bit runs in its own dtype", warn.call_args.args[0])
