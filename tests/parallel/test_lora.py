@@ -1,4 +1,4 @@
-"""PEFT's adapters in fused layers, and experts, with DDP, FSDP2 and sequence parallelism, in two processes on a CPU."""
+"""PEFT's adapters in fused layers, experts, and products in float8, with DDP, FSDP2 and sequence parallelism, in two processes on a CPU."""
 
 import unittest
 from unittest import mock
@@ -11,7 +11,8 @@ from parameterized import parameterized
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
-from transformers_packed import patch_model
+from transformers_packed import patch_model, use_float8
+from transformers_packed.ops import implementations_used
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
@@ -29,7 +30,9 @@ def on_a_gpu():
 
 
 def make(family: str) -> torch.nn.Module:
-    """A model with adapters, those of the experts of Qwen3-Next included, or a mixture that is trained as a whole."""
+    """A model with adapters, those of the experts of Qwen3-Next included, or one that is trained as a whole."""
+    if family == "float8":
+        return use_float8(patch_model(builtin_model("qwen3_5")), lambda layer, name: ".mlp." in name).train()
     return patch_model(builtin_model("qwen3_5_moe") if family == "experts" else all_linear(family))
 
 
@@ -59,6 +62,7 @@ def run(kind: str, family: str) -> tuple[dict, int]:
         loss.backward()
         # The router and the gate of the shared expert are called.
         assert all(name.endswith("gate") for name in called), called
+        assert family != "float8" or "linear_float8" in implementations_used()
         return gradients(wrapped), len(fused)
 
 
@@ -83,6 +87,7 @@ class ShardedTrainingTest(unittest.TestCase):
     @parameterized.expand(
         [("ddp", "qwen3_5"), ("fsdp2", "qwen3_5"), ("fsdp2_resharded", "qwen3_5"), ("ddp", "experts")]
         + [("fsdp2_resharded", "qwen3_next"), ("fsdp2_resharded", "experts")]
+        + [("ddp", "float8"), ("fsdp2", "float8"), ("fsdp2_resharded", "float8")]
     )
     def test_equals_one_process(self, kind, family):
         model = make(family)
@@ -90,7 +95,7 @@ class ShardedTrainingTest(unittest.TestCase):
         loss.backward()
         expected = gradients(model)
         for found, fused in run_once(run, 2, kind, family):
-            self.assertTrue(fused > 10 or family == "experts")
+            self.assertTrue(fused > 10 or family in ("experts", "float8"))
             self.assertEqual(found.keys(), expected.keys())
             self.assertLess(total_relative_error(found, expected), 1e-5)
 

@@ -27,6 +27,8 @@ def projection_of(
         adapters, base = adapters_of(layer), layer.base_layer
         if isinstance(adapters, str):
             _record_peft(adapters)
+            if is_in_float8(base, hidden_states):
+                warn_about(base)
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     in_float8 = is_in_float8(base, hidden_states)

@@ -239,7 +239,7 @@ class _SharedInputLinears(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_order("Call the layers one by one, as on a CPU.")
+    @first_order("Call the layers one by one, as on a CPU, and without float8.")
     def backward(ctx, *gradients):
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
