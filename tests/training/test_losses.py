@@ -1,5 +1,6 @@
 import tempfile
 import unittest
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -224,6 +225,35 @@ class MasksTest(unittest.TestCase):
                 self.assertEqual(counts[i], (alone["labels"][:, 1:] != -100).sum())
                 seen += 1
         self.assertEqual(seen, len(samples))
+
+
+class HeadTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(8, 11).double()
+        self.hidden = torch.randn(1, 9, 8, dtype=torch.float64, requires_grad=True)
+        self.labels = torch.tensor([[1, 2, -100, 4, 5, 10, 7, 0, 9]])
+
+    def run_head(self, head):
+        sums, counts, per_token = per_document_logps(self.hidden, self.labels, torch.tensor([0, 4, 9]), head=head)
+        leaves = self.hidden, *self.head.parameters()
+        weights = torch.arange(1.0, 10.0, dtype=torch.float64)
+        return [sums, counts, per_token, *torch.autograd.grad((per_token * weights).sum() + sums[0], leaves)]
+
+    def test_plain_layer_equals_a_called_one(self):
+        expected = self.run_head(lambda x: self.head(x))
+        with mock.patch("transformers_packed.training.losses._called_logps", side_effect=AssertionError):
+            found = self.run_head(self.head)
+        for a, b in zip(found, expected, strict=True):
+            self.assertLess(relative_error(a.double(), b.double()), 1e-12)
+
+    def test_hooked_layer_is_called(self):
+        plain = self.run_head(self.head)
+        self.head.register_forward_hook(lambda module, inputs, output: output * 2)
+        hooked = self.run_head(self.head)
+        self.assertGreater(relative_error(hooked[0], plain[0]), 1e-2)
+        for a, b in zip(hooked, self.run_head(lambda x: self.head(x)), strict=True):
+            self.assertTrue(torch.equal(a, b))
 
 
 class LossNormalizationTest(unittest.TestCase):

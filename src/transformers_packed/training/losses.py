@@ -20,6 +20,8 @@ from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
+from ..models.untouched import is_bare_linear
+from ..ops import linear_logps
 
 
 class DocumentLogps(NamedTuple):
@@ -59,7 +61,7 @@ def per_document_logps(
     boundaries: SequenceBoundaries | torch.Tensor,
     *,
     head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
 ) -> DocumentLogps:
     """Compute the log-probability of each document in a packed row. Differentiable.
 
@@ -74,15 +76,17 @@ def per_document_logps(
         head (`Callable`, *optional*):
             Maps hidden states `[tokens, hidden]` to logits `[tokens, vocab]`, such as `model.lm_head`. It is called in
             chunks for the tokens that predict a target, and again in backward. Finding these tokens costs one host
-            sync.
-        chunk_size (`int`, *optional*, defaults to 512):
-            The number of tokens whose logits are converted to float32 at a time.
+            sync. A plain `torch.nn.Linear` is not called: [`linear_logps`] computes with its weight.
+        chunk_size (`int`, *optional*):
+            The number of tokens whose logits are converted to float32 at a time. Defaults to 512, or to that of
+            [`linear_logps`].
 
     Returns:
         [`DocumentLogps`]: `sums` `[N]`, `token_counts` `[N]` and `per_token` `[1, T]`.
 
     Raises:
-        `ValueError`: mismatched shapes or malformed boundaries.
+        `ValueError`: mismatched shapes or malformed boundaries. With a plain linear `head`, also the backward with
+            `create_graph=True`.
 
     Example:
 
@@ -99,7 +103,7 @@ def per_document_logps(
     if logits.ndim != 3 or logits.shape[0] != 1 or labels.shape != logits.shape[:2] or labels.is_floating_point():
         got = f"{tuple(logits.shape)} and {labels.dtype} {tuple(labels.shape)}"
         raise input_error("logits [1, T, vocab], or hidden states with head, and integer labels [1, T]", got)
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise input_error("chunk_size of at least 1", chunk_size)
     length, device = labels.shape[1], logits.device
     if not isinstance(boundaries, SequenceBoundaries):
@@ -108,21 +112,30 @@ def per_document_logps(
         raise input_error(f"boundaries of the row's {length} tokens", f"boundaries of {boundaries.total_length}")
     boundaries = boundaries.to(device)
     labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
-    rows, targets, predicting = logits[0], F.pad(labels[1:], (0, 1), value=IGNORED_LABEL), None
-    if head is not None:
-        predicting = (targets != IGNORED_LABEL).nonzero()[:, 0]
-        rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
-    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
-    # Backward recomputes the float32 logits of each chunk instead of keeping them.
-    values = torch.cat([checkpoint(_chunk_logps, head, *chunk, use_reentrant=False) for chunk in chunks])
-    if predicting is not None:
-        values = values.new_zeros(length).index_copy(0, predicting, values)
+    rows, targets = logits[0], F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
+    if isinstance(head, torch.nn.Module) and is_bare_linear(head) and head.weight.dtype == rows.dtype:
+        options = {"ignore_index": IGNORED_LABEL, "chunk_size": chunk_size}
+        values = linear_logps(rows, head.weight, targets, head.bias, **options)
+    else:
+        values = _called_logps(head, rows, targets, chunk_size or 512)
     # Move each value from the predicting token to the predicted token.
     per_token = F.pad(values[:-1], (1, 0))
     wide = torch.float32 if device.type == "mps" else torch.float64
     sums = per_token.new_zeros(boundaries.num_documents, dtype=wide)
     sums.index_add_(0, boundaries.seq_idx[0].long(), per_token.to(wide))
     return DocumentLogps(sums.to(per_token.dtype), _count(labels, boundaries), per_token[None])
+
+
+def _called_logps(head, rows: torch.Tensor, targets: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """The log-probabilities `[T]` of targets `[T]`, from logits or from hidden states and a function."""
+    predicting, length = None, len(rows)
+    if head is not None:
+        predicting = (targets != IGNORED_LABEL).nonzero()[:, 0]
+        rows, targets = rows.index_select(0, predicting), targets.index_select(0, predicting)
+    chunks = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
+    # Backward recomputes the float32 logits of each chunk instead of keeping them.
+    values = torch.cat([checkpoint(_chunk_logps, head, *chunk, use_reentrant=False) for chunk in chunks])
+    return values if predicting is None else values.new_zeros(length).index_copy(0, predicting, values)
 
 
 def per_document_loss(
@@ -132,7 +145,7 @@ def per_document_loss(
     *,
     normalization: str = "mean",
     head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
 ) -> DocumentLosses:
     """Compute the loss of each document in a packed row, equal to the loss of the document alone. Differentiable.
 
@@ -147,8 +160,8 @@ def per_document_loss(
             `"mean"` over each document's targets, or `"sum"`.
         head (`Callable`, *optional*):
             Maps hidden states to logits. See [`per_document_logps`].
-        chunk_size (`int`, *optional*, defaults to 512):
-            The number of tokens whose logits are converted to float32 at a time.
+        chunk_size (`int`, *optional*):
+            The number of tokens whose logits are converted to float32 at a time. See [`per_document_logps`].
 
     Returns:
         [`DocumentLosses`]: `losses` `[N]` and `token_counts` `[N]`, both 0 for a document without targets. With
