@@ -21,7 +21,6 @@ from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.untouched import is_bare_linear
-from ..ops import linear_logps
 
 
 class DocumentLogps(NamedTuple):
@@ -114,6 +113,9 @@ def per_document_logps(
     labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
     rows, targets = logits[0], F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
     if isinstance(head, torch.nn.Module) and is_bare_linear(head) and head.weight.dtype == rows.dtype:
+        # The ops import Triton and much of Transformers.
+        from ..ops import linear_logps
+
         options = {"ignore_index": IGNORED_LABEL, "chunk_size": chunk_size}
         values = linear_logps(rows, head.weight, targets, head.bias, **options)
     else:
