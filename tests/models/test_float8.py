@@ -290,6 +290,14 @@ class TrainingTest(Float8TestCase):
         for name, gradient in found[1].items():
             self.assertEqual(gradient.dtype, model.get_parameter(name).dtype)
 
+    def test_autocast_to_float16(self):
+        """Products of numbers up to 448 are not computed in float16, where their sums would overflow."""
+        model = make()
+        with torch.autocast("cpu", torch.float16):
+            plain = result(model)
+            found = result(use_float8(model, supported))
+        self.assert_differs(found, plain)
+
     def test_evaluation_is_that_of_the_plain_model(self):
         model, batch = make(), packed_batch(documents())
         plain = model.eval()(**batch).logits

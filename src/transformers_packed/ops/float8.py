@@ -144,7 +144,9 @@ def _product(left, right, left_scale, right_scale, dtype):
     if right_scale is None:
         right_scale = torch.ones(len(right), dtype=torch.float32, device=right.device)
     if not left.is_cuda:
-        product = left.float() @ right.float().t()
+        # In float16, to which autocast would cast them, products of numbers up to 448 overflow.
+        with torch.autocast("cpu", enabled=False):
+            product = left.float() @ right.float().t()
         return (product * left_scale[:, None] * right_scale).to(dtype)
     scales = {"scale_a": left_scale[:, None], "scale_b": right_scale[None, :]}
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
