@@ -51,15 +51,14 @@ class Float8Layers:
             Weights in any floating dtype.
         dtype (`torch.dtype`):
             Dtype of the outputs and of the gradient of the rows.
-        kept (`Sequence[torch.Tensor | None]`, *optional*):
-            What the instance of the forward kept.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype, kept: Sequence = (None, None, None)):
+    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype):
         self.weights, self.dtype = weights, dtype
         self.sizes = [len(weight) for weight in weights]
-        # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept.
-        self.kept = list(kept)
+        # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept. A backward sets those of
+        # the forward.
+        self.kept: list[torch.Tensor | None] = [None, None, None]
 
     def forward(self, rows: torch.Tensor | None, keep: bool, cast: tuple | None = None) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows`, or for the rows `cast` with their scales.
