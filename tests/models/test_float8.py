@@ -28,6 +28,7 @@ from transformers_packed.models import float8, projections
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.ops.float8 import Float8Layers
 
 
 SIZES = {
@@ -290,6 +291,14 @@ class TrainingTest(Float8TestCase):
         for name, gradient in found[1].items():
             self.assertEqual(gradient.dtype, model.get_parameter(name).dtype)
 
+    def test_autocast_to_float16(self):
+        """Products of numbers up to 448 are not computed in float16, where their sums would overflow."""
+        model = make()
+        with torch.autocast("cpu", torch.float16):
+            plain = result(model)
+            found = result(use_float8(model, supported))
+        self.assert_differs(found, plain)
+
     def test_evaluation_is_that_of_the_plain_model(self):
         model, batch = make(), packed_batch(documents())
         plain = model.eval()(**batch).logits
@@ -379,6 +388,20 @@ class TrainingTest(Float8TestCase):
         # They get the same numbers as layers that were not chosen.
         other = use_float8(make(), lambda m, n: supported(m, n) and not n.endswith(("0.mlp.down_proj", "q_proj")))
         self.assertTrue(same(found, result(other)))
+
+    @parameterized.expand([("hooked_norm",), ("own_activation",)])
+    def test_layers_after_a_changed_module(self, kind):
+        """They stay in float8 if the preceding op cannot compute them."""
+        model = use_float8(make(), supported)
+        if kind == "hooked_norm":
+            model.model.layers[0].linear_attn.norm.register_forward_hook(lambda *_: None)
+        else:
+            for layer in model.model.layers:
+                layer.mlp.act_fn = torch.nn.GELU()
+        with mock.patch.object(Float8Layers, "forward", autospec=True, side_effect=Float8Layers.forward) as forward:
+            result(model)
+        weights = {id(weight) for call in forward.call_args_list for weight in call.args[0].weights}
+        self.assertEqual(weights, {id(model.get_submodule(name).weight) for name in chosen(model)})
 
     def test_no_warning_without_cause(self):
         model = use_float8(make(), supported)

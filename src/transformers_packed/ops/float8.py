@@ -51,15 +51,14 @@ class Float8Layers:
             Weights in any floating dtype.
         dtype (`torch.dtype`):
             Dtype of the outputs and of the gradient of the rows.
-        kept (`Sequence[torch.Tensor | None]`, *optional*):
-            What the instance of the forward kept.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype, kept: Sequence = (None, None, None)):
+    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype):
         self.weights, self.dtype = weights, dtype
         self.sizes = [len(weight) for weight in weights]
-        # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept.
-        self.kept = list(kept)
+        # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept. A backward sets those of
+        # the forward.
+        self.kept: list[torch.Tensor | None] = [None, None, None]
 
     def forward(self, rows: torch.Tensor | None, keep: bool, cast: tuple | None = None) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows`, or for the rows `cast` with their scales.
@@ -144,7 +143,9 @@ def _product(left, right, left_scale, right_scale, dtype):
     if right_scale is None:
         right_scale = torch.ones(len(right), dtype=torch.float32, device=right.device)
     if not left.is_cuda:
-        product = left.float() @ right.float().t()
+        # In float16, to which autocast would cast them, products of numbers up to 448 overflow.
+        with torch.autocast("cpu", enabled=False):
+            product = left.float() @ right.float().t()
         return (product * left_scale[:, None] * right_scale).to(dtype)
     scales = {"scale_a": left_scale[:, None], "scale_b": right_scale[None, :]}
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)

@@ -110,7 +110,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         if layer is not None and is_untouched(norm, Qwen3NextRMSNormGated):
             return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=layer)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
-        return self.out_proj(output)
+        return project(output, self.out_proj)[0]
 
 
 @replaces_builtin
@@ -181,9 +181,9 @@ class Qwen3NextRMSNormGated(builtin.Qwen3NextRMSNormGated):
 @fast_path
 class Qwen3NextMLP(builtin.Qwen3NextMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
-            return super().forward(x)
         gate, up = project(x, self.gate_proj, self.up_proj)
+        if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
+            return project(self.act_fn(gate) * up, self.down_proj)[0]
         layer = projection_to_fuse(self.down_proj, gate)
         product = glu(gate, up, layer)
         return self.down_proj(product) if layer is None else product
