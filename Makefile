@@ -12,7 +12,7 @@ NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/te
 SEED ?= 0
 SECONDS ?= 120
 
-.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream docs style quality modular check-modular help
+.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream docs dist style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -73,6 +73,14 @@ test-upstream: .venv/.installed  ## Run the tests of these patches without and w
 docs: .venv/.installed  ## Build the documentation into site/; fails on broken links and on warnings.
 	@output=$$($(BIN)/zensical build --strict --clean 2>&1); status=$$?; printf '%s\n' "$$output"; \
 	! printf '%s\n' "$$output" | grep -qE '^(griffe|mkdocstrings|mkdocs_autorefs):' && exit $$status
+
+# `build` makes the wheel from the sdist, so that no file outside the sdist gets into either. A list of sources from an
+# earlier build would add files to the sdist.
+dist: .venv/.installed  ## Build the sdist and the wheel into dist/, and check their metadata.
+	$(BIN)/pip install -q "build>=1.2" "twine>=6.1"
+	rm -rf dist src/transformers_packed.egg-info/SOURCES.txt
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)

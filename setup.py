@@ -1,6 +1,20 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "src/transformers_packed/__init__.py").read_text(encoding="utf-8"), re.M
+)[1]
+
+
+def description_without_files() -> str:
+    """The README for a package index, which has none of the files that the README's pictures and links refer to."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r'<p align="center"><img src="docs/[^>]*></p>\n\n', "", text)
+    return re.sub(r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 EXTRAS = {
@@ -35,11 +49,22 @@ EXTRAS["dev"] = [
 
 setup(
     name="transformers_packed",
-    version="0.1.0",
+    version=VERSION,
     description="Correct and fast packed (padding-free) training of hybrid linear-attention models in Transformers",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=description_without_files(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="transformers packing padding-free training linear-attention gated-delta-rule qwen3-next qwen3.5",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={"transformers_packed.models": ["support_matrix.json"]},
