@@ -23,6 +23,7 @@ LATE_IMPORTS = (
     ("ops/*", "ops.backends.*"),  # kernels of optional packages
     ("cli/*", "*"),  # the parser runs before torch is imported
     ("audit/report.py", "audit.plot"),  # matplotlib is optional
+    ("training/losses.py", "ops"),  # the compiler of torch, for one kind of head
     ("data/collator.py", "data.guard"),  # a collator without model= adds a callback to every Trainer
 )
 # Ways to read state that was not passed as an argument.

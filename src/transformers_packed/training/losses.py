@@ -113,7 +113,7 @@ def per_document_logps(
     labels = mask_targets_across_documents(boundaries, labels.to(device), {})[0]
     rows, targets = logits[0], F.pad(labels[1:], (0, 1), value=IGNORED_LABEL)
     if isinstance(head, torch.nn.Module) and is_bare_linear(head) and head.weight.dtype == rows.dtype:
-        # The ops import Triton and much of Transformers.
+        # The ops import the compiler of torch.
         from ..ops import linear_logps
 
         options = {"ignore_index": IGNORED_LABEL, "chunk_size": chunk_size}
