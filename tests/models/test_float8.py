@@ -403,6 +403,17 @@ class TrainingTest(Float8TestCase):
         weights = {id(weight) for call in forward.call_args_list for weight in call.args[0].weights}
         self.assertEqual(weights, {id(model.get_submodule(name).weight) for name in chosen(model)})
 
+    def test_layers_that_peft_wraps_to_save_them_are_named(self):
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
+        model = get_peft_model(use_float8(make(), supported), lora).train()
+        self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
+        wrapper = next(m for name, m in model.named_modules() if name.endswith("up_proj"))
+        with mock.patch.object(float8.logger, "warning_once") as warn:
+            self.assertEqual(projections.projection_of(wrapper, torch.zeros(1, 3, wrapper.in_features)), (None, None))
+        self.assertIn("a ModulesToSaveWrapper runs in its own dtype", warn.call_args.args[0])
+
     def test_no_warning_without_cause(self):
         model = use_float8(make(), supported)
         with mock.patch.object(float8.logger, "warning_once") as warn:

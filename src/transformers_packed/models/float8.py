@@ -125,8 +125,10 @@ def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
     return False
 
 
-def warn_about(layer: torch.nn.Module) -> None:
-    """Log once that layers like this one are called, and do not run in float8."""
+def warn_about(layer: torch.nn.Module, hidden_states: torch.Tensor) -> None:
+    """Log once that layers like this one are called, if it or a layer that it wraps would run in float8."""
+    if not any(is_in_float8(module, hidden_states) for module in layer.modules()):
+        return
     logger.warning_once(
         f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another "
         "forward."

@@ -27,13 +27,12 @@ def projection_of(
         adapters, base = adapters_of(layer), layer.base_layer
         if isinstance(adapters, str):
             _record_peft(adapters)
-            if is_in_float8(base, hidden_states):
-                warn_about(base)
+            warn_about(base, hidden_states)
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     in_float8 = is_in_float8(base, hidden_states)
-    if in_float8 and not isinstance(weight, torch.Tensor):
-        warn_about(base)
+    if not isinstance(weight, torch.Tensor):
+        warn_about(base, hidden_states)
         in_float8 = False
     if weight is None:
         if base is not layer:
