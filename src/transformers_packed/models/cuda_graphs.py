@@ -74,6 +74,13 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
         raise input_error(
             "row_length as a multiple of 64", repr(row_length), "Round up the length of the longest row."
         )
+    for text in text_models_of(model):
+        vars(text)["_layer_graphs"] = LayerGraphs(row_length) if row_length else None
+    return model
+
+
+def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`, or raise an error without any."""
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
     if not texts:
         raise input_error(
@@ -81,9 +88,15 @@ def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
             type(model).__name__,
             "Load it after transformers_packed.register(), or pass it to patch_model first.",
         )
-    for text in texts:
-        vars(text)["_layer_graphs"] = LayerGraphs(row_length) if row_length else None
-    return model
+    return texts
+
+
+def forget_graphs(model: torch.nn.Module) -> None:
+    """Remove recorded graphs of modules in `model`, whose code or tensors have changed. The next rows record others."""
+    for module in model.modules():
+        graphs = vars(module).get("_layer_graphs")
+        if graphs is not None:
+            use_cuda_graphs(module, graphs.row_length)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from transformers.utils import logging
 
 from ..errors import input_error
 from ..ops.float8 import MULTIPLE
-from .cuda_graphs import use_cuda_graphs
+from .cuda_graphs import forget_graphs, text_models_of
+from .quantization import SENSITIVE
 
 
 logger = logging.get_logger(__name__)
@@ -19,8 +20,6 @@ _LEAST_WORK = 1e11
 # The attribute of a layer with the fewest tokens whose products run in float8.
 _MARK = "_float8_from"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# Projections of the gates of the gated delta rule. They are narrow, and their outputs are exponentiated.
-_GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def use_float8(
@@ -60,13 +59,7 @@ def use_float8(
 
     ```
     """
-    texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
-    if not texts:
-        raise input_error(
-            "a Qwen3.5 or Qwen3-Next model of this package",
-            type(model).__name__,
-            "Load it after transformers_packed.register(), or pass it to patch_model first.",
-        )
+    text_models_of(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     numbers = [int(found[1]) for name in layers if (found := _LAYER.search(name))]
     ends = {min(numbers, default=0), max(numbers, default=0)}
@@ -75,7 +68,7 @@ def use_float8(
         problem = _problem(model, name, layer)
         if module_filter is None:
             inner = problem == "" and int(_LAYER.search(name)[1]) not in ends
-            chosen[name] = inner and not any(part in _GATES for part in name.split("."))
+            chosen[name] = inner and not any(part in SENSITIVE for part in name.split("."))
             continue
         chosen[name] = bool(module_filter(layer, name))
         if chosen[name] and problem:
@@ -88,10 +81,7 @@ def use_float8(
     for name, layer in layers.items():
         fewest = 1 if module_filter else _LEAST_WORK / largest.get(_group_of(name, layer), 1)
         vars(layer)[_MARK] = fewest if chosen[name] else None
-    for text in texts:
-        # Recorded graphs hold the earlier products.
-        if vars(text).get("_layer_graphs") is not None:
-            use_cuda_graphs(text, text._layer_graphs.row_length)
+    forget_graphs(model)
     log = logger.info if module_filter or any(chosen.values()) else logger.warning
     log(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
     return model
@@ -127,7 +117,9 @@ def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
 
 def warn_about(layer: torch.nn.Module, hidden_states: torch.Tensor) -> None:
     """Log once that layers like this one are called, if it or a layer that it wraps would run in float8."""
-    if not any(is_in_float8(module, hidden_states) for module in layer.modules()):
+    # A linear layer wraps no other. Those in 4 bit come here in each forward.
+    inner = (layer,) if isinstance(layer, torch.nn.Linear) else layer.modules()
+    if not any(is_in_float8(module, hidden_states) for module in inner):
         return
     logger.warning_once(
         f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another "

@@ -59,6 +59,8 @@ class Float8Layers:
         # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept. A backward sets those of
         # the forward.
         self.kept: list[torch.Tensor | None] = [None, None, None]
+        # The transposed gradients of the outputs, if the weights need gradients.
+        self.columns: torch.Tensor | None = None
 
     def forward(self, rows: torch.Tensor | None, keep: bool, cast: tuple | None = None) -> list[torch.Tensor]:
         """Return the outputs `[T, out]` for `rows`, or for the rows `cast` with their scales.
@@ -81,7 +83,7 @@ class Float8Layers:
         row_scale, weight_scales, _ = self.kept
         tokens, device = len(row_scale), row_scale.device
         gradients = [
-            row_scale.new_zeros(tokens, size) if gradient is None else _with_whole_rows(gradient)
+            row_scale.new_zeros(tokens, size) if gradient is None else gradient
             for gradient, size in zip(gradients, self.sizes, strict=True)
         ]
         if for_weights:
@@ -107,7 +109,7 @@ class Float8Layers:
         cast = torch.empty(tokens, total, dtype=DTYPE, device=device)
         self.columns = self.new_columns(total)
         parts = [
-            (gradient, row_scale, factor, rows, largest)
+            (_with_whole_rows(gradient), row_scale, factor, rows, largest)
             for gradient, factor, largest in zip(
                 gradients, weight_scales.split(self.sizes), columns.split(self.sizes), strict=True
             )

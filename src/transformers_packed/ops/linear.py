@@ -225,7 +225,7 @@ class _SharedInputLinears(torch.autograd.Function):
         inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
         products = Products(structure, tensors, dtype)
         by_row = products.adapters or products.in_float8
-        keep = bool(by_row) and float8_weights_wanted(structure, ctx.needs_input_grad[6:])
+        keep = bool(products.in_float8) and float8_weights_wanted(structure, ctx.needs_input_grad[6:])
         outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs, keep)
         if by_row or any(y._is_view() for y in outputs):
             outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]

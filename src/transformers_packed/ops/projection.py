@@ -342,7 +342,7 @@ class Products:
                 The transposed rows in float8, if another kernel has written them to [`Float8Layers.new_columns`].
         """
         of_float8 = {}
-        if float8_weights_wanted(self.structure, wanted):
+        if self.float8.columns is not None:
             of_float8 = dict(zip(self.in_float8, self.float8.weight_gradients(rows, columns), strict=True))
         if not self.adapters:
             found = []

@@ -11,7 +11,7 @@ The tensors are no buffers, because DDP would overwrite them with those of the f
 import torch
 from accelerate.utils import reduce
 
-from ...models.cuda_graphs import use_cuda_graphs
+from ...models.cuda_graphs import forget_graphs
 
 
 class ExpertLoad:
@@ -39,7 +39,9 @@ class ExpertLoad:
                 router.expert_counts = row
             self._blocks[place, experts, top_k] = block
             self._totals.append(torch.zeros_like(block))
-        self._forget_graphs()
+        if routers:
+            # Their graphs contain the addresses of earlier tensors.
+            forget_graphs(model)
 
     def __bool__(self) -> bool:
         return bool(self._routers)
@@ -75,11 +77,5 @@ class ExpertLoad:
         """Remove the tensors from the model."""
         for router in self._routers:
             router.expert_counts = None
-        self._forget_graphs()
-
-    def _forget_graphs(self) -> None:
-        """Remove recorded CUDA graphs, which contain the addresses of earlier tensors."""
-        for module in self._model.modules() if self._routers else ():
-            graphs = vars(module).get("_layer_graphs")
-            if graphs is not None:
-                use_cuda_graphs(module, graphs.row_length)
+        if self._routers:
+            forget_graphs(self._model)

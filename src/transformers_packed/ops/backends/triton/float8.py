@@ -39,9 +39,20 @@ def inverse(scale):
 
 
 @triton.jit
-def _load_part(x_ptr, stride, factor_ptr, row, R, column, C, FACTOR: tl.constexpr):
+def _load_tile(x_ptr, stride, row, R, column, C):
     inside = (row < R)[:, None] & (column < C)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_tile(q_ptr, stride, q, row, R, column, C):
+    inside = (row < R)[:, None] & (column < C)[None, :]
+    tl.store(q_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], q, mask=inside)
+
+
+@triton.jit
+def _load_part(x_ptr, stride, factor_ptr, row, R, column, C, FACTOR: tl.constexpr):
+    x = _load_tile(x_ptr, stride, row, R, column, C).to(tl.float32)
     if FACTOR:
         x *= tl.load(factor_ptr + column, mask=column < C, other=0.0)[None, :]
     return x
@@ -65,9 +76,8 @@ def _cast_part(
     for start in range(0, C, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = _load_part(x_ptr, stride, factor_ptr, row, R, column, C, FACTOR)
-        at = q_ptr + row.to(tl.int64)[:, None] * q_stride + column[None, :]
         q = (x * inverse(scale)[:, None]).to(tl.float8e4nv)
-        tl.store(at, q, mask=(row < R)[:, None] & (column < C)[None, :])
+        _store_tile(q_ptr, q_stride, q, row, R, column, C)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -95,6 +105,13 @@ def _cast_rows(
 
 
 @triton.jit
+def cast_with_scales(x, scale_ptr, row, R):
+    """Cast rows with scales that are known."""
+    scale = tl.load(scale_ptr + row, mask=row < R, other=1.0)
+    return (x.to(tl.float32) * inverse(scale)[:, None]).to(tl.float8e4nv)
+
+
+@triton.jit
 def packed_at(q, packed, j: tl.constexpr):
     """Put float8 numbers at byte `j` of integers. To transpose these takes half as long as to transpose bytes."""
     return packed | (q.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * j))
@@ -119,8 +136,7 @@ def _maxima(
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(TILES):
         row = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * stride + column[None, :]
-        x = tl.load(x_ptr + at, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
+        x = _load_tile(x_ptr, stride, row, R, column, C).to(tl.float32)
         in_row = tl.max(tl.abs(x * column_factor[None, :]), 1)
         tl.atomic_max(rows_ptr + row, bits(in_row), mask=row < R, sem="relaxed")
         row_factor = tl.load(row_factor_ptr + row, mask=row < R, other=0.0)
@@ -142,12 +158,10 @@ def _cast_both(
         tl.store(column_scale_ptr + column, column_scale, mask=column < C)
     for j in tl.static_range(4):
         row = start + tl.arange(0, ROWS // 4) * 4 + j
-        inside = (row < R)[:, None] & (column < C)[None, :]
-        wide = row.to(tl.int64)[:, None]
-        x = tl.load(x_ptr + wide * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = _load_tile(x_ptr, stride, row, R, column, C).to(tl.float32)
         row_scale = scale_of(tl.load(rows_ptr + row, mask=row < R, other=0))
         q = (x * column_factor[None, :] * inverse(row_scale)[:, None]).to(tl.float8e4nv)
-        tl.store(q_ptr + wide * q_stride + column[None, :], q, mask=inside)
+        _store_tile(q_ptr, q_stride, q, row, R, column, C)
         if tl.program_id(1) == 0:
             tl.store(row_scale_ptr + row, row_scale, mask=row < R)
         row_factor = tl.load(row_factor_ptr + row, mask=row < R, other=0.0)
@@ -166,11 +180,9 @@ def _transpose(
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.int32)
     for j in tl.static_range(4):
         row = start + tl.arange(0, ROWS // 4) * 4 + j
-        inside = (row < R)[:, None] & (column < C)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        x = _load_tile(x_ptr, stride, row, R, column, C)
         if SCALED:
-            scale = tl.load(scale_ptr + row, mask=row < R, other=1.0)
-            x = (x.to(tl.float32) * inverse(scale)[:, None]).to(tl.float8e4nv)
+            x = cast_with_scales(x, scale_ptr, row, R)
         packed = packed_at(x, packed, j)
     store_transposed(t_ptr, t_stride, packed, start, column, quads, C, ROWS)
 

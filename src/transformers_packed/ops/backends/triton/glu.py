@@ -7,7 +7,7 @@ import triton.language as tl
 from ...autograd import first_order
 from ...projection import Products, needs_rows, unflattened
 from . import ceil_div, on_its_device
-from .float8 import COLUMNS, ROWS, bits, inverse, packed_at, scale_of, store_transposed
+from .float8 import COLUMNS, ROWS, bits, cast_with_scales, inverse, packed_at, scale_of, store_transposed
 
 
 _BLOCK = 2048
@@ -93,9 +93,8 @@ def _gate_backward_float8(
         row = start + tl.arange(0, ROWS // 4) * 4 + j
         at = row.to(tl.int64)[:, None] * C + column[None, :]
         inside = (row < R)[:, None] & (column < C)[None, :]
-        y = _gate_gradients(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, at, inside, SILU).to(tl.float32)
-        scale = tl.load(scale_ptr + row, mask=row < R, other=1.0)
-        packed = packed_at((y * inverse(scale)[:, None]).to(tl.float8e4nv), packed, j)
+        y = _gate_gradients(dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, at, inside, SILU)
+        packed = packed_at(cast_with_scales(y, scale_ptr, row, R), packed, j)
     store_transposed(t_ptr, t_stride, packed, start, column, quads, C, ROWS)
 
 
