@@ -74,6 +74,8 @@ class SequenceBoundaries:
 
     # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
+    # Whether several documents continue the same one (`ops.prompts.SharedPrompts`).
+    shares_prompts: ClassVar[bool] = False
 
     @classmethod
     def from_lengths(

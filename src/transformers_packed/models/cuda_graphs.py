@@ -171,6 +171,8 @@ class LayerGraphs:
             return f"the row is on {hidden_states.device}, not on the current GPU"
         if boundaries.is_shard:
             return "the row is a shard"
+        if boundaries.shares_prompts:
+            return "the row shares prompts"
         if hidden_states.shape[1] > self.row_length:
             return f"the row has more than row_length={self.row_length} tokens"
         last = self._last()

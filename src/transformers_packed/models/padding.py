@@ -4,17 +4,28 @@ The model computes nothing for padding, where hidden states and router logits ar
 it would change other results: if the call fills a cache, returns hidden states or attention weights, or is traced; if
 attention is not causal or cannot keep documents apart; if NEFTune scales its noise by the padded length; and if PEFT
 gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA.
+
+With `shares_prompts`, documents that start with the same tokens, such as the answers to one prompt, form a row with
+shared prompts ([`SharedPrompts`]). Hidden states of a shared token are copied to all of its documents. Dropout then
+draws one mask for a shared token.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
+from ..ops.prompts import Copies, SharedPrompts, repeat_rows
 from .inputs import is_causal
+
+
+# A prompt is shared if this saves at least so many tokens, because another document costs about as much.
+_LEAST_SAVED = 64
 
 
 @dataclass(frozen=True)
@@ -28,18 +39,28 @@ class PaddedBatch:
             The index of each real token in the flattened batch.
         shape (`tuple[int, int]`):
             `(B, T)`.
+        shared (`Copies`, *optional*):
+            With shared prompts, the tokens of the packed row at `slots`. The row has fewer tokens than `slots`.
+        sources (`torch.LongTensor`, *optional*):
+            With shared prompts, the index of each token of the packed row in the flattened batch.
     """
 
     boundaries: SequenceBoundaries
     slots: torch.Tensor
     shape: tuple[int, int]
+    shared: Copies | None = None
+    sources: torch.Tensor | None = None
 
     @classmethod
-    def from_attention_mask(cls, attention_mask: torch.Tensor, device: torch.device) -> "PaddedBatch | None":
+    def from_attention_mask(
+        cls, attention_mask: torch.Tensor, device: torch.device, input_ids: torch.Tensor | None = None
+    ) -> "PaddedBatch | None":
         """Create it from a mask `[B, T]`. Reading the mask is the only host sync.
 
-        Returns `None` if the mask is all ones or all zeros, if the ones of a row are not contiguous, or if it has
-        values other than 0 and 1.
+        With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
+
+        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, if the ones of a row are
+        not contiguous, or if it has values other than 0 and 1.
         """
         mask = attention_mask.to("cpu")
         real = mask == 1
@@ -47,11 +68,40 @@ class PaddedBatch:
         lengths = real.sum(1)
         if bool((real | (mask == 0)).logical_not().any()) or bool((runs > 1).any()):
             return None
-        if int(lengths.sum()) in (0, real.numel()):
+        slots, shape = real.flatten().nonzero()[:, 0], tuple(mask.shape)
+        lengths = lengths[lengths > 0].tolist()
+        if input_ids is not None and len(lengths) > 1:
+            documents = input_ids.flatten().to("cpu")[slots].split(lengths)
+            groups = shared_prompts([document.numpy() for document in documents])
+            if groups:
+                return cls._sharing(groups, lengths, slots, shape, device)
+        if len(slots) in (0, real.numel()):
             return None
-        boundaries = SequenceBoundaries.from_lengths(lengths[lengths > 0])
-        slots = real.flatten().nonzero()[:, 0]
-        return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), tuple(mask.shape))
+        boundaries = SequenceBoundaries.from_lengths(lengths)
+        return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), shape)
+
+    @classmethod
+    def _sharing(cls, groups: list[tuple[list[int], int]], lengths: list[int], slots, shape, device) -> "PaddedBatch":
+        """Lay out the shared prompts of `groups` and documents without one first, then the rest of the others."""
+        starts = np.cumsum([0, *lengths])
+        answered = {document for documents, _ in groups for document in documents}
+        pieces = [(documents[0], 0, tokens, -1) for documents, tokens in groups]
+        pieces += [(document, 0, n, -1) for document, n in enumerate(lengths) if document not in answered]
+        for prompt, (documents, tokens) in enumerate(groups):
+            pieces += [(document, tokens, lengths[document], prompt) for document in documents]
+        tokens = np.concatenate([np.arange(starts[d] + begin, starts[d] + end) for d, begin, end, _ in pieces])
+        # Each real token is the one of its document, or the one of the first document with the same prompt.
+        index = np.empty(len(slots), dtype=np.int64)
+        index[tokens] = np.arange(len(tokens))
+        for documents, n in groups:
+            for document in documents[1:]:
+                first = starts[documents[0]]
+                index[starts[document] : starts[document] + n] = index[first : first + n]
+        row = SequenceBoundaries.from_lengths([end - begin for _, begin, end, _ in pieces])
+        row = SharedPrompts.of(row, [prompt for *_, prompt in pieces])
+        moved = (x.to(device, non_blocking=True) for x in (row, slots, slots[torch.from_numpy(tokens)]))
+        boundaries, slots, sources = moved
+        return cls(boundaries, slots, shape, Copies.of(index, device), sources)
 
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Pack the tokens `[B, T, ...]` and position ids of a forward's arguments into one row.
@@ -59,17 +109,54 @@ class PaddedBatch:
         Position ids are `[B, T]`, `[1, T]`, `[3, B, T]` or `[4, B, T]`. Without them, each document counts from 0.
         """
         tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None}
-        tokens = {name: x.flatten(0, 1).index_select(0, self.slots)[None] for name, x in tokens.items()}
+        sources = self.slots if self.sources is None else self.sources
+        tokens = {name: x.flatten(0, 1).index_select(0, sources)[None] for name, x in tokens.items()}
         position_ids = inputs.get("position_ids")
         if position_ids is None:
             return tokens | {"position_ids": self.boundaries.position_ids}
         rows = position_ids.expand(*position_ids.shape[:-2], *self.shape).flatten(-2)
-        return tokens | {"position_ids": rows.index_select(-1, self.slots).unsqueeze(-2)}
+        return tokens | {"position_ids": rows.index_select(-1, sources).unsqueeze(-2)}
 
     def unpack(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scatter real tokens `[N, ...]` to `[B * T, ...]`, with zeros at padding."""
+        """Scatter the tokens of the packed row to `[B * T, ...]`, with zeros at padding."""
         rows, length = self.shape
+        tokens = tokens if self.shared is None else repeat_rows(tokens, self.shared)
         return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, self.slots, tokens)
+
+
+def shared_prompts(documents: list[np.ndarray]) -> list[tuple[list[int], int]]:
+    """Find groups of documents that start with the same tokens, such that the row becomes as short as possible.
+
+    Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
+    token of each document is not shared.
+    """
+    order = sorted(range(len(documents)), key=lambda document: documents[document].tolist())
+    lengths = [len(documents[document]) for document in order]
+    # In lexicographic order, the tokens that a run of documents shares are the fewest of its neighbors.
+    common = [0]
+    for left, right in pairwise(order):
+        n = min(len(documents[left]), len(documents[right]))
+        differs = np.flatnonzero(documents[left][:n] != documents[right][:n])
+        common.append(int(differs[0]) if len(differs) else n)
+    # best[i]: the tokens saved in the first i documents, the start of their last group, and what that group shares.
+    best = [(0, 0, 0)]
+    for end in range(1, len(order) + 1):
+        options, shared = [(best[end - 1][0], end - 1, 0)], lengths[end - 1] - 1
+        for begin in reversed(range(end - 1)):
+            shared = min(shared, common[begin + 1], lengths[begin] - 1)
+            saved = shared * (end - begin - 1)
+            if shared <= 0:
+                break
+            if saved >= _LEAST_SAVED:
+                options.append((best[begin][0] + saved, begin, shared))
+        best.append(max(options))
+    groups, end = [], len(order)
+    while end:
+        _, begin, shared = best[end]
+        if shared:
+            groups.append((sorted(order[begin:end]), shared))
+        end = begin
+    return sorted(groups)
 
 
 def _layers_take_rows(model: Any) -> bool:
@@ -109,4 +196,5 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None
-    return PaddedBatch.from_attention_mask(attention_mask, tokens.device)
+    shares = model.shares_prompts and inputs_embeds is None and inputs.get("position_ids") is None
+    return PaddedBatch.from_attention_mask(attention_mask, tokens.device, tokens if shares else None)

@@ -177,9 +177,21 @@ class PackedModelMixin(QuantizationMixin):
 
     @packs_padding.setter
     def packs_padding(self, value: bool) -> None:
+        self._set_everywhere("_packs_padding", value)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether documents of a padded batch share the prompts that they start with. Set for all submodels too."""
+        return vars(self).get("_shares_prompts", False)
+
+    @shares_prompts.setter
+    def shares_prompts(self, value: bool) -> None:
+        self._set_everywhere("_shares_prompts", value)
+
+    def _set_everywhere(self, name: str, value: bool) -> None:
         for module in self.modules():
             if isinstance(module, PackedModelMixin):
-                vars(module)["_packs_padding"] = value
+                vars(module)[name] = value
 
     @classmethod
     def is_custom_code(cls) -> bool:

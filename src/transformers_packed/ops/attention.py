@@ -122,6 +122,13 @@ def attention_with_earlier_keys(
     return function(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
 
 
+def attention_of_last_queries(module, query, key, value, *, eager, scaling, dropout=0.0, **kwargs) -> torch.Tensor:
+    """Compute attention `[1, T, H, D]` of the last `T` queries of one document with all of its keys up to them."""
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    mask = causal_mask(query, key)
+    return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]
+
+
 def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | None:
     """Return the kernel that [`attention_with_earlier_keys`] would use, or `None`."""
     name = module.config._attn_implementation

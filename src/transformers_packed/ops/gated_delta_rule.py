@@ -59,21 +59,22 @@ def gated_delta_rule(
         beta (`torch.Tensor` of shape `[B, T, HV]`):
             Learning rate of the state, usually in (0, 1).
         boundaries ([`SequenceBoundaries`], *optional*):
-            Documents of a packed row (`B` = 1). The state of each document starts at zero.
+            Documents of a packed row (`B` = 1). Without `initial_state`, the state of each document starts at zero.
         initial_state (`torch.Tensor` of shape `[B, HV, K, V]`, *optional*):
-            State before the first token. Not supported for packed rows.
+            State before the first token. For a packed row `[N, HV, K, V]`, one for each document.
         output_final_state (`bool`, *optional*, defaults to `False`):
-            Whether to return the state after the last token. Not supported for packed rows.
+            Whether to return the state after the last token. For a packed row, one for each document.
         use_qk_l2norm_in_kernel (`bool`, *optional*, defaults to `False`):
             Whether to normalize queries and keys to unit length first.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"flash_qla"`, `"fla"` or `"reference"`.
 
     Returns:
-        `tuple`: the output `[B, T, HV, V]` in the dtype of `query`, and the final state `[B, HV, K, V]` or `None`.
+        `tuple`: the output `[B, T, HV, V]` in the dtype of `query`, and the final state `[B, HV, K, V]`, or
+            `[N, HV, K, V]` for a packed row, or `None`.
 
     Raises:
-        `ValueError`: a packed row comes with a state, the shapes do not match, or `impl` does not support the call.
+        `ValueError`: the shapes do not match, or `impl` does not support the call.
 
     Example:
 
@@ -90,18 +91,18 @@ def gated_delta_rule(
 
     ```
     """
-    check_call(key, value, boundaries, initial_state, output_final_state)
+    check_heads(key, value)
+    sequences = len(query) if boundaries is None else boundaries.num_documents
+    expected = (sequences, value.shape[2], key.shape[-1], value.shape[-1])
+    if initial_state is not None and initial_state.shape != expected:
+        raise input_error(f"an initial_state {expected}, one for each sequence", tuple(initial_state.shape))
     options = {"initial_state": initial_state, "output_final_state": output_final_state, "boundaries": boundaries}
     options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
     return run("gated_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
 
 
-def check_call(key, value, boundaries: SequenceBoundaries | None, initial_state, output_final_state: bool) -> None:
-    """Raise an error if the head counts do not match, or if a packed row is passed with a state."""
-    if boundaries is not None and (initial_state is not None or output_final_state):
-        got = "initial_state" if initial_state is not None else "output_final_state=True"
-        fix = "A packed row has one state per document: run it without a cache, or run the documents one by one."
-        raise input_error("a packed row without a state", got, fix)
+def check_heads(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise an error if the numbers of heads do not match."""
     if value.shape[2] % key.shape[2]:
         got = f"{value.shape[2]} and {key.shape[2]}"
         raise input_error("value heads [B, T, heads, dim] in a multiple of the number of key heads", got)
@@ -272,12 +273,25 @@ def _solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(query, key, value, g, beta, *, boundaries, **options):
+    if boundaries is not None and (options["initial_state"] is not None or options["output_final_state"]):
+        return _documents_with_states(query, key, value, g, beta, boundaries=boundaries, **options)
     if boundaries is not None:
         rule = partial(torch_chunk_gated_delta_rule, **options)
         return per_document(lambda *x: rule(*x)[0], query, key, value, g, beta, boundaries=boundaries), None
     decoding = query.shape[1] == 1 and options["initial_state"] is not None
     function = torch_recurrent_gated_delta_rule if decoding else torch_chunk_gated_delta_rule
     return function(query, key, value, g, beta, **options)
+
+
+def _documents_with_states(*tensors, boundaries, initial_state, **options):
+    documents = zip(*(x.split(boundaries.lengths, dim=1) for x in tensors), strict=True)
+    states = [None] * boundaries.num_documents if initial_state is None else initial_state.split(1)
+    results = [
+        torch_chunk_gated_delta_rule(*document, initial_state=state, **options)
+        for document, state in zip(documents, states, strict=True)
+    ]
+    outputs, states = zip(*results, strict=True)
+    return torch.cat(outputs, dim=1), torch.cat(states) if options["output_final_state"] else None
 
 
 IMPLEMENTATIONS = {

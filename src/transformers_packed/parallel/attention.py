@@ -3,12 +3,16 @@
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.attention import attention_with_earlier_keys, causal_mask, implementations, kernel_for_earlier_keys
+from ..ops.attention import (
+    attention_of_last_queries,
+    attention_with_earlier_keys,
+    implementations,
+    kernel_for_earlier_keys,
+)
 from ..ops.dispatch import logger, record
 from .collectives import all_gather, all_to_all
 from .groups import attention_method, fits_heads
@@ -81,7 +85,8 @@ def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options:
             return output
     record("attention", "mask of earlier keys", [], logger.info)
     first = shard.lengths[0]
-    outputs = [_continued(module, query[:, :, :first], *(x[:, :, : before + first] for x in (key, value)), **options)]
+    own = query[:, :, :first], *(x[:, :, : before + first] for x in (key, value))
+    outputs = [attention_of_last_queries(module, *own, **options)]
     if shard.num_documents > 1:
         rest = query[:, :, first:], *(x[:, :, before + first :] for x in (key, value))
         outputs.append(ops.attention(module, *rest, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
@@ -99,10 +104,3 @@ def _keys(shard: RowShard) -> SequenceBoundaries:
     first, *others = shard.lengths
     lengths = [shard.tokens_before + first, *others]
     return shard.derived("keys", lambda: SequenceBoundaries.from_lengths(lengths, device=shard.cu_seqlens.device))
-
-
-def _continued(module, query, key, value, *, eager, scaling, dropout, **kwargs: Any) -> torch.Tensor:
-    """Compute attention of the last queries of one document with all of its keys up to them."""
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-    mask = causal_mask(query, key)
-    return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]

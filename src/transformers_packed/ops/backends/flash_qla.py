@@ -16,18 +16,20 @@ def gated_delta_rule(query, key, value, g, beta, *, boundaries, use_qk_l2norm_in
     if boundaries is not None:
         options["cu_seqlens"] = boundaries.derived("flash_qla", lambda: _prepared(boundaries))
     # auto_cp would split long documents and drop state that decays below e^-10 between the pieces.
-    return chunk_gated_delta_rule(query, key, value, g, beta, auto_cp=False, **options)
+    return chunk_gated_delta_rule(query, key, value, g, beta, auto_cp=False, **options, **states)
 
 
-def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, output_final_state=False, **options):
+def verify_gated_delta_rule(
+    query, key, value, g, beta, *, boundaries=None, initial_state=None, output_final_state=False, **options
+):
     if not query.is_cuda:
         return False, "needs CUDA tensors"
     if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
         return False, f"needs query, key and value in float16 or in bfloat16, not {query.dtype}"
     if key.shape[-1] != 128 or value.shape[-1] != 128:
         return False, f"needs head dimensions of 128, not {key.shape[-1]} and {value.shape[-1]}"
-    if initial_state is not None or output_final_state:
-        return False, "is used only without states"
+    if boundaries is None and (initial_state is not None or output_final_state):
+        return False, "is used only for packed rows if there are states"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
         return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
     return not _problem(), _problem()
