@@ -249,10 +249,16 @@ class LogpsMixin:
         hidden, weight, bias, targets = make()
         options = {"chunk_size": 5, "temperature": 0.9}
         expected = run(self.impl, (hidden, weight, bias, targets), **options)
-        leaf = hidden.clone().requires_grad_()
-        found = linear_logps(leaf, weight, targets, bias, impl=self.impl, **options)
-        (gradient,) = torch.autograd.grad(found, leaf, upstream_of([found]))
-        self.assertTrue(torch.equal(gradient, expected[1]))
+        for entropy in (False, True):
+            leaf = hidden.clone().requires_grad_()
+            both = outputs_of(self.impl, (leaf, weight, bias), targets, entropy=entropy, **options)
+            self.assertTrue(torch.equal(both[0], expected[0]))
+            (gradient,) = torch.autograd.grad(both[0], leaf, upstream_of(both[:1]), retain_graph=True)
+            self.assertLess(relative(gradient, expected[1]), 1e-6)
+            if entropy:
+                (gradient,) = torch.autograd.grad(both, leaf, upstream_of(both))
+                with_entropy = run(self.impl, (hidden, weight, bias, targets), entropy=True, **options)
+                self.assertTrue(torch.equal(gradient, with_entropy[2]))
 
         def tied(impl, dtype):
             shared = weight.to(dtype).requires_grad_()
@@ -309,10 +315,17 @@ class ChunksMixin(LogpsMixin):
                 saved = saved_in(
                     lambda leaves=leaves: outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=4, **options)
                 )
-            self.assertEqual(seen.products, [(n, VOCAB) for n in chunks])
+            # With a frozen head, the forward computes the gradients of the hidden states too.
+            early = not trained and not options
+            forward = [[(n, VOCAB)] + [(n, HIDDEN)] * early for n in chunks]
+            self.assertEqual(seen.products, sum(forward, []))
             self.assertLess(seen.elements, 5 * VOCAB)
             self.assertLess(sum(x.numel() for x in saved if x.shape != weight.shape), TOKENS * (HIDDEN + 8))
             found = outputs_of(self.impl, leaves, targets, entropy=True, chunk_size=4, **options)
+            if early:
+                with LargestTensor() as seen:
+                    torch.autograd.grad(found[0], leaves[:1], upstream_of(found[:1]), retain_graph=True)
+                self.assertEqual((seen.products, seen.elements), ([], TOKENS * HIDDEN))
             with LargestTensor() as seen:
                 torch.autograd.grad(found, [x for x in leaves if x.requires_grad], upstream_of(found))
             products = [[(n, VOCAB), (n, HIDDEN)] + [(VOCAB, HIDDEN)] * trained for n in chunks]

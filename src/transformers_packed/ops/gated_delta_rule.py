@@ -91,7 +91,7 @@ def gated_delta_rule(
 
     ```
     """
-    check_heads(key, value)
+    check_groups(key, value)
     sequences = len(query) if boundaries is None else boundaries.num_documents
     expected = (sequences, value.shape[2], key.shape[-1], value.shape[-1])
     if initial_state is not None and initial_state.shape != expected:
@@ -101,7 +101,7 @@ def gated_delta_rule(
     return run("gated_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
 
 
-def check_heads(key: torch.Tensor, value: torch.Tensor) -> None:
+def check_groups(key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise an error if the numbers of heads do not match."""
     if value.shape[2] % key.shape[2]:
         got = f"{value.shape[2]} and {key.shape[2]}"

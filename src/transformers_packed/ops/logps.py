@@ -182,7 +182,8 @@ def _chunked(steps, hidden_states, weight, targets, bias, rows, *, temperature, 
         pairs = _distinct(slots, targets, len(chosen), vocab, chunk_size)
     if chosen is not None:
         hidden_states = hidden_states.index_select(0, chosen)
-    found = _LinearLogps.apply(hidden_states, weight, bias, pairs, (*steps, chunk_size, temperature, entropy))
+    options = *steps, chunk_size, temperature, entropy, torch.is_grad_enabled()
+    found = _LinearLogps.apply(hidden_states, weight, bias, pairs, options)
     if len(kept) < count:
         found = [None if x is None else x.new_zeros(count).index_copy(0, kept, x) for x in found]
     return found
@@ -217,7 +218,11 @@ def _chunks(hidden_states, weight, bias, pairs: _Pairs, chunk_size: int) -> Iter
 
 
 class _LinearLogps(torch.autograd.Function):
-    """The log-probability of each target, and the entropy of its row or `None`."""
+    """The log-probability of each target, and the entropy of its row or `None`.
+
+    With a frozen head, the forward also computes the gradient of each log-probability by its row of hidden states. A
+    backward without gradients of entropies only scales it.
+    """
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, pairs, options):
@@ -225,14 +230,21 @@ class _LinearLogps(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Autocast would run the matrix product of the head in low precision too.
         ctx.dtype = autocast_dtype(hidden_states) or hidden_states.dtype
-        statistics, _, chunk_size, temperature, entropy = options
+        statistics, overwrite_with_gradient, chunk_size, temperature, entropy, wanted = options
         wide = torch.promote_types(ctx.dtype, torch.float32)
         totals = hidden_states.new_empty(len(hidden_states), dtype=wide)
         entropies = torch.empty_like(totals) if entropy else None
         logps = totals.new_empty(len(pairs.ids))
+        for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
+        frozen = for_hidden and not for_weight and not for_bias and pairs.of is None
+        ctx.d_hidden = hidden_states.new_empty(hidden_states.shape, dtype=ctx.dtype) if frozen else None
+        ones = torch.ones_like(totals) if frozen else None
         head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
         for chunk in _chunks(*head, pairs, chunk_size):
             statistics(chunk, pairs, temperature, totals, logps, entropies)
+            if frozen:
+                overwrite_with_gradient(chunk, pairs, temperature, totals, logps, None, (ones, ones, None))
+                torch.mm(chunk.logits, head[1], out=ctx.d_hidden[chunk.rows])
         ctx.save_for_backward(hidden_states, weight, bias, totals, logps, entropies)
         # Copies, so that the caller may change the result in place.
         slots = pairs.slots if pairs.of is None else pairs.slots[pairs.of]
@@ -244,7 +256,10 @@ class _LinearLogps(torch.autograd.Function):
     @first_order('Pass impl="reference" to the op. It supports gradients of any order.')
     def backward(ctx, d_logps, d_entropies):
         hidden_states, weight, bias, totals, logps, entropies = ctx.saved_tensors
-        pairs, (_, overwrite_with_gradient, chunk_size, temperature, _) = ctx.pairs, ctx.options
+        pairs, (_, overwrite_with_gradient, chunk_size, temperature, _, _) = ctx.pairs, ctx.options
+        if ctx.d_hidden is not None and d_entropies is None:
+            d_hidden = None if d_logps is None else (ctx.d_hidden * d_logps[:, None]).to(hidden_states.dtype)
+            return d_hidden, None, None, None, None
         if d_logps is None:
             if d_entropies is None:
                 return None, None, None, None, None
@@ -291,11 +306,8 @@ def _at_targets(chunk: _Chunk, pairs: _Pairs):
 
 
 def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies):
-    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair.
-
-    Float32 logits are overwritten. The backward computes them again.
-    """
-    values = widened(chunk.logits).div_(temperature)
+    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair."""
+    values = chunk.logits.to(totals.dtype, copy=True).div_(temperature)
     totals[chunk.rows] = total = values.logsumexp(-1)
     slots, ids, known = _at_targets(chunk, pairs)
     logps[chunk.pairs] = (values[slots, ids] - total[slots]).where(known, float("nan"))

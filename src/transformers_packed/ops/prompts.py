@@ -14,7 +14,7 @@ All of these read parts of the prompt once for each answer. [`repeat_rows`] adds
 order, in float32. The functions have the names and arguments of those in [`transformers_packed.ops`].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -32,7 +32,7 @@ from . import gated_delta_rule as rule
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
 from .autograd import first_order
 from .convolution import check_channels
-from .gated_delta_rule import check_heads
+from .gated_delta_rule import check_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,9 @@ class SharedPrompts(SequenceBoundaries):
         ordered = all(prompt < 0 for prompt in prompt_of[:alone]) and all(-1 <= p < alone for p in prompt_of)
         number, padding = boundaries.num_documents, boundaries.padding_tokens
         if not (len(prompt_of) == number > alone and ordered) or padding:
-            expected = f"prompt_of for {number} documents without padding: -1 for prompts, then a prompt for each answer"
+            expected = (
+                f"prompt_of for {number} documents without padding: -1 for prompts, then a prompt for each answer"
+            )
             raise input_error(expected, f"{list(prompt_of)} and {padding} tokens of padding")
         return cls(boundaries.cu_seqlens, boundaries.cu_seqlens_cpu, prompt_of=prompt_of)
 
@@ -95,6 +97,11 @@ class SharedPrompts(SequenceBoundaries):
         return SequenceBoundaries.from_lengths(self.lengths[self.num_prompts :], device=self.cu_seqlens.device)
 
     @cached_property
+    def documents(self) -> SequenceBoundaries:
+        """The boundaries of prompts and answers, which do not continue each other."""
+        return SequenceBoundaries(self.cu_seqlens, self.cu_seqlens_cpu)
+
+    @cached_property
     def states(self) -> "Copies":
         """The final states of the prompts `[num_prompts, ...]`, one for each answer."""
         return Copies.of(self.prompt_of[self.num_prompts :], self.cu_seqlens.device)
@@ -107,27 +114,42 @@ class SharedPrompts(SequenceBoundaries):
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - starts[self.seq_idx.long()]
 
-    def with_earlier(self, tokens: int | None) -> tuple[SequenceBoundaries, "Copies", torch.Tensor]:
-        """Describe the row in which the last `tokens` tokens of its prompt, or all for `None`, precede each answer.
+    @cached_property
+    def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
+        """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
+        pieces = [(prompt, None, slice(None)) for prompt in range(self.num_prompts)]
+        pieces += [(n, slice(None), slice(None)) for n in range(self.num_prompts, self.num_documents)]
+        boundaries, index, _ = self._row_of(pieces)
+        return boundaries, Copies.of(index, self.cu_seqlens.device)
 
-        Returns its boundaries, the tokens of this row that it consists of, and the indices of this row's tokens in it.
+    def windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
+        """Describe the row of the first `width` tokens of each answer, each after the last `width` of its prompt.
+
+        Returns its boundaries, the tokens it consists of, and the indices of the answers' tokens in it and in this row.
         """
-        return self.derived(f"with {tokens} earlier tokens", lambda: self._with_earlier(tokens))
+        return self.derived(f"windows of {width}", lambda: self._windows(width))
 
-    def _with_earlier(self, tokens: int | None) -> tuple[SequenceBoundaries, "Copies", torch.Tensor]:
-        starts = self.cu_seqlens_cpu.tolist()
-        index, own, lengths, total = [], [], [], 0
-        for document, (prompt, length) in enumerate(zip(self.prompt_of, self.lengths, strict=True)):
-            end = 0 if prompt < 0 else starts[prompt + 1]
-            before = 0 if prompt < 0 else min(self.lengths[prompt], end if tokens is None else tokens)
-            index += [np.arange(end - before, end), np.arange(starts[document], starts[document] + length)]
-            own.append(np.arange(total + before, total + before + length))
-            lengths.append(before + length)
-            total += lengths[-1]
+    def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
+        answers = range(self.num_prompts, self.num_documents)
+        boundaries, index, own = self._row_of([(n, slice(-width, None), slice(width)) for n in answers])
         device = self.cu_seqlens.device
-        own = torch.from_numpy(np.concatenate(own)).to(device, non_blocking=True)
-        boundaries = SequenceBoundaries.from_lengths(lengths, device=device)
-        return boundaries, Copies.of(np.concatenate(index), device), own
+        tokens = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
+        return boundaries, Copies.of(index, device), *tokens
+
+    def _row_of(self, pieces: list[tuple[int, slice | None, slice]]) -> tuple[SequenceBoundaries, Any, Any]:
+        """Return the boundaries of a row, its tokens, and which of these are not from a prompt.
+
+        Each document of the row consists of tokens of the prompt of a document, if any, and of tokens of the document.
+        """
+        tokens = np.split(np.arange(self.total_length), self.cu_seqlens_cpu[1:-1].numpy())
+        index, is_own, lengths = [], [], []
+        for document, earlier, own in pieces:
+            before = tokens[self.prompt_of[document]][earlier] if earlier is not None else tokens[document][:0]
+            index += [before, tokens[document][own]]
+            is_own += [np.zeros(len(before), dtype=bool), np.ones(len(index[-1]), dtype=bool)]
+            lengths.append(len(before) + len(index[-1]))
+        boundaries = SequenceBoundaries.from_lengths(lengths, device=self.cu_seqlens.device)
+        return boundaries, np.concatenate(index), np.flatnonzero(np.concatenate(is_own))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SharedPrompts":
         moved = super().to(device, non_blocking)
@@ -144,44 +166,52 @@ class SharedPrompts(SequenceBoundaries):
 class Copies(NamedTuple):
     """Rows to repeat: row `index[i]` is copy `i`.
 
-    `rounds` splits the copies into sets in which no row occurs twice, as pairs of the copies and their rows.
+    `copies_of` is the inverse: pairs of rows `[R]` with the same number of copies, and their copies `[R, copies]`.
     """
 
     index: torch.Tensor
-    rounds: list[tuple[torch.Tensor, torch.Tensor]]
+    copies_of: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def of(cls, index: Sequence[int], device: torch.device) -> "Copies":
         index = np.asarray(index, dtype=np.int64)
         order = np.argsort(index, kind="stable")
-        first = np.searchsorted(index[order], index[order])
-        round_of = np.empty_like(index)
-        round_of[order] = np.arange(len(index)) - first
-        rounds = [(copies := np.flatnonzero(round_of == n), index[copies]) for n in range(round_of.max(initial=-1) + 1)]
-        move = [torch.from_numpy(x).to(device, non_blocking=True) for x in (index, *sum(rounds, ()))]
-        return cls(move[0], list(zip(move[1::2], move[2::2], strict=True)))
+        rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
+        move = [index]
+        for count in np.unique(counts):
+            chosen = counts == count
+            move += [rows[chosen], order[first[chosen, None] + np.arange(count)]]
+        index, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
+        return cls(index, list(zip(pairs[::2], pairs[1::2], strict=True)))
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
     """Return `x[copies.index]` for `x` `[T, ...]`. The gradients of the copies of a row are added in a fixed order."""
-    return _RepeatRows.apply(x, copies)
+    return _RepeatRows.apply(x, copies)[1]
 
 
 class _RepeatRows(torch.autograd.Function):
+    """Return `x` as well, so that one op adds the gradients of the rows and of their copies."""
+
     @staticmethod
     def forward(ctx, x, copies):
-        ctx.copies, ctx.like = copies, (x.shape, x.dtype)
-        return x.index_select(0, copies.index)
+        ctx.set_materialize_grads(False)
+        ctx.copies, ctx.shape = copies, x.shape
+        return x.view_as(x), x.index_select(0, copies.index)
 
     @staticmethod
     @first_order("Train without shared prompts.")
-    def backward(ctx, gradient):
-        shape, dtype = ctx.like
-        total = gradient.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
-        for copies, rows in ctx.copies.rounds:
-            # No row occurs twice in a round, so the order of atomic additions does not matter.
-            total.index_add_(0, rows, gradient.index_select(0, copies).to(total.dtype))
-        return total.to(dtype), None
+    def backward(ctx, of_rows, of_copies):
+        if of_copies is None:
+            return of_rows, None
+        wide = torch.promote_types(of_copies.dtype, torch.float32)
+        total = of_copies.new_zeros(ctx.shape) if of_rows is None else of_rows.clone()
+        for rows, copies in ctx.copies.copies_of:
+            gradient = of_copies.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(1, dtype=wide)
+            if of_rows is not None:
+                gradient += of_rows.index_select(0, rows)
+            total.index_copy_(0, rows, gradient.to(total.dtype))
+        return total, None
 
 
 def attention(
@@ -203,12 +233,11 @@ def attention(
     ):
         if given:
             raise input_error("attention that supports shared prompts", name, "Use sdpa, without attention weights.")
-    keys, copies, _ = boundaries.with_earlier(None)
+    keys, copies = boundaries.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
     if query.is_cuda:
-        whole = SequenceBoundaries(boundaries.cu_seqlens, boundaries.cu_seqlens_cpu)
-        whole = boundaries.derived("documents", lambda: whole)
-        output = attention_with_earlier_keys(module, query, key, value, boundaries=whole, keys=keys, **options)
+        documents = boundaries.documents
+        output = attention_with_earlier_keys(module, query, key, value, boundaries=documents, keys=keys, **options)
         if output is not None:
             return output, None
     prompts = (x[:, :, : boundaries.first_answer] for x in (query, key, value))
@@ -225,22 +254,32 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """[`ops.causal_conv1d`] on a row with shared prompts."""
     check_channels(hidden_states, weight)
-    x, options["boundaries"], own = _with_window(boundaries, hidden_states, weight)
-    return convolve(x, weight, *args, **options).index_select(1, own)
+
+    def function(x, boundaries):
+        return (convolve(x, weight, *args, boundaries=boundaries, **options),)
+
+    return _convolution(function, hidden_states, weight, boundaries)[0]
 
 
 def causal_conv1d_qkv(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, boundaries: SharedPrompts, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
-    x, options["boundaries"], own = _with_window(boundaries, hidden_states, weight)
-    return tuple(y.index_select(1, own) for y in convolve_qkv(x, weight, *args, **options))
+
+    def function(x, boundaries):
+        return convolve_qkv(x, weight, *args, boundaries=boundaries, **options)
+
+    return _convolution(function, hidden_states, weight, boundaries)
 
 
-def _with_window(boundaries, hidden_states, weight):
-    """Return the row with the earlier tokens in the window of each answer, its boundaries, and its own tokens."""
-    longer, copies, own = boundaries.with_earlier(weight.shape[-1] - 1)
-    return repeat_rows(hidden_states[0], copies)[None], longer, own
+def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row: SharedPrompts) -> tuple:
+    """Convolve each document alone, then overwrite the tokens whose windows include tokens of their prompts."""
+    if weight.shape[-1] == 1:
+        return function(x, row.documents)
+    boundaries, copies, own, tokens = row.windows(weight.shape[-1] - 1)
+    x, windows = _RepeatRows.apply(x[0], copies)
+    alone, continued = function(x[None], row.documents), function(windows[None], boundaries)
+    return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 
 
 def gated_delta_rule(
@@ -251,7 +290,7 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
-    check_heads(inputs[1], inputs[2])
+    check_groups(inputs[1], inputs[2])
     if initial_state is not None or output_final_state:
         raise input_error("a row with shared prompts without a state", "a state", "Run the documents one by one.")
     first = boundaries.first_answer

@@ -33,7 +33,7 @@ from ..errors import input_error
 from ..ops.backends import fla
 from ..ops.convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
 from ..ops.dispatch import logger, record
-from ..ops.gated_delta_rule import check_heads
+from ..ops.gated_delta_rule import check_groups
 from .collectives import all_gather, all_to_all, tie
 from .shard import RowShard
 
@@ -131,7 +131,7 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
-    check_heads(key, value)
+    check_groups(key, value)
     if initial_state is not None or output_final_state:
         raise input_error("a part of a row without a state", "a state", "Run whole rows.")
     shard, tensors = boundaries, (query, key, value, g, beta)
