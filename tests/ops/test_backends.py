@@ -97,8 +97,8 @@ class KernelVerifiersTest(unittest.TestCase):
 
     def test_flash_qla_leaves_states_and_other_gpus_to_the_others(self):
         verify = flash_qla.verify_gated_delta_rule
-        self.refused(verify, rule_call(), "without states", output_final_state=True)
-        self.refused(verify, rule_call(), "without states", initial_state=on_gpu(1, 4, 128, 128))
+        self.refused(verify, rule_call(), "only for packed rows", output_final_state=True)
+        self.refused(verify, rule_call(), "only for packed rows", initial_state=on_gpu(1, 4, 128, 128))
         with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
             self.refused(verify, rule_call(), "compute capability")
 

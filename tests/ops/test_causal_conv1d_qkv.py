@@ -34,7 +34,11 @@ class HaloTest(InterpretedTest):
         module = "transformers_packed.ops.backends.triton.convolution"
         self.enterContext(mock.patch.multiple(module, _TOKENS=6, _RUNS=4))
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
-        outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *inputs[2:])
+        halo = inputs[2:]
+        if halo:
+            slots = torch.arange(len(x), dtype=torch.int32)
+            halo.append(slots.where(slots < weight.shape[1] - 1, -1))
+        outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *halo)
         return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
 
     @parameterized.expand(

@@ -204,17 +204,40 @@ class GatedDeltaRuleTest(unittest.TestCase):
             self.assertEqual(output.dtype, torch.bfloat16)
             self.assertIsNone(state)
 
-    @parameterized.expand(
-        [
-            ("initial_state", {"initial_state": torch.zeros(1, 4, 8, 6)}, "initial_state"),
-            ("final_state", {"output_final_state": True}, "output_final_state=True"),
-        ]
-    )
-    def test_a_packed_row_has_no_state(self, _, options, got):
+    @parameterized.expand([("all", [4, 6]), ("short_ones", [1, 70, 2])])
+    def test_states_of_documents(self, _, lengths):
+        """The states of a packed row are those of its documents, in values and in gradients."""
+        boundaries, total = SequenceBoundaries.from_lengths(lengths), sum(lengths)
+        *inputs, state = (x.detach().double().requires_grad_() for x in (*make_inputs(total), self.states(lengths)))
+
+        def packed():
+            options = {"initial_state": state, "output_final_state": True}
+            return gated_delta_rule(*inputs, boundaries=boundaries, **options)
+
+        def alone():
+            documents = zip(*(x.split(lengths, dim=1) for x in inputs), state.split(1), strict=True)
+            found = [torch_chunk_gated_delta_rule(*x, initial_state=s, output_final_state=True) for *x, s in documents]
+            outputs, states = zip(*found, strict=True)
+            return torch.cat(outputs, dim=1), torch.cat(states)
+
+        results = []
+        for function in (packed, alone):
+            outputs = function()
+            upstream = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) for y in outputs]
+            results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, state], upstream)])
+        for a, b in zip(*results, strict=True):
+            self.assertLess((a - b).abs().max().item(), 1e-12 * b.abs().max().item())
+        final = gated_delta_rule(*inputs, boundaries=boundaries, output_final_state=True)[1]
+        self.assertEqual(final.shape, state.shape)
+        self.assertFalse(torch.allclose(final, results[0][1]))
+
+    def states(self, lengths):
+        return torch.randn(len(lengths), 4, 8, 6, generator=torch.Generator().manual_seed(3))
+
+    def test_a_state_for_each_document(self):
         boundaries = SequenceBoundaries.from_lengths([4, 6])
-        pattern = rf"^expected a packed row without a state, got {got}\. .*without a cache"
-        with self.assertRaisesRegex(ValueError, pattern):
-            gated_delta_rule(*make_inputs(10), boundaries=boundaries, **options)
+        with self.assertRaisesRegex(ValueError, r"expected an initial_state \(2, 4, 8, 6\), .*got \(1, 4, 8, 6\)"):
+            gated_delta_rule(*make_inputs(10), boundaries=boundaries, initial_state=torch.zeros(1, 4, 8, 6))
 
     def test_refuses_heads_that_do_not_group(self):
         inputs = make_inputs(5, key_heads=2, value_heads=3)

@@ -206,7 +206,7 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None):
-    """Run the kernel. `halo` `[W - 1, D]` holds the tokens before the first one, which its window may include."""
+    """Run the kernel. `halo` is a pair: the tokens `[halos * (W - 1), D]` before some documents, and [`slots_of`]."""
     from .backends.triton.convolution import CausalConv1dQKV
 
     rows, length, channels = hidden_states.shape
@@ -217,9 +217,23 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
     value_heads = channels // value_dim - 2 * key_heads
     results = CausalConv1dQKV.apply(
-        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, halo
+        hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, *(halo or ())
     )
     return tuple(x.unflatten(0, (rows, length)) for x in results)
+
+
+def slots_of(boundaries: SequenceBoundaries, documents: range, width: int) -> torch.Tensor:
+    """Return the slot of each token, int32 `[T]`, if each of these documents has a halo of `width` tokens."""
+
+    def make() -> torch.Tensor:
+        slots = torch.full((boundaries.total_length,), -1, dtype=torch.int32)
+        starts = boundaries.cu_seqlens_cpu.tolist()
+        for halo, document in enumerate(documents):
+            tokens = slots[starts[document] : starts[document + 1]][:width]
+            tokens[:] = torch.arange(halo * width, halo * width + len(tokens))
+        return slots.to(boundaries.cu_seqlens.device, non_blocking=True)
+
+    return boundaries.derived(f"slots of {documents} and {width}", make)
 
 
 def verify_triton_qkv(hidden_states, weight, bias, activation, *, key_dim, value_dim, **_):

@@ -31,7 +31,8 @@ from . import causal_conv1d_qkv as convolve_qkv
 from . import gated_delta_rule as rule
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
 from .autograd import first_order
-from .convolution import check_channels
+from .convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
+from .dispatch import logger, record
 from .gated_delta_rule import check_groups
 
 
@@ -118,9 +119,24 @@ class SharedPrompts(SequenceBoundaries):
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
         pieces = [(prompt, None, slice(None)) for prompt in range(self.num_prompts)]
-        pieces += [(n, slice(None), slice(None)) for n in range(self.num_prompts, self.num_documents)]
+        pieces += [(n, slice(None), slice(None)) for n in self.answer_indices]
         boundaries, index, _ = self._row_of(pieces)
         return boundaries, Copies.of(index, self.cu_seqlens.device)
+
+    @property
+    def answer_indices(self) -> range:
+        """Which documents are answers."""
+        return range(self.num_prompts, self.num_documents)
+
+    def tails(self, width: int) -> "Copies":
+        """The last `width` tokens of its prompt, for each answer. The first token is repeated in front of fewer."""
+        return self.derived(f"tails of {width}", lambda: self._tails(width))
+
+    def _tails(self, width: int) -> "Copies":
+        starts = self.cu_seqlens_cpu.numpy()
+        prompts = np.array(self.prompt_of[self.num_prompts :])
+        tokens = starts[prompts + 1, None] + np.arange(-width, 0)
+        return Copies.of(np.maximum(tokens, starts[prompts, None]).flatten(), self.cu_seqlens.device)
 
     def windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
         """Describe the row of the first `width` tokens of each answer, each after the last `width` of its prompt.
@@ -130,8 +146,8 @@ class SharedPrompts(SequenceBoundaries):
         return self.derived(f"windows of {width}", lambda: self._windows(width))
 
     def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        answers = range(self.num_prompts, self.num_documents)
-        boundaries, index, own = self._row_of([(n, slice(-width, None), slice(width)) for n in answers])
+        pieces = [(n, slice(-width, None), slice(width)) for n in self.answer_indices]
+        boundaries, index, own = self._row_of(pieces)
         device = self.cu_seqlens.device
         tokens = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
         return boundaries, Copies.of(index, device), *tokens
@@ -205,11 +221,12 @@ class _RepeatRows(torch.autograd.Function):
         if of_copies is None:
             return of_rows, None
         wide = torch.promote_types(of_copies.dtype, torch.float32)
-        total = of_copies.new_zeros(ctx.shape) if of_rows is None else of_rows.clone()
+        # The backward of the op that used the rows created their gradient, and nothing else uses it.
+        total = of_copies.new_zeros(ctx.shape) if of_rows is None else of_rows.contiguous()
         for rows, copies in ctx.copies.copies_of:
             gradient = of_copies.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(1, dtype=wide)
             if of_rows is not None:
-                gradient += of_rows.index_select(0, rows)
+                gradient += total.index_select(0, rows)
             total.index_copy_(0, rows, gradient.to(total.dtype))
         return total, None
 
@@ -262,12 +279,26 @@ def causal_conv1d(
 
 
 def causal_conv1d_qkv(
-    hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, boundaries: SharedPrompts, **options: Any
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = "silu",
+    *,
+    boundaries: SharedPrompts,
+    impl: str = "auto",
+    **heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
+    check_heads(hidden_states, weight, **heads)
+    call, width = (weight, bias, activation), weight.shape[-1] - 1
+    if width and impl in ("auto", "triton") and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+        record("causal_conv1d_qkv", "triton", [], logger.info)
+        x, tails = _RepeatRows.apply(hidden_states[0], boundaries.tails(width))
+        halo = tails, slots_of(boundaries, boundaries.answer_indices, width)
+        return triton_qkv(x[None], *call, boundaries=boundaries, halo=halo, **heads)
 
     def function(x, boundaries):
-        return convolve_qkv(x, weight, *args, boundaries=boundaries, **options)
+        return convolve_qkv(x, *call, boundaries=boundaries, impl=impl, **heads)
 
     return _convolution(function, hidden_states, weight, boundaries)
 

@@ -10,8 +10,10 @@ window of up to four tokens in registers. The forward therefore reads `x` and wr
 backward reads `x` and the three gradients and writes the gradient of `x` about once. The position of each token in its
 document marks the document's start: shift `s` is inside the document if the position is at least `s`.
 
-In a part of a row, the windows of the first tokens may include tokens before the part, a halo of `W - 1` tokens.
-Kernels without a halo are compiled without code for it.
+The windows of a document's first tokens may include earlier tokens that are elsewhere, a halo of `W - 1` tokens: in a
+part of a row, tokens before the part, and in a row with shared prompts, those of a prompt. Each of the first `W - 1`
+tokens of such a document has a slot: `W - 1` times the index of its halo, plus its index in the document. Kernels
+without halos are compiled without code for them.
 """
 
 import torch
@@ -44,11 +46,18 @@ def _row(x_ptr, stride, column, token, length):
 
 
 @triton.jit
-def _and_before(x, halo_ptr, column, token, channels, W: tl.constexpr):
-    """Add the halo to `x`, which is 0 before the first token."""
-    inside = ((token < 0) & (token > -W))[:, None]
-    at = (token + (W - 1))[:, None] * channels + column[None, :]
-    return x + tl.load(halo_ptr + at, mask=inside, other=0.0).to(tl.float32)
+def _slot(slot_ptr, token, length):
+    """Load the slot of one token of each run; -1 for a token whose window is inside of the row."""
+    return tl.load(slot_ptr + token, mask=(token >= 0) & (token < length), other=-1).to(tl.int64)
+
+
+@triton.jit
+def _earlier(x, halo_ptr, column, slot, channels, SHIFT: tl.constexpr, W: tl.constexpr):
+    """Return the token `SHIFT` positions earlier: from the halo if it is there, else `x`."""
+    index = slot % (W - 1)
+    inside = ((slot >= 0) & (index < SHIFT) & (SHIFT < W))[:, None]
+    at = (slot + (W - 1 - SHIFT))[:, None] * channels + column[None, :]
+    return tl.where(inside, tl.load(halo_ptr + at, mask=inside, other=0.0).to(tl.float32), x)
 
 
 @triton.jit
@@ -75,7 +84,7 @@ def _part(head, q_ptr, k_ptr, v_ptr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.co
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_forward(
-    x_ptr, stride, weight_ptr, position_ptr, halo_ptr, q_ptr, k_ptr, v_ptr, length, eps,
+    x_ptr, stride, weight_ptr, position_ptr, slot_ptr, halo_ptr, q_ptr, k_ptr, v_ptr, length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
     TOKENS: tl.constexpr, HALO: tl.constexpr,
 ):  # fmt: skip
@@ -90,16 +99,17 @@ def _convolution_forward(
     x1 = _row(x_ptr, stride, column, token - 1, length)
     x2 = _row(x_ptr, stride, column, token - 2, length)
     x3 = _row(x_ptr, stride, column, token - 3, length)
-    if HALO:
-        x1 = _and_before(x1, halo_ptr, column, token - 1, heads * DIM, W)
-        x2 = _and_before(x2, halo_ptr, column, token - 2, heads * DIM, W)
-        x3 = _and_before(x3, halo_ptr, column, token - 3, heads * DIM, W)
     x0 = _row(x_ptr, stride, column, token, length)
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for _ in range(TOKENS):
         # Prefetch the inputs of the next token while this one is computed.
         next_x = _row(x_ptr, stride, column, token + 1, length)
         next_position = tl.load(position_ptr + token + 1, mask=token + 1 < length, other=-1)
+        if HALO:
+            slot = _slot(slot_ptr, token, length)
+            x1 = _earlier(x1, halo_ptr, column, slot, heads * DIM, 1, W)
+            x2 = _earlier(x2, halo_ptr, column, slot, heads * DIM, 2, W)
+            x3 = _earlier(x3, halo_ptr, column, slot, heads * DIM, 3, W)
         a = w0 * x0 + w1 * _reaches(x1, position, 1, W)
         a += w2 * _reaches(x2, position, 2, W) + w3 * _reaches(x3, position, 3, W)
         y = a * tl.sigmoid(a)
@@ -117,7 +127,7 @@ def _convolution_forward(
 
 @triton.jit(do_not_specialize=["length"])
 def _convolution_backward(
-    x_ptr, stride, weight_ptr, position_ptr, halo_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, dhalo_ptr,
+    x_ptr, stride, weight_ptr, position_ptr, slot_ptr, halo_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dweight_ptr, dhalo_ptr,
     length, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, RUNS: tl.constexpr,
     TOKENS: tl.constexpr, HALO: tl.constexpr, TRAINED: tl.constexpr,
@@ -149,14 +159,19 @@ def _convolution_backward(
     position = tl.load(position_ptr + token, mask=token < length, other=-1)
     for step in range(TOKENS + 3):
         next_x = _row(x_ptr, stride, column, token - 4, length)
-        if HALO:
-            if program == 0:
-                next_x = _and_before(next_x, halo_ptr, column, token - 4, channels, W)
         next_dy = _row(dy_ptr, dy_stride, dy_column, token - 1, length)
         next_position = tl.load(position_ptr + token - 1, mask=(token >= 1) & (token - 1 < length), other=-1)
-        seen1 = _reaches(x1, position, 1, W)
-        seen2 = _reaches(x2, position, 2, W)
-        seen3 = _reaches(x3, position, 3, W)
+        seen1 = x1
+        seen2 = x2
+        seen3 = x3
+        if HALO:
+            slot = _slot(slot_ptr, token, length)
+            seen1 = _earlier(x1, halo_ptr, column, slot, channels, 1, W)
+            seen2 = _earlier(x2, halo_ptr, column, slot, channels, 2, W)
+            seen3 = _earlier(x3, halo_ptr, column, slot, channels, 3, W)
+        seen1 = _reaches(seen1, position, 1, W)
+        seen2 = _reaches(seen2, position, 2, W)
+        seen3 = _reaches(seen3, position, 3, W)
         a = w0 * x0 + w1 * seen1 + w2 * seen2 + w3 * seen3
         sigmoid = tl.sigmoid(a)
         if head < 2 * KEY_HEADS:
@@ -177,6 +192,19 @@ def _convolution_backward(
                 dw3 += da * seen3
             at = token[:, None] * channels + column[None, :]
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(token < length)[:, None])
+        if HALO:
+            # Before the first token of such a document, the partial sums of dx are complete and belong to the halo.
+            starts = ((slot >= 0) & (slot % (W - 1) == 0))[:, None]
+            if step >= 3:
+                at = dhalo_ptr + (slot + (W - 2))[:, None] * channels + column[None, :]
+                tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=starts)
+                if W > 2:
+                    tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=starts)
+                if W > 3:
+                    tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=starts)
+            dx0 = tl.where(starts, 0.0, dx0)
+            dx1 = tl.where(starts, 0.0, dx1)
+            dx2 = tl.where(starts, 0.0, dx2)
         x0 = x1
         x1 = x2
         x2 = x3
@@ -184,15 +212,6 @@ def _convolution_backward(
         dy = next_dy
         position = next_position
         token -= 1
-    if HALO:
-        # The first run ends at the token before the row, where the partial sums of dx are complete.
-        at = dhalo_ptr + (token + (W - 1))[:, None] * channels + column[None, :]
-        first = (token == -1)[:, None]
-        tl.store(at, dx0.to(dhalo_ptr.dtype.element_ty), mask=first)
-        if W > 2:
-            tl.store(at - channels, dx1.to(dhalo_ptr.dtype.element_ty), mask=first)
-        if W > 3:
-            tl.store(at - 2 * channels, dx2.to(dhalo_ptr.dtype.element_ty), mask=first)
     if TRAINED:
         at = dweight_ptr + (program.to(tl.int64) * channels + column) * W + (W - 1)
         tl.store(at, tl.sum(dw0, 0))
@@ -205,14 +224,16 @@ def _convolution_backward(
 
 
 class CausalConv1dQKV(torch.autograd.Function):
-    """The op for `x` `[T, channels]`, `weight` `[channels, W]`, int32 `position` `[T]`, and optional `halo`.
+    """The op for `x` `[T, channels]`, `weight` `[channels, W]`, and int32 `position` `[T]`.
 
-    `halo` has the shape `[W - 1, channels]`.
+    With halos, `halo` is `[halos * (W - 1), channels]` and `slot` int32 `[T]`.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None):
+    def forward(
+        ctx, x, weight, position, key_heads: int, value_heads: int, dim: int, eps: float, halo=None, slot=None
+    ):
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         # A window of one token needs no halo.
@@ -220,19 +241,19 @@ class CausalConv1dQKV(torch.autograd.Function):
         length = len(x)
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
-        ctx.save_for_backward(x, weight, position, halo)
+        ctx.save_for_backward(x, weight, position, slot, halo)
         ctx.sizes = key_heads, value_heads, dim, weight.shape[1], _RUNS, _TOKENS, halo is not None
         ctx.eps = eps
         grid = ((2 * key_heads + value_heads) * ceil_div(length, _RUNS * _TOKENS),)
         _convolution_forward[grid](
-            x, x.stride(0), weight, position, halo, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS
+            x, x.stride(0), weight, position, slot, halo, q, k, v, length, eps, *ctx.sizes, num_warps=_RUNS
         )
         return q, k, v
 
     @staticmethod
     @first_order()
     def backward(ctx, dq, dk, dv):
-        x, weight, position, halo = ctx.saved_tensors
+        x, weight, position, slot, halo = ctx.saved_tensors
         dq, dk, dv = (gradient.contiguous() for gradient in (dq, dk, dv))
         key_heads, value_heads, _, _, runs, tokens, _ = ctx.sizes
         dx = x.new_empty(x.shape)
@@ -242,8 +263,8 @@ class CausalConv1dQKV(torch.autograd.Function):
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32) if trained else None
         grid = ((2 * key_heads + value_heads) * programs,)
         _convolution_backward[grid](
-            x, x.stride(0), weight, position, halo, dq, dk, dv, dx, dweight, dhalo, len(x), ctx.eps, *ctx.sizes,
+            x, x.stride(0), weight, position, slot, halo, dq, dk, dv, dx, dweight, dhalo, len(x), ctx.eps, *ctx.sizes,
             trained, num_warps=runs,
         )  # fmt: skip
         dweight = dweight.sum(0).to(weight.dtype) if trained else None
-        return dx, dweight, None, None, None, None, None, dhalo
+        return dx, dweight, None, None, None, None, None, dhalo, None

@@ -1,0 +1,270 @@
+"""Rows with shared prompts: each answer equals the document "prompt and answer", in outputs and gradients."""
+
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.qwen3_5.modeling_qwen3_5 import eager_attention_forward
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import prompts
+from transformers_packed.ops.prompts import Copies, SharedPrompts, repeat_rows
+
+
+# Lengths, and the prompt of each document. Prompts and answers are also shorter than the window of the convolution.
+ROWS = {
+    "one_group": ([70, 5, 1, 66], [-1, 0, 0, 0]),
+    "several_groups": ([3, 9, 1, 2, 4, 1, 7, 3], [-1, -1, -1, 0, 1, 1, 2, 0]),
+    "alone_and_prompts_without_answers": ([6, 2, 5, 4, 3], [-1, -1, -1, 1, 1]),
+    "groups_in_any_order": ([2, 3, 4, 2, 5, 3, 1], [-1, -1, 1, 0, 1, 0, 1]),
+}
+
+
+def make_row(name):
+    lengths, prompt_of = ROWS[name]
+    return SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+
+
+def tensors(row, *shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, row.total_length, *shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def documents_of(row):
+    """Return, for each document, its tokens with those of its prompt, and how many of these are its own."""
+    tokens = torch.arange(row.total_length).split(row.lengths)
+    for document, prompt in enumerate(row.prompt_of):
+        earlier = tokens[prompt] if prompt >= 0 else tokens[document][:0]
+        yield torch.cat([earlier, tokens[document]]), len(tokens[document])
+
+
+def one_by_one(row, function, *inputs):
+    """Run `function` on each document with its prompt, and return the outputs of the row's tokens."""
+    results = []
+    for tokens, own in documents_of(row):
+        found = function(*(x[:, tokens] for x in inputs))
+        results.append([y[:, -own:] for y in found])
+    return [torch.cat(pieces, dim=1) for pieces in zip(*results, strict=True)]
+
+
+def with_gradients(function, inputs, *others):
+    leaves = [x.detach().clone().requires_grad_() for x in (*inputs, *others)]
+    outputs = function(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def attention_layer(name):
+    function = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}[name]
+    layer = torch.nn.Module()
+    layer.config, layer.num_key_value_groups = SimpleNamespace(_attn_implementation=name), 2
+    layer.is_causal = True
+    return layer, function
+
+
+class Case:
+    """An op on a row with shared prompts, and on one document. Weights come after the rows."""
+
+    def conv(activation):
+        def call(boundaries, x, weight, bias):
+            function = prompts.causal_conv1d if boundaries is not None else prompts.convolve
+            options = {} if boundaries is None else {"boundaries": boundaries}
+            return (function(x, weight, bias, activation, **options),)
+
+        return [(12,)], [(12, 4), (12,)], call
+
+    def qkv(width, impl="auto"):
+        def call(boundaries, x, weight):
+            function = prompts.causal_conv1d_qkv if boundaries is not None else prompts.convolve_qkv
+            options = {"impl": "reference"} if boundaries is None else {"boundaries": boundaries, "impl": impl}
+            return function(x, weight, key_heads=1, key_dim=16, value_dim=16, **options)
+
+        return [(64,)], [(64, width)], call
+
+    def rule():
+        def call(boundaries, q, k, v, a, b):
+            function = prompts.gated_delta_rule if boundaries is not None else prompts.rule
+            options = {} if boundaries is None else {"boundaries": boundaries}
+            gates = -a.exp(), b.sigmoid()
+            return (function(q, k, v, *gates, use_qk_l2norm_in_kernel=True, **options)[0],)
+
+        return [(2, 8), (2, 8), (4, 6), (4,), (4,)], [], call
+
+    def attention(name):
+        layer, eager = attention_layer(name)
+
+        def call(boundaries, q, k, v):
+            function = prompts.attention
+            if boundaries is None:
+                function = prompts.attention_of_row
+                boundaries = SequenceBoundaries.from_lengths([q.shape[1]])
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            options = {"eager": eager, "scaling": 0.3, "boundaries": boundaries}
+            return (function(layer, *heads_first, None, **options)[0],)
+
+        return [(4, 8), (2, 8), (2, 8)], [], call
+
+
+CASES = {
+    "conv": Case.conv("silu"),
+    "conv_without_activation": Case.conv(None),
+    "qkv": Case.qkv(4),
+    "qkv_window_of_two": Case.qkv(2),
+    "qkv_window_of_one": Case.qkv(1),
+    "rule": Case.rule(),
+    "sdpa": Case.attention("sdpa"),
+    "eager": Case.attention("eager"),
+}
+
+
+def every(*cases):
+    return parameterized.expand([(f"{case}_{row}", case, row) for case in cases for row in ROWS])
+
+
+def compare(test, case, name, bar, dtype=torch.float64):
+    row, (shapes, weights, call) = make_row(name), case
+    inputs = tensors(row, *shapes, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(*shape, generator=generator, dtype=dtype) for shape in weights]
+    found = with_gradients(lambda *x: call(row, *x), inputs, *weights)
+    rows = len(shapes)
+    expected = with_gradients(
+        lambda *x: one_by_one(row, lambda *y: call(None, *y, *x[rows:]), *x[:rows]), inputs, *weights
+    )
+    for a, b in zip(found, expected, strict=True):
+        test.assertEqual(a.shape, b.shape)
+        test.assertLess((a - b).abs().max().item(), bar * b.abs().max().item())
+
+
+class OpsTest(unittest.TestCase):
+    @every(*CASES)
+    def test_equals_documents_with_their_prompts(self, _, case, name):
+        compare(self, CASES[case], name, 1e-12)
+
+    @every("conv", "qkv", "rule", "sdpa")
+    def test_an_answer_depends_on_no_other(self, _, case, name):
+        """Neither in outputs nor in gradients, to the bit."""
+        row, (shapes, weights, call) = make_row(name), CASES[case]
+        inputs = tensors(row, *shapes, dtype=torch.float32)
+        weights = [torch.randn(*shape) for shape in weights]
+        starts = row.cu_seqlens_cpu.tolist()
+        for document in row.answer_indices:
+            own = slice(starts[document], starts[document + 1])
+            changed = [x.clone() for x in inputs]
+            for x in changed:
+                x[:, own] += 1
+            leaves = [[x.requires_grad_() for x in some] for some in (inputs, changed)]
+            before, after = (call(row, *some, *weights) for some in leaves)
+            others = torch.ones(row.total_length, dtype=torch.bool)
+            others[own] = False
+            for a, b in zip(before, after, strict=True):
+                self.assertTrue(torch.equal(a[:, others], b[:, others]))
+                self.assertFalse(torch.equal(a[:, own], b[:, own]))
+            gradients = torch.autograd.grad([y[:, others].sum() for y in after], leaves[1])
+            for gradient in gradients:
+                self.assertEqual(gradient[:, own].abs().max().item(), 0)
+
+    @every("conv", "qkv", "rule", "sdpa")
+    def test_repeats_bit_for_bit(self, _, case, name):
+        row, (shapes, weights, call) = make_row(name), CASES[case]
+        inputs = tensors(row, *shapes, dtype=torch.float32)
+        weights = [torch.randn(*shape) for shape in weights]
+        runs = [with_gradients(lambda *x: call(row, *x), inputs, *weights) for _ in range(2)]
+        for a, b in zip(*runs, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_the_state_and_the_window_come_from_the_prompt(self):
+        """Each answer differs from the same tokens as a document of their own."""
+        row = make_row("one_group")
+        for name in ("conv", "qkv", "rule", "sdpa"):
+            shapes, weights, call = CASES[name]
+            inputs, weights = tensors(row, *shapes), [torch.randn(*s, dtype=torch.float64) for s in weights]
+            shared = call(row, *inputs, *weights)
+            lengths, own = row.lengths, [-1] * row.num_documents
+            plain = SimpleNamespace(total_length=row.total_length, lengths=lengths, prompt_of=own)
+            apart = one_by_one(plain, lambda *x, call=call, w=weights: call(None, *x, *w), *inputs)
+            starts = row.cu_seqlens_cpu[row.num_prompts : -1].long()
+            for a, b in zip(shared, apart, strict=True):
+                self.assertTrue(torch.allclose(a[:, : row.first_answer], b[:, : row.first_answer]))
+                self.assertGreater((a - b)[0, starts].abs().flatten(1).amax(1).min().item(), 1e-6)
+
+
+class RefusalsTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("a_prompt_after_an_answer", [2, 2, 2], [-1, 0, -1]),
+            ("an_answer_to_an_answer", [2, 2, 2], [-1, 0, 1]),
+            ("too_few", [2, 2, 2], [-1, 0]),
+            ("an_unknown_prompt", [2, 2], [-1, 3]),
+            ("no_answer", [2, 2], [-1, -1]),
+        ]
+    )
+    def test_prompts_that_do_not_fit(self, _, lengths, prompt_of):
+        pattern = f"expected prompt_of for {len(lengths)} documents .*, got .*{prompt_of[-1]}"
+        with self.assertRaisesRegex(ValueError, pattern):
+            SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+
+    def test_states(self):
+        row = make_row("one_group")
+        inputs = tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,))
+        with self.assertRaisesRegex(ValueError, "without a state"):
+            prompts.gated_delta_rule(*inputs, boundaries=row, output_final_state=True)
+
+    @parameterized.expand([("weights", "eager", {"output_attentions": True}), ("flex", "flex_attention", {})])
+    def test_attention_without_support(self, _, name, options):
+        row = make_row("one_group")
+        layer, eager = attention_layer("eager")
+        layer.config._attn_implementation = name
+        heads = [x.transpose(1, 2) for x in tensors(row, (4, 8), (2, 8), (2, 8))]
+        with self.assertRaisesRegex(ValueError, "attention that supports shared prompts"):
+            prompts.attention(layer, *heads, None, boundaries=row, eager=eager, scaling=1.0, **options)
+
+    def test_an_op_for_plain_rows(self):
+        row = make_row("one_group")
+        with self.assertRaisesRegex(ValueError, "documents that do not share prompts"):
+            prompts.rule(*tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,)), boundaries=row)
+
+
+class CopiesTest(unittest.TestCase):
+    def test_gradients_are_added_in_float32(self):
+        index = [3, 0, 3, 1, 3, 3, 1]
+        x = torch.randn(5, 2, dtype=torch.bfloat16, requires_grad=True)
+        upstream = torch.randn(7, 2, dtype=torch.bfloat16)
+        copies = repeat_rows(x, Copies.of(index, x.device))
+        self.assertTrue(torch.equal(copies, x[index]))
+        (gradient,) = torch.autograd.grad(copies, x, upstream)
+        expected = torch.zeros(5, 2).index_add_(0, torch.tensor(index), upstream.float())
+        self.assertTrue(torch.equal(gradient, expected.bfloat16()))
+
+    def test_second_derivatives_are_refused(self):
+        x = torch.randn(2, 2, requires_grad=True)
+        y = repeat_rows(x, Copies.of([0, 0], x.device)).square().sum()
+        with self.assertRaisesRegex(ValueError, "Train without shared prompts"):
+            torch.autograd.grad(y, x, create_graph=True)
+
+    def test_position_ids_continue(self):
+        row = make_row("groups_in_any_order")
+        expected = [0, 1, 0, 1, 2, 3, 4, 5, 6, 2, 3, 3, 4, 5, 6, 7, 2, 3, 4, 3]
+        self.assertEqual(row.position_ids.tolist(), [expected])
+
+    def test_moves_to_another_device(self):
+        row = make_row("one_group")
+        moved = row.to("meta")
+        self.assertEqual((moved.prompt_of, moved.cu_seqlens.device.type), (row.prompt_of, "meta"))
+
+
+class InterpretedConvolutionTest(InterpretedKernelsTest):
+    @parameterized.expand([(f"{name}_{width}", name, width) for name in ROWS for width in (4, 3, 2)])
+    def test_equals_documents_with_their_prompts(self, _, name, width):
+        module = "transformers_packed.ops.backends.triton.convolution"
+        with mock.patch.multiple(module, _TOKENS=5, _RUNS=4):
+            compare(self, Case.qkv(width, "triton"), name, 1e-5, torch.float32)
+
+
+if __name__ == "__main__":
+    unittest.main()
