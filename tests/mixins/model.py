@@ -59,7 +59,7 @@ def padded_batch(documents: list[torch.Tensor], side: str) -> dict:
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def alone(model: torch.nn.Module, documents: list) -> tuple[list[torch.Tensor], torch.Tensor]:

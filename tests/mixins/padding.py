@@ -4,13 +4,14 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from mixins.model import VOCAB_SIZE, gradients, relative_error, total_relative_error
+from mixins.model import VOCAB_SIZE, gradients, padded_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from transformers_packed import SequenceBoundaries
+from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch
 
 
@@ -144,6 +145,89 @@ class PackedPaddingTesterMixin:
         with computed_tokens(model.eval()) as seen:
             self.assertIsNotNone(model(**batch).past_key_values)
         self.assertEqual(seen, {batch["input_ids"].numel()})
+
+    # Shared prompts
+
+    def shared_batch(self, side: str = "right") -> tuple[dict, int]:
+        """Return a padded batch with two groups of answers and a document alone, and its tokens without repetition."""
+        generator = torch.Generator().manual_seed(5)
+        first, second, *others = (
+            torch.randint(1, VOCAB_SIZE, (n,), generator=generator) for n in (40, 70, 4, 66, 1, 9)
+        )
+        # The first tokens of the answers to a prompt differ.
+        groups = [[torch.cat([p, torch.tensor([k]), x]) for k, x in enumerate(others, 1)] for p in (first, second)]
+        documents = [groups[0][0], groups[1][3], groups[0][1], others[3], groups[1][2], groups[0][2]]
+        batch = padded_batch(documents, side)
+        return batch, int(batch["attention_mask"].sum()) - 2 * 40 - 70
+
+    def sharing_models(self, attention: str = "sdpa"):
+        builtin, model = self.models(attention)
+        model.shares_prompts = True
+        if self.has_vision:
+            for each in (builtin, model):
+                each.model.visual.requires_grad_(False)
+        return builtin, model
+
+    @parameterized.expand(
+        [(f"{side}_{attention}", side, attention) for side in ("left", "right") for attention in ("eager", "sdpa")]
+    )
+    def test_shared_prompts(self, _, side, attention):
+        batch, distinct = self.shared_batch(side)
+        builtin, model = self.sharing_models(attention)
+        real = batch["attention_mask"].bool()
+        expected = builtin(**batch, use_cache=False)
+        with computed_tokens(model) as seen:
+            actual = model(**batch, use_cache=False)
+        self.assertEqual(seen, {distinct})
+        self.assertLess(relative_error(actual.logits[real], expected.logits[real]), self.logits_bar)
+        self.assertFalse(actual.logits[~real].any())
+        got, want = gradients(model, actual.loss), gradients(builtin, expected.loss)
+        self.assertLess(total_relative_error(got, want), self.gradient_bar)
+
+    @parameterized.expand([(True,), (False,)])
+    def test_shared_prompts_under_gradient_checkpointing(self, use_reentrant):
+        batch, distinct = self.shared_batch()
+        _, model = self.sharing_models()
+        want = gradients(model, model(**batch, use_cache=False).loss)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        with computed_tokens(model) as seen:
+            output = model(**batch)
+        self.assertEqual(seen, {distinct})
+        self.assertLess(total_relative_error(gradients(model, output.loss), want), self.gradient_bar)
+
+    def test_prompts_are_shared_on_request_only(self):
+        batch, distinct = self.shared_batch()
+        _, model = self.models()
+        text, counts = self.text_model(model), []
+        for each in (None, model, model.model, text):
+            if each is not None:
+                each.shares_prompts = True
+                self.assertTrue(text.shares_prompts)
+            with computed_tokens(model) as seen:
+                model(**batch, use_cache=False)
+            counts += seen
+            if each is not None:
+                each.shares_prompts = False
+        real = int(batch["attention_mask"].sum())
+        # The text model of a composite model gets embeddings, and cannot tell equal prompts by them.
+        alone = real if self.has_vision else distinct
+        self.assertEqual(counts, [real, distinct, distinct, alone])
+
+    @parameterized.expand(["inputs_embeds", "position_ids"])
+    def test_inputs_with_which_prompts_are_not_shared(self, name):
+        batch, _ = self.shared_batch()
+        _, model = self.sharing_models()
+        if name == "inputs_embeds":
+            batch[name] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+        else:
+            batch[name] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        with (
+            computed_tokens(model) as seen,
+            mock.patch.object(padding.logger, "warning_once") as warned,
+        ):
+            model(**batch, use_cache=False)
+        self.assertEqual(seen, {int(batch["attention_mask"].sum())})
+        self.assertIn(f"not shared in a batch with {name}", warned.call_args.args[0])
 
     @parameterized.expand([(torch.bool,), (torch.int32,), (torch.float32,)])
     def test_dtypes_of_the_mask(self, dtype):
@@ -288,6 +372,16 @@ class PackedPaddingTesterMixin:
 
 class PackedPaddingRouterTesterMixin(PackedPaddingTesterMixin):
     """The same tests for mixtures of experts."""
+
+    def test_router_logits_of_shared_prompts(self):
+        """The auxiliary loss counts a shared token once for each document."""
+        batch, _ = self.shared_batch()
+        builtin, model = self.sharing_models()
+        real = batch["attention_mask"].bool().flatten()
+        actual, expected = (m(**batch, use_cache=False, output_router_logits=True) for m in (model, builtin))
+        self.assertLess(relative_error(actual.aux_loss, expected.aux_loss), 1e-5)
+        for got, want in zip(actual.router_logits, expected.router_logits, strict=True):
+            self.assertLess(relative_error(got[real], want[real]), self.logits_bar)
 
     @parameterized.expand(["left", "right"])
     def test_router_logits_of_padded_rows(self, side):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
@@ -23,6 +24,8 @@ from ..ops.attention import serves_packed_rows
 from ..ops.prompts import Copies, SharedPrompts, repeat_rows
 from .inputs import is_causal
 
+
+logger = logging.get_logger(__name__)
 
 # A prompt is shared if this saves at least so many tokens, because another document costs about as much.
 _LEAST_SAVED = 64
@@ -165,12 +168,26 @@ def _layers_take_rows(model: Any) -> bool:
     return bool(getattr(next(adapted, None), "_forward_pre_hooks_with_kwargs", None))
 
 
+def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the tokens `[B, T]` by which documents share prompts, from a forward's arguments.
+
+    It is `None` if equal tokens may not mean equal inputs: with given embeddings, position ids, images or videos.
+    """
+    names = ("inputs_embeds", "position_ids", "pixel_values", "pixel_values_videos")
+    given = [name for name in names if inputs.get(name) is not None]
+    if given:
+        logger.warning_once(f"Prompts are not shared in a batch with {given[0]}, although shares_prompts is set.")
+    return None if given else inputs.get("input_ids")
+
+
 def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
-    Removes `packs_padding` from `inputs`. The argument overrides the model's attribute for this call.
+    Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
+    second are tokens `[B, T]` by which documents share prompts, if `input_ids` are not given.
     """
-    allowed = inputs.pop("packs_padding", None)
+    shares = model.shares_prompts and "prompt_ids" not in inputs
+    allowed, prompt_ids = inputs.pop("packs_padding", None), inputs.pop("prompt_ids", None)
     if not (model.packs_padding if allowed is None else allowed):
         return None
     inputs_embeds, attention_mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
@@ -196,5 +213,6 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         return None
     if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
         return None
-    shares = model.shares_prompts and inputs_embeds is None and inputs.get("position_ids") is None
-    return PaddedBatch.from_attention_mask(attention_mask, tokens.device, tokens if shares else None)
+    if shares:
+        prompt_ids = prompt_ids_of(inputs)
+    return PaddedBatch.from_attention_mask(attention_mask, tokens.device, prompt_ids)

@@ -19,7 +19,7 @@ from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
 from ..inputs import PackingKwargs, check_causal, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
-from ..padding import padded_batch
+from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, projection_to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
 from ..untouched import is_untouched
@@ -309,6 +309,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
             if position_ids is None or position_ids.ndim == 2:
                 inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
             inputs["boundaries"] = boundaries
+        elif self.shares_prompts:
+            inputs["prompt_ids"] = prompt_ids_of(inputs)
         return super().forward(**inputs)
 
 

@@ -8,6 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from ...boundaries import SequenceBoundaries
 from ..inputs import without_packing
 from ..outputs import LanguageModelMixin
+from ..padding import prompt_ids_of
 from ..projections import project
 from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextAttention,
@@ -103,6 +104,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
             if position_ids is None or position_ids.ndim == 2:
                 inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
             inputs["boundaries"] = boundaries
+        elif self.shares_prompts:
+            inputs["prompt_ids"] = prompt_ids_of(inputs)
         return super().forward(**inputs)
 
 
