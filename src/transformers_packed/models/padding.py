@@ -130,10 +130,11 @@ class PaddedBatch:
 def shared_prompts(documents: list[np.ndarray]) -> list[tuple[list[int], int]]:
     """Find groups of documents that start with the same tokens, such that the row becomes as short as possible.
 
-    Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
+    The documents of a group are neighbors in lexicographic order. Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
     token of each document is not shared.
     """
-    order = sorted(range(len(documents)), key=lambda document: documents[document].tolist())
+    # Big-endian bytes sort like the tokens.
+    order = sorted(range(len(documents)), key=lambda document: documents[document].astype(">u8").tobytes())
     lengths = [len(documents[document]) for document in order]
     # In lexicographic order, the tokens that a run of documents shares are the fewest of its neighbors.
     common = [0]

@@ -10,6 +10,7 @@ Without boundaries, the call goes to Transformers' attention interface unchanged
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from inspect import signature
 
 import torch
@@ -153,9 +154,16 @@ def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, *
     tokens_first = (x.transpose(1, 2)[0].to(_varlen_dtype(query)) for x in (query, key, value))
     keys = boundaries if keys is None else keys
     lengths = (boundaries.cu_seqlens, keys.cu_seqlens, boundaries.max_length, keys.max_length)
-    # A window without a right side is causal attention. Up to torch 2.11, grouped queries need no flag.
-    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **grouped)[None], None
+    # A window without a right side is causal attention.
+    return varlen_attn(*tokens_first, *lengths, scale=scaling, window_size=(-1, 0), **_grouped())[None], None
+
+
+@lru_cache
+def _grouped() -> dict[str, bool]:
+    """Return the flag for grouped queries. Up to torch 2.11, they need none."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _varlen_dtype(query: torch.Tensor) -> torch.dtype:

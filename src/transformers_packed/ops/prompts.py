@@ -192,11 +192,13 @@ class Copies(NamedTuple):
     def of(cls, index: Sequence[int], device: torch.device) -> "Copies":
         index = np.asarray(index, dtype=np.int64)
         order = np.argsort(index, kind="stable")
-        rows, first, counts = np.unique(index[order], return_index=True, return_counts=True)
+        rows = index[order]
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        counts = np.diff(first, append=len(rows))
         move = [index]
-        for count in np.unique(counts):
-            chosen = counts == count
-            move += [rows[chosen], order[first[chosen, None] + np.arange(count)]]
+        for count in np.flatnonzero(np.bincount(counts)):
+            of_row = first[counts == count]
+            move += [rows[of_row], order[of_row[:, None] + np.arange(count)]]
         index, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
         return cls(index, list(zip(pairs[::2], pairs[1::2], strict=True)))
 
