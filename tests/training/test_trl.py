@@ -1,18 +1,13 @@
 """TRL's trainers with a registered model, against the stock class on padded batches of the same samples."""
 
 import copy
-import tempfile
-import unittest
-from importlib.metadata import version
 
 import torch
 from common.records import MARKED, assistant, make_tokenizer, user
+from common.trl import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
 from mixins.model import total_relative_error
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS, Samples, collate_padded
-from transformers import AutoModelForCausalLM, set_seed
-from transformers.utils import is_datasets_available, is_peft_available
-from transformers.utils.import_utils import _is_package_available
+from scripts.trainer_arms import Samples, collate_padded
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -23,36 +18,12 @@ from transformers_packed import (
 )
 
 
-HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
 if HAS_TRL:
     from datasets import Dataset
     from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 ROW = 96
-SGD = {
-    "max_steps": 6,
-    "optim": "sgd",
-    "learning_rate": 0.3,
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-}
-
-
-def build_model(arm: str, vocab_size: int):
-    set_seed(0)
-    config = CONFIGS["qwen3_5"]()
-    config.vocab_size = vocab_size
-    if arm == "padded":
-        return AutoModelForCausalLM.from_config(config)
-    with registered():
-        return AutoModelForCausalLM.from_config(config)
 
 
 def documents(feature):
@@ -67,33 +38,6 @@ def documents(feature):
 def unpacking_collator(features):
     """Collate all samples of some rows to a padded batch."""
     return collate_padded([document for feature in features for document in documents(feature)])
-
-
-def updates_and_losses(trainer):
-    set_seed(0)  # GRPO's generated text depends on it
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
-    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-@unittest.skipUnless(HAS_TRL, 'needs trl, datasets and peft: pip install -e ".[dev]"; written for TRL 1.16.0')
-class TRLTestCase(unittest.TestCase):
-    def setUp(self):
-        directory = tempfile.TemporaryDirectory()
-        self.addCleanup(directory.cleanup)
-        self.directory = directory.name
-
-    def check_same_training(self, packed, padded, bar=1e-6):
-        """Compare the losses of each step and the total change of parameters of both trainers. Return the change."""
-        (updates, losses), (want, expected) = updates_and_losses(packed), updates_and_losses(padded)
-        message = f"TRL {version('trl')}"
-        self.assertEqual(len(expected), packed.args.max_steps, message)
-        for actual, loss in zip(losses, expected, strict=True):
-            self.assertLess(abs(actual - loss), 1e-5 * max(abs(loss), 1), message)
-        self.assertGreater(sum(x.abs().sum() for x in want.values()), 0)
-        self.assertLess(total_relative_error(updates, want), bar, message)
-        return want
 
 
 class SFTTest(TRLTestCase):

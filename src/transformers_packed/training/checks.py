@@ -36,6 +36,8 @@ from ..models.verdict import (
 from ..ops.availability import availability
 
 
+# The environment variable that turns "auto" off.
+OFF_SWITCH = "TRANSFORMERS_PACKED_DISABLE_AUTO"
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 # Collators that only pad samples. Those in the second list also create the labels.
@@ -51,12 +53,12 @@ def reason_against(trainer: Trainer, mode: str) -> ValueError | None:
 
 def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
-    model, switch = transformers_model(trainer.model), "TRANSFORMERS_PACKED_DISABLE_AUTO"
-    if mode == "auto" and os.environ.get(switch) == "1":
-        yield input_error(f"no {switch}", f"{switch} is set")
+    model = transformers_model(trainer.model)
+    if mode == "auto" and os.environ.get(OFF_SWITCH) == "1":
+        yield input_error(f"no {OFF_SWITCH}", f"{OFF_SWITCH} is set")
     if mode == "pack" and trainer.train_dataset is None:
         yield input_error("a train_dataset to pack", "none")
-    yield from _of_devices(trainer)
+    yield from of_devices(trainer)
     yield from _of_model(trainer, model)
     yield from _of_collator(trainer)
     yield from _of_samples(trainer, model)
@@ -143,11 +145,12 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
 
 def check_devices(trainer: Trainer) -> None:
     """Raise a `ValueError` if DataParallel or other parallelism would cut the rows."""
-    for reason in _of_devices(trainer):
+    for reason in of_devices(trainer):
         raise reason
 
 
-def _of_devices(trainer: Trainer) -> Iterator[ValueError]:
+def of_devices(trainer: Trainer) -> Iterator[ValueError]:
+    """Reasons that depend on how the processes and devices share the work."""
     if trainer.args.n_gpu > 1:
         got = f"one process with {trainer.args.n_gpu} GPUs, over which DataParallel would scatter the boundaries"
         fix = f"Launch with torchrun --nproc_per_node={trainer.args.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU."

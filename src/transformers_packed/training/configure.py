@@ -28,6 +28,7 @@ from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transf
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
+from .preference import check_shares_prompts, is_preference_trainer, pack_batches, reason_against_packed_batches
 
 
 logger = logging.get_logger(__name__)
@@ -46,6 +47,7 @@ def configure_packing(
     max_length: int | None = None,
     *,
     float8: bool = False,
+    share_prompts: bool = False,
     **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
@@ -66,18 +68,24 @@ def configure_packing(
 
     The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
 
+    TRL's `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` keep their padded batches, which the policy and the
+    reference model then run as packed rows. `packing=True` is not possible.
+
     `float8=True` is independent of the mode. Without packing, it patches the model as well, and the batches stay
     padded.
 
     Args:
         trainer (`transformers.Trainer`):
-            The Trainer, or TRL's `SFTTrainer`, before training.
+            The Trainer, or a trainer of TRL, before training.
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             `"auto"`, `"padding_free"`, `True` (`"pack"`) or `False` (`"off"`).
         max_length (`int`, *optional*):
             Maximum number of tokens per row for `packing=True`. Defaults to `trainer.args.max_length`.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]).
+        share_prompts (`bool`, *optional*, defaults to `False`):
+            For TRL's trainers of preferences and of reinforcement learning: compute a prompt once for all answers of a
+            batch that start with it.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -122,19 +130,24 @@ reference (causal convolution), per_document(sdpa) (attention)
     if float8 and trainer.args.torch_compile:
         got = "torch_compile=True, which compiles linear layers in the dtype of the model"
         raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
+    if share_prompts:
+        check_shares_prompts(trainer)
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}", float8)
-    reason = reason_against(trainer, mode)
-    if reason is None:
+    if is_preference_trainer(trainer):
+        reason = reason_against_packed_batches(trainer, mode) or pack_batches(trainer, share_prompts)
+        if reason is None:
+            return _say_batches_are_packed(trainer, share_prompts, float8)
+    elif (reason := reason_against(trainer, mode)) is None:
         dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
         if mode == "pack":
             dataset, packed = _packed_dataset(trainer, packed, max_length, plan_options), True
         line = _line(trainer, dataset, packed)
         collator, reason = _isolate(trainer, automatic=mode == "auto")
-    if reason is None:
-        line += _train_in_float8(trainer) if float8 else ""
-        _apply(trainer, dataset, collator, packed)
-        return _say(trainer, line + _keep_from_liger(trainer))
+        if reason is None:
+            line += _train_in_float8(trainer) if float8 else ""
+            _apply(trainer, dataset, collator, packed)
+            return _say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
     return _leave(trainer, str(reason), float8)
@@ -314,6 +327,14 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
             f"per epoch; {isolation}"
         )
     return f"Packing on: {isolation}"
+
+
+def _say_batches_are_packed(trainer: Trainer, share_prompts: bool, float8: bool) -> Trainer:
+    trainer.args.packing, trainer.args.padding_free = False, True
+    shared = ", and a prompt once for all of its answers" if share_prompts else ""
+    line = f"Padding-free on: the model computes only the real tokens of padded batches{shared}; isolation by "
+    line += way_of_isolation(trainer)[0] + (_train_in_float8(trainer) if float8 else "")
+    return _say(trainer, line + _keep_from_liger(trainer))
 
 
 def _estimated_saving(dataset: Any, batch_size: int) -> float | None:

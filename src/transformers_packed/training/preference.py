@@ -1,0 +1,79 @@
+"""TRL's trainers of preferences and of reinforcement learning: DPO, KTO, GRPO and RLOO.
+
+These trainers build padded batches of pairs or groups, and score the tokens of whole batches. Models of this package
+gather the real tokens of a padded batch into one packed row ([`PaddedBatch`]), in the policy and in the reference
+model. So these trainers need no change: their losses, metrics and columns stay as they are.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+from transformers import Trainer
+
+from ..errors import input_error
+from ..models.families import FAMILIES
+from ..models.generic import families_of
+from ..models.registry import has_our_classes, patch_model, transformers_model, unpatch_model
+from ..models.verdict import adapter_per_row
+from .checks import OFF_SWITCH, of_devices, way_of_isolation
+
+
+_TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+
+
+def is_preference_trainer(trainer: Trainer) -> bool:
+    """Whether the Trainer is one of TRL's that this module supports, or a subclass."""
+    return any(c.__name__ in _TRAINERS and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
+
+
+def check_shares_prompts(trainer: Trainer) -> None:
+    """Raise a `ValueError` if the batches of the Trainer are not padded pairs or groups."""
+    if not is_preference_trainer(trainer):
+        fix = "Set model.shares_prompts = True if your own padded batches repeat prompts."
+        raise input_error(f"share_prompts with {', '.join(_TRAINERS)}", type(trainer).__name__, fix)
+
+
+def reason_against_packed_batches(trainer: Trainer, mode: str) -> ValueError | None:
+    """The first reason why the padded batches of the Trainer cannot run packed."""
+    return next(_reasons(trainer, mode), None)
+
+
+def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+    name, model = type(trainer).__name__, transformers_model(trainer.model)
+    if mode == "auto" and os.environ.get(OFF_SWITCH) == "1":
+        yield input_error(f"no {OFF_SWITCH}", f"{OFF_SWITCH} is set")
+    if mode == "pack":
+        fix = 'Pass packing="padding_free". The model then packs each batch.'
+        yield input_error(f"whole batches of {name}, whose rows belong together", "packing=True", fix)
+    yield from of_devices(trainer)
+    if model is None or not families_of(model) & set(FAMILIES):
+        got = type(trainer.model if model is None else model).__name__
+        yield input_error("a model that packs padded batches (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE)", got)
+    if (per_row := adapter_per_row(trainer.model)) is not None:
+        yield input_error("adapters that act per document", per_row)
+    if trainer.args.neftune_noise_alpha is not None:
+        got = "neftune_noise_alpha, whose noise depends on the padded length"
+        yield input_error("padded batches without NEFTune", got, "Set it to None.")
+    if not getattr(model, "packs_padding", True):
+        yield input_error("a model that packs padded batches", "packs_padding=False", "Set it to True.")
+    if (refused := way_of_isolation(trainer)[1]) is not None:
+        yield refused
+
+
+def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
+    """Patch the policy and the reference model, both or none. Returns the reason if one cannot be patched."""
+    models = [model for model in (getattr(trainer, "ref_model", None), trainer.model) if model is not None]
+    patched: list[torch.nn.Module] = []
+    for model in models:
+        before = has_our_classes(model)
+        try:
+            patch_model(model)
+        except (ValueError, ImportError) as error:
+            for other in patched:
+                unpatch_model(other)
+            return input_error("a model that can be packed", f"one that cannot be patched ({str(error).rstrip('.')})")
+        patched += [] if before else [model]
+    for model in models if share_prompts else ():
+        transformers_model(model).shares_prompts = True
+    return None

@@ -1,0 +1,66 @@
+"""Trainers of TRL with tiny models, and the comparison of two of them."""
+
+import tempfile
+import unittest
+from importlib.metadata import version
+
+from mixins.model import total_relative_error
+from scripts.trainer_arms import CONFIGS
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.utils import is_datasets_available, is_peft_available
+from transformers.utils.import_utils import _is_package_available
+
+from transformers_packed import registered
+
+
+HAS_TRL = _is_package_available("trl")[0] and is_datasets_available() and is_peft_available()
+SGD = {
+    "max_steps": 6,
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
+def build_model(arm: str, vocab_size: int):
+    set_seed(0)
+    config = CONFIGS["qwen3_5"]()
+    config.vocab_size = vocab_size
+    if arm == "padded":
+        return AutoModelForCausalLM.from_config(config)
+    with registered():
+        return AutoModelForCausalLM.from_config(config)
+
+
+def updates_and_losses(trainer):
+    set_seed(0)  # GRPO's generated text depends on it
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    updates = {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
+    return updates, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@unittest.skipUnless(HAS_TRL, 'needs trl, datasets and peft: pip install -e ".[dev]"; written for TRL 1.16.0')
+class TRLTestCase(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def check_same_training(self, packed, padded, bar=1e-6):
+        """Compare the losses of each step and the total change of parameters of both trainers. Return the change."""
+        (updates, losses), (want, expected) = updates_and_losses(packed), updates_and_losses(padded)
+        message = f"TRL {version('trl')}"
+        self.assertEqual(len(expected), packed.args.max_steps, message)
+        for actual, loss in zip(losses, expected, strict=True):
+            self.assertLess(abs(actual - loss), 1e-5 * max(abs(loss), 1), message)
+        self.assertGreater(sum(x.abs().sum() for x in want.values()), 0)
+        self.assertLess(total_relative_error(updates, want), bar, message)
+        return want
