@@ -20,6 +20,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import autocast_dtype, first_order
 from .experts import isolates
+from .registry import Model
 from .untouched import hooks_of
 
 
@@ -35,7 +36,7 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
+def use_cuda_graphs(model: Model, row_length: int) -> Model:
     """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `row_length` tokens.
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for

@@ -229,14 +229,14 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
 
 def _of_ops(ops: Ops, device: torch.device) -> Iterator[Finding]:
     """Yield the ops without a kernel on a GPU, together if one command installs the kernels."""
-    slow = {}
+    slow: dict[str, list[tuple[str, str]]] = {}
     for op, (runs, refused) in ops.items():
         if op == "linear_float8":
             continue
         if runs is None:
             yield Finding("problem", f"{op}: {_reasons(refused)}.", 'attn_implementation="sdpa"')
         elif device.type != "cpu" and not any(is_kernel(ops[one][0]) for one in (op, _EITHER.get(op, op))):
-            slow[op] = [(command[1], reason) for _, reason in refused if (command := _COMMAND.search(reason))]
+            slow[op] = [(found[1], reason) for _, reason in refused if (found := _COMMAND.search(reason))]
     counts = Counter(command for commands in slow.values() for command, _ in commands)
     grouped: dict[str, list[str]] = {}
     for op, commands in slow.items():

@@ -1,7 +1,8 @@
 """The implementation of each op that a training call would select on a device, according to the ops' verifiers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -87,7 +88,7 @@ def _calls(
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
 
-    options = {"boundaries": SequenceBoundaries.from_lengths([1, 2], device=device)}
+    options: dict[str, Any] = {"boundaries": SequenceBoundaries.from_lengths([1, 2], device=device)}
     queries = (zeros(1, 3, 2, delta), zeros(1, 3, 2, delta), zeros(1, 3, 4, value))
     gates = (zeros(1, 3, 4, dtype=torch.float32), zeros(1, 3, 4))
     yield "gated_delta_rule", GATED_DELTA_RULE, (*queries, *gates), options
@@ -96,18 +97,18 @@ def _calls(
         module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
         yield f"attention {name}", table, (module, *(zeros(1, 2, 3, heads) for _ in range(3))), options
     for name, is_available in _FLASH_ATTENTION.items():
-        table = {"its own kernel": Implementation(None, _verify_flash_attention)}
+        table = {"its own kernel": _only_verified(_verify_flash_attention)}
         yield f"attention {name}", table, (is_available, zeros(1)), {}
-    row, weight, gates = zeros(1, 3, 256), zeros(256), zeros(1, 3, 4)
+    row, weight, gate = zeros(1, 3, 256), zeros(256), zeros(1, 3, 4)
     options |= {"key_heads": 1, "key_dim": delta, "value_dim": value}
     channels = 2 * delta + value
     yield "causal_conv1d_qkv", QUERY_KEY_VALUE, (zeros(1, 3, channels), zeros(channels, 4), None, "silu"), options
-    yield "gated_delta_gates", GATES, (gates, gates, zeros(4), zeros(4)), {}
+    yield "gated_delta_gates", GATES, (gate, gate, zeros(4), zeros(4)), {}
     yield "rms_norm", RMS_NORM, (row, weight, 1e-6, 1.0, row), {}
     layer, head = zeros(8, 256), row[:, :, None]
     yield "linear", LINEAR, (row, Projection(layer)), {}
     yield "linear_lora", LINEAR, (row, Projection(layer, None, (Adapter(zeros(4, 256), zeros(8, 4)),))), {}
-    table = {"fused": Implementation(None, float8.verify)}
+    table = {"fused": _only_verified(float8.verify)}
     yield "linear_float8", table, (row[0], zeros(16, 256), dtype), {}
     yield "gated_rms_norm", RMS_NORM, (head, weight, 1e-6, 0.0, None, head), {}
     yield "gated_rms_norm_linear", RMS_NORM, (head, weight, 1e-6, 0.0, None, head, layer), {}
@@ -120,10 +121,15 @@ def _calls(
     hidden, width = expert_sizes
     matrices = zeros(1, 2 * width, hidden), zeros(1, hidden, width)
     # The model calls Transformers' `grouped_mm` on a GPU without the kernel.
-    table = {"triton": EXPERTS["triton"], "grouped_mm": Implementation(None, _verify_grouped_mm)}
-    table["reference"] = Implementation(None, always)
+    table = {"triton": EXPERTS["triton"], "grouped_mm": _only_verified(_verify_grouped_mm)}
+    table["reference"] = _only_verified(always)
     yield "experts", table, (zeros(3, hidden), None, None, *matrices, None, None, None), {}
     yield "linear_cross_entropy", LINEAR_CROSS_ENTROPY, (row[0], layer, torch.zeros(3), None), {}
+
+
+def _only_verified(verify: Callable[..., tuple[bool, str]]) -> Implementation:
+    """Return an implementation for a table of this module, from which nothing runs."""
+    return Implementation(verify, verify)
 
 
 def _verify_grouped_mm(hidden_states, *others):
