@@ -1,4 +1,4 @@
-"""`transformers-packed doctor`: why a model trains slowly on this machine, and whether it trains correctly."""
+"""`transformers-packed doctor`: problems and slow parts of this machine or a model, and their fixes."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
     parser = subparsers.add_parser(
         "doctor",
-        help="explain what is wrong or slow on this machine, and how to fix it",
+        help="find problems and slow parts of this machine or a model, and their fixes",
         description="Print versions, the implementation of each op for training packed rows on this machine, the "
         "reasons why others do not run, and the commands that change it. With --model, also whether and how the model "
         "keeps documents apart; only its configuration is read. Exit status: 1 if documents would mix, results would be "

@@ -319,8 +319,8 @@ def _open_boundaries(cu_seqlens: torch.Tensor, row_length: int) -> SequenceBound
         length=row_length,
         device_only="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
         "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
-        'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed env` lists as '
-        "missing, or train without graphs.",
+        'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed doctor` names, '
+        "or train without graphs.",
     )
 
 

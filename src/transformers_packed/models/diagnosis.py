@@ -1,4 +1,4 @@
-"""What is wrong or slow on a machine or in a model, from versions, devices and configurations.
+"""Problems and slow parts of a machine or a model, found from versions, devices and configurations.
 
 No weights are loaded: a model is built on the meta device, and the verifiers of the ops receive tensors of a few rows.
 """
@@ -42,7 +42,7 @@ class Finding:
 
     Args:
         level (`str`):
-            `"problem"` (results would be wrong, or a kernel is missing), `"warning"` (slow) or `"note"`.
+            `"problem"` (wrong results, or a missing kernel), `"warning"` (slow) or `"note"`.
         text (`str`):
             The fact.
         fix (`str`, *optional*):
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """The ops that a training row would run on a device, the model, and what follows from both."""
+    """The ops that a packed row in training would run on a device, the model, and the findings about both."""
 
     device: str
     dtype: str
@@ -78,7 +78,7 @@ def diagnose(
     name: str = "MODEL",
     trust_remote_code: bool = False,
 ) -> Diagnosis:
-    """Find what is wrong or slow in training packed rows.
+    """Find problems and slow parts of training on packed rows.
 
     Args:
         device (`torch.device` or `str`):
