@@ -256,6 +256,8 @@ class ModelTest(unittest.TestCase):
         self.assertNotIn("would train with", stdout)
         mixes = f"Transformers' own {family.title() if family != 'opt' else 'OPT'}ForCausalLM mixes the documents"
         self.assertEqual(mixes in stdout, family != "llama")
+        # Documents of a padded batch are apart with any attention.
+        self.assertEqual(self.doctor(config, "--attn", "paged|sdpa")[0], int(family != "opt"))
         with gpu():
             masks = sections(self.doctor(config)[1]).get("Slow", [])
             self.assertEqual(
@@ -281,6 +283,21 @@ class ModelTest(unittest.TestCase):
         status, stdout, stderr = doctor("--model", self.folder / "missing")
         self.assertEqual((status, stdout), (1, ""))
         self.assertRegex(stderr, "^transformers-packed doctor: --model: .*missing.*\n$")
+
+    def test_a_wrong_configuration(self):
+        for text, error in (
+            ('{"model_type": "qwen3_5_text"', "cannot read a configuration from .*not a valid JSON file"),
+            (
+                '{"model_type": "qwen3_5_text", "hidden_size": "x"}',
+                "expected a valid configuration, got .*'hidden_size'",
+            ),
+            ("{}", "Unrecognized model in .*"),
+        ):
+            (self.folder / "config.json").write_text(text)
+            status, stdout, stderr = doctor("--model", self.folder)
+            self.assertEqual((status, stdout), (1, ""))
+            self.assertRegex(stderr, f"^transformers-packed doctor: .*{error}")
+            self.assertEqual(len(stderr.splitlines()), 1, stderr)
 
     def test_json(self):
         config = Qwen3_5MoeTextConfig(**TINY)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
+from ..ops.attention import serves_packed_rows
 from ..ops.availability import availability, is_kernel
 from .families import FAMILIES, MIXERS, REFUSED, UNPACKED
 from .generic import families_of
@@ -33,6 +34,8 @@ _EITHER = {"causal_conv1d": "causal_conv1d_qkv", "causal_conv1d_qkv": "causal_co
 # faster in CUDA graphs (docs/measured/short_rows.md).
 _FASTER_IN_GRAPHS = (("0.8B", 1e9, 4096), ("4B", 5e9, 2048))
 _LONG_ROW = 16384
+_SDPA = 'attn_implementation="sdpa"'
+_UNKNOWN = "is not known to keep the documents of a packed row apart"
 _FLOAT8_HIDDEN_SIZE = 2048
 
 
@@ -141,7 +144,8 @@ def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         with torch.device("meta"):
             return auto.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # A configuration or custom model code may raise anything.
-        raise ValueError(f"a model of type {config.model_type} cannot be built: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"a model of type {config.model_type} cannot be built: {reason}") from error
 
 
 def _training_dtype(device: torch.device, config: PreTrainedConfig | None) -> torch.dtype:
@@ -200,10 +204,12 @@ def _support(families: set[str]) -> str:
 
 
 def _of_masks(model: PreTrainedModel, families: set[str], attention: str, device: torch.device) -> Iterator[Finding]:
-    """Yield a warning if Transformers would build a mask over the whole row."""
-    if device.type == "cpu" or families & set(UNPACKED) or attention not in ("sdpa", "eager"):
+    """Yield a finding if attention mixes documents, or applies a mask over the whole row."""
+    if families & set(UNPACKED):
         return
-    if model._supports_flash_attn:
+    if not serves_packed_rows(attention, device):
+        yield Finding("problem", f"Attention {attention} {_UNKNOWN} on {device.type}.", _SDPA)
+    elif device.type != "cpu" and attention in ("sdpa", "eager") and model._supports_flash_attn:
         fix = 'attn_implementation="flash_attention_2"' + (
             "" if find_spec("flash_attn") else " (pip install flash-attn)"
         )
@@ -223,7 +229,7 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     op = f"attention {attention}"
     if op not in planned and is_flash_attention_requested(requested_attention_implementation=attention):
         planned[op] = attention, []
-    found[op] = planned.get(op, (None, [(attention, "is not known to keep the documents of a packed row apart")]))
+    found[op] = planned.get(op, (None, [(attention, _UNKNOWN)]))
     return found
 
 
@@ -234,7 +240,7 @@ def _of_ops(ops: Ops, device: torch.device) -> Iterator[Finding]:
         if op == "linear_float8":
             continue
         if runs is None:
-            yield Finding("problem", f"{op}: {_reasons(refused)}.", 'attn_implementation="sdpa"')
+            yield Finding("problem", f"{op}: {_reasons(refused)}.", _SDPA)
         elif device.type != "cpu" and not any(is_kernel(ops[one][0]) for one in (op, _EITHER.get(op, op))):
             slow[op] = [(found[1], reason) for _, reason in refused if (found := _COMMAND.search(reason))]
     counts = Counter(command for commands in slow.values() for command, _ in commands)
@@ -246,7 +252,7 @@ def _of_ops(ops: Ops, device: torch.device) -> Iterator[Finding]:
             command = max(reversed(commands), key=lambda pair: counts[pair[0]])[0]
             grouped.setdefault(command, []).append(op)
         else:
-            fix = 'attn_implementation="sdpa"' if op == "attention eager" else ""
+            fix = _SDPA if op == "attention eager" else ""
             because = f": {_reasons(refused)}" if refused else ""
             yield Finding("warning", f"{op} runs as {runs}{because}.", fix)
     for command, names in grouped.items():
