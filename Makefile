@@ -86,10 +86,11 @@ style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
-quality: .venv/.installed  ## Check formatting, lint, and that imports go one way down.
+quality: .venv/.installed  ## Check formatting, lint, types, and that imports go one way down.
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
 
 modular: .venv/.installed  ## Generate the modeling files from the modular files.
 	$(BIN)/python utils/modular_model_converter.py

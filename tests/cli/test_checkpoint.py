@@ -71,6 +71,7 @@ class OwnCodeTest(unittest.TestCase):
             ("memory_file", "config", ["memory", *GPUS, "--max-length", "9", "--model", "{root}/config/config.json"]),
             ("memory", "config", ["memory", *GPUS, "--max-length", "9", "--model", "{root}/config"]),
             ("audit", "config", ["audit", "{root}/config"]),
+            ("doctor", "config", ["doctor", "--model", "{root}/config"]),
         ]
     )  # fmt: skip
     def test_is_refused_unless_it_is_trusted(self, _, source, command):
@@ -113,6 +114,7 @@ COMMANDS = {
     "plan": ["plan", *DATA, "--max-length", "9", *MODEL],
     "tokenizer": ["plan", *DATA, "--max-length", "9", "--tokenizer", "nobody/nothing"],
     "audit": ["audit", "nobody/nothing"],
+    "doctor": ["doctor", *MODEL],
 }
 
 

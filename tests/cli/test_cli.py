@@ -61,7 +61,7 @@ class CommandLineTest(unittest.TestCase):
             self.assertEqual([path.name for path in self.root.iterdir()], ["data.jsonl"])
 
     def test_help_without_torch(self):
-        for command in ([], ["demo"], ["train"], ["plan"], ["memory"], ["audit"], ["env"]):
+        for command in ([], ["demo"], ["train"], ["plan"], ["memory"], ["audit"], ["doctor"], ["env"]):
             code = INTERRUPTED.replace("raise KeyboardInterrupt", "raise AssertionError('torch is imported')")
             result = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True)
             self.assertEqual((result.returncode, result.stderr), (0, ""))
@@ -71,6 +71,8 @@ class CommandLineTest(unittest.TestCase):
     @parameterized.expand(
         [
             (["env"],),
+            (["doctor"],),
+            (["doctor", "--model", "m", "--json"],),
             (PLAN,),
             (["memory", "--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"],),
             (["train", "--model", "m", "--data", "d", "--output", "o"],),
@@ -102,6 +104,7 @@ class CommandLineTest(unittest.TestCase):
             ("plan", ["--data", "d", "--max-length", "9"]),
             ("audit", ["llama"]),
             ("env", []),
+            ("doctor", []),
             ("demo", []),
         ]
     )

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    StrictDataclassError,
 )
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -39,14 +40,19 @@ def load_config(option: str, source: str, trust_remote_code: bool) -> PreTrained
 
     Raises:
         `OSError`: the configuration does not exist.
-        `ValueError`: it needs its own code, which may not run, or Transformers does not know its type.
+        `ValueError`: it needs its own code, which may not run, Transformers does not know its type, or it has values of
+            wrong types.
     """
     with _errors(option, source, "configuration"):
         if Path(source).name == "config.json" and not Path(source).is_file():
             raise FileNotFoundError("file not found")
         # Transformers looks for code only in directories.
         source = directory_of(source) if Path(source).name == "config.json" else source
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except StrictDataclassError as error:
+            reason = " ".join(str(error).split())
+            raise input_error("a valid configuration", f"{source}: {reason}", option=option) from error
 
 
 def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

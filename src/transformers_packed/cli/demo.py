@@ -144,7 +144,10 @@ def draw(results: dict[str, dict[str, Any]], difference: float, path: Path) -> N
     from matplotlib.figure import Figure
 
     colors = {"padded": "#d1605e", "packed": "#1f4e79"}
-    styles = {"padded": {"linewidth": 6, "alpha": 0.5}, "packed": {"linewidth": 1.8, "linestyle": (0, (3, 1.5))}}
+    styles: dict[str, dict[str, Any]] = {
+        "padded": {"linewidth": 6, "alpha": 0.5},
+        "packed": {"linewidth": 1.8, "linestyle": (0, (3, 1.5))},
+    }
     names = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
     figure = Figure(figsize=(11, 4.8), layout="constrained", dpi=150)
     losses, speed = figure.subplots(1, 2, width_ratios=[2, 1])

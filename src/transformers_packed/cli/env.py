@@ -1,8 +1,7 @@
-"""`transformers-packed env`: versions, devices, and the implementation of each op that would run on them."""
+"""`transformers-packed env`: versions and devices, which `transformers-packed doctor` prints first."""
 
 import argparse
 import platform
-from collections.abc import Iterator
 from importlib import metadata
 
 from .options import Parser
@@ -14,33 +13,13 @@ PACKAGES = {
     "optional": ("peft", "trl", "datasets"),
 }
 
-# Display names of ops. Other ops are shown with their own names.
-OPS = {
-    "gated_delta_rule": "gated delta rule",
-    "causal_conv1d": "causal convolution",
-    "causal_conv1d_qkv": "convolution to heads",
-    "gated_delta_gates": "decay and rate",
-    "rms_norm": "norm",
-    "gated_rms_norm": "gated norm",
-    "gated_rms_norm_linear": "gated norm and layer",
-    "qk_norm_rope": "norm and rotary positions",
-    "swiglu": "SwiGLU",
-    "swiglu_linear": "SwiGLU and layer",
-    "sigmoid_gate": "gate of attention",
-    "sigmoid_gate_linear": "gate and layer",
-    "linear": "linear layers",
-    "linear_lora": "linear layers with LoRA",
-    "linear_cross_entropy": "head and cross entropy",
-}
-
 
 def add_parser(subparsers) -> Parser:
     """Declare the command."""
     return subparsers.add_parser(
         "env",
-        help="print versions, devices, and the implementations that would run",
-        description="Print versions and devices, the implementation of each op for training packed rows on them, and "
-        "the reasons why the other implementations do not run.",
+        help="print versions and devices",
+        description="Print the versions of Python and of all packages that matter, and the devices.",
     )
 
 
@@ -51,39 +30,29 @@ def run(_: argparse.Namespace) -> int:
 
 
 def describe_environment() -> str:
-    """The text that `transformers-packed env` prints.
-
-    The verifiers of the ops decide for a training call with the head dimensions of the released models (128 in the
-    gated delta rule, 256 in attention).
-    """
-    from ..ops.availability import availability
-
+    """The text that `transformers-packed env` prints."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     for kind, packages in PACKAGES.items():
-        lines.append(f"{kind}: " + ", ".join(f"{package} {_version(package)}" for package in packages))
-    for device, name, dtypes in _devices():
-        for dtype in dtypes:
-            lines += ["", f"On {name}, {str(dtype).removeprefix('torch.')}, a packed row would train with"]
-            for op, (runs, refused) in availability(device, dtype).items():
-                lines.append(f"  {OPS.get(op, op):<26} {runs or 'nothing'}")
-                lines += [f"  {'':<26}   not {name}: it {reason}" for name, reason in refused]
-    return "\n".join(lines)
+        lines.append(f"{kind}: " + ", ".join(f"{package} {version(package) or 'missing'}" for package in packages))
+    return "\n".join([*lines, f"devices: {', '.join([*gpus(), 'cpu'])}"])
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str | None:
+    """The installed version of a package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "missing"
+        return None
 
 
-def _devices() -> Iterator[tuple[str, str, tuple]]:
-    """Yields device, display name, and the dtypes to report."""
+def gpus() -> list[str]:
+    """Name, memory and compute capability of each GPU."""
     import torch
 
+    found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        name = f"cuda:{index} ({properties.name}, {memory}, compute capability {properties.major}.{properties.minor})"
-        yield f"cuda:{index}", name, (torch.bfloat16, torch.float32)
-    yield "cpu", "the CPU", (torch.float32,)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        found.append(f"cuda:{index} ({properties.name}, {memory}, {capability})")
+    return found

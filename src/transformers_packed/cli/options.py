@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.default is None or action.default is False or "default:" in action.help
+        told = action.default is None or action.default is False or "default:" in (action.help or "")
         return action.help if told else super()._get_help_string(action)
 
 
@@ -64,7 +65,7 @@ def output_file(text: str) -> Path:
 
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
-_SHARED = {
+_SHARED: dict[str, dict[str, Any]] = {
     "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
     "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
     "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},

@@ -142,8 +142,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             return
         inner, (leak, doubt) = transformers_model(model), judge(model, **self.given())
         complain(model, leak, doubt, self.on_leak)
-        is_isolated = inner is not None and leak is None and doubt is None
-        if is_isolated and not has_our_classes(inner) and cache_setting(inner):
+        if inner is None or leak is not None or doubt is not None:
+            return
+        if not has_our_classes(inner) and cache_setting(inner):
             logger.warning_once(f"{_CALL}: {cache_warning(inner)}")
 
     def given(self) -> dict[str, Any]:
@@ -155,17 +156,17 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def __call__(
         self,
-        features: list[Mapping[str, Any] | list[Mapping[str, Any]]],
+        features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]],
         return_tensors: str | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
         """Flatten `features` into one packed row. The class docstring describes features and batches."""
-        features = [document for feature in features for document in _documents(feature)]
+        documents = [document for feature in features for document in _documents(feature)]
         try:
-            return self._flatten(features, return_tensors, separator_id)
+            return self._flatten(documents, return_tensors, separator_id)
         except TypeError:
             # Searched for only after a failure, because the search takes as long as the rest.
-            for index, feature in enumerate(features):
+            for index, feature in enumerate(documents):
                 known = {*_COLUMNS, *self.token_columns}
                 _refuse_none(index, {name: column for name, column in feature.items() if name in known})
             raise

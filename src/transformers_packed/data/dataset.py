@@ -115,7 +115,11 @@ class PackingDataset(torch.utils.data.Dataset):
             got = type(dataset).__name__
             raise input_error("a dataset with indices and a length", got, "Pack a stream with IterablePackingDataset.")
         if plan is None:
-            options = {"overlong": overlong, "truncation_side": truncation_side, "world_size": world_size}
+            options: dict[str, Any] = {
+                "overlong": overlong,
+                "truncation_side": truncation_side,
+                "world_size": world_size,
+            }
             options |= {"gradient_accumulation_steps": gradient_accumulation_steps, "balance": balance, "seed": seed}
             lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc))
             path = _cache_path(cache, dataset, lengths, [length_column, max_length], options) if cache else None
@@ -134,7 +138,7 @@ class PackingDataset(torch.utils.data.Dataset):
         self.plan = plan
         # In shared memory, for persistent workers.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self._order: tuple[int, np.ndarray | None] = (0, None)
+        self._order: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
 
     @property
     def epoch(self) -> int:
@@ -186,7 +190,7 @@ def _check_documents(plan: PackingPlan, documents: slice, sample_tokens: np.ndar
         raise input_error(expected, f"a sample of {sample_tokens[wrong[0]]} tokens", fix)
 
 
-def pack_dataset(dataset: Any, max_length: int, **kwargs):
+def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     """Write packed rows to a `datasets.Dataset`, for tools that read TRL's packed format.
 
     A row holds every per-token column, concatenated, and `seq_lengths`, the lengths of its documents. Columns without
@@ -231,7 +235,7 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs):
     plan = PackingDataset(dataset, max_length, **kwargs).plan
     if dataset._indices is not None:
         dataset = dataset.flatten_indices()
-    lengths = arrow_lengths(dataset, "input_ids")
+    lengths = sample_lengths(dataset)
     _check_documents(plan, slice(0, len(plan.samples)), lengths[plan.samples])
     columns = _per_token_columns(dataset, lengths)
     values = {}
@@ -290,13 +294,13 @@ def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
 def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
     """The sample lengths in tokens, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
     lengths = arrow_lengths(dataset, "input_ids")
-    if column is None and lengths is None:
+    if column is None and lengths is not None:
+        return lengths
+    if column is None:
         # A separate generator keeps the global random state, and with it the training run, unchanged.
-        own = {"collate_fn": _count_tokens, "generator": torch.Generator()}
+        own: dict[str, Any] = {"collate_fn": _count_tokens, "generator": torch.Generator()}
         counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
         return _refuse_missing(np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset)))
-    if column is None:
-        return lengths
     if not hasattr(dataset, "column_names"):
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     if column not in dataset.column_names:

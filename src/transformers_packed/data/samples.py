@@ -46,5 +46,5 @@ def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[st
 
 
 def _per_token(column: Any, length: int) -> bool:
-    shape = (len(column),) if isinstance(column, list | tuple) else getattr(column, "shape", ())
+    shape: tuple = (len(column),) if isinstance(column, list | tuple) else getattr(column, "shape", ())
     return len(shape) > 0 and shape[0] == length

@@ -108,7 +108,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         if isinstance(dataset, Iterator) or not (hasattr(dataset, "__iter__") or has_items(dataset)):
             fix = "Pass a list, a datasets dataset (IterableDataset.from_generator) or an object with __iter__."
             raise input_error("a dataset that can be read more than once", type(dataset).__name__, fix)
-        if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < world_size:
+        if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < (world_size or 0):
             got, fix = f"rank={rank}, world_size={world_size}", "Pass neither in Trainer."
             raise input_error("rank and world_size with 0 <= rank < world_size, or neither", got, fix)
         own_shards = _is_hf_iterable(dataset)
@@ -195,7 +195,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         """`[reader, number of readers]`, and the reader's share of the samples: first sample and stride."""
         info = torch.utils.data.get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        rank, world_size = (0, 1) if self.rank is None else (self.rank, self.world_size)
+        rank, world_size = (self.rank or 0, self.world_size or 1)
         first, stride = (rank, world_size) if self._shard_by_rank else (0, 1)
         if self.shard_by_worker:
             first, stride = first * workers + worker, stride * workers
@@ -223,7 +223,7 @@ class _Stream:
 
     def __init__(self, dataset: IterablePackingDataset, shard: list[int], share: tuple[int, int], epoch: int):
         self.config = dataset
-        self.source = _clone(dataset.dataset) if _is_hf_iterable(dataset.dataset) else dataset.dataset
+        self.source: Any = _clone(dataset.dataset) if _is_hf_iterable(dataset.dataset) else dataset.dataset
         self.shard = shard
         self.first, self.stride = share
         self.epoch = epoch

@@ -20,6 +20,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.autograd import autocast_dtype, first_order
 from .experts import isolates
+from .registry import Model
 from .untouched import hooks_of
 
 
@@ -35,7 +36,7 @@ _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def use_cuda_graphs(model: torch.nn.Module, row_length: int) -> torch.nn.Module:
+def use_cuda_graphs(model: Model, row_length: int) -> Model:
     """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `row_length` tokens.
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
@@ -318,8 +319,8 @@ def _open_boundaries(cu_seqlens: torch.Tensor, row_length: int) -> SequenceBound
         length=row_length,
         device_only="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
         "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
-        'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed env` lists as '
-        "missing, or train without graphs.",
+        'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed doctor` names, '
+        "or train without graphs.",
     )
 
 

@@ -11,6 +11,7 @@ from ..errors import input_error
 from ..ops.float8 import MULTIPLE
 from .cuda_graphs import forget_graphs, text_models_of
 from .quantization import SENSITIVE
+from .registry import Model
 
 
 logger = logging.get_logger(__name__)
@@ -22,9 +23,7 @@ _MARK = "_float8_from"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def use_float8(
-    model: torch.nn.Module, module_filter: Callable[[torch.nn.Module, str], bool] | None = None
-) -> torch.nn.Module:
+def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], bool] | None = None) -> Model:
     """Run the matrix products of linear layers in float8 (e4m3) when the model trains, forward and backward.
 
     Parameters, gradients, the optimizer and saved files keep their dtypes. Each row of an input and of a weight is cast
@@ -67,7 +66,8 @@ def use_float8(
     for name, layer in layers.items():
         problem = _problem(model, name, layer)
         if module_filter is None:
-            inner = problem == "" and int(_LAYER.search(name)[1]) not in ends
+            number = _LAYER.search(name)
+            inner = problem == "" and number is not None and int(number[1]) not in ends
             chosen[name] = inner and not any(part in SENSITIVE for part in name.split("."))
             continue
         chosen[name] = bool(module_filter(layer, name))

@@ -52,7 +52,7 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     """
     if impl != "auto" and impl not in table:
         raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
-    reasons = []
+    reasons: list[str] = []
     compiled = impl == "auto" and "reference" in table and op not in _NOT_TO_COMPILE and torch.compiler.is_compiling()
     for name in table if impl == "auto" else (impl,):
         if compiled and name != "reference":

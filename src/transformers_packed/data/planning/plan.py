@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -256,7 +257,7 @@ class PackingPlan:
         sizes = self.documents_per_row[rows]
         offsets = offsets_of(sizes)
         given = {name: array for name, array in self._arrays().items() if name != "row_offsets"}
-        taken = {name: np.empty(offsets[-1], array.dtype) for name, array in given.items()}
+        taken: dict[str, Any] = {name: np.empty(offsets[-1], array.dtype) for name, array in given.items()}
         for first in range(0, len(rows), _BLOCK):
             block = slice(first, first + _BLOCK)
             index = ranges(self.row_offsets[rows[block]], sizes[block])
@@ -264,7 +265,7 @@ class PackingPlan:
                 taken[name][offsets[first] : offsets[first] + len(index)] = array[index]
         return replace(self, row_offsets=offsets, **taken)
 
-    def _arrays(self) -> dict[str, np.ndarray]:
+    def _arrays(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
 
     def save(self, path: str | os.PathLike) -> None:

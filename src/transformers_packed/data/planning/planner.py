@@ -98,8 +98,9 @@ def plan_packing(
     check_count("world_size", world_size)
     check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     check_count("seed", seed, 0)
-    cost = balance
-    if not isinstance(balance, PackingCost):
+    if isinstance(balance, PackingCost):
+        cost = balance
+    else:
         cost = default_cost() if isinstance(balance, bool) else PackingCost.from_config(balance)
     balanced = balance is not False and world_size > 1
     max_length = min(int(max_length), _LONGEST)
@@ -171,7 +172,7 @@ def _cut_overlong(
     index_type = _index_type(len(lengths))
     if overlong == "split":
         parts = -(-lengths // np.int32(max_length))
-        samples = np.repeat(np.arange(len(lengths), dtype=index_type), parts)
+        samples: np.ndarray = np.repeat(np.arange(len(lengths), dtype=index_type), parts)
         starts = ranges(np.zeros(len(lengths), np.int64), parts) * max_length
         kept = np.minimum(lengths[samples] - starts, max_length).astype(np.int32)
         return kept, samples, starts.astype(np.int32), {"split_samples": too_long}
@@ -237,7 +238,7 @@ def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> 
 
 def _shuffle_and_sort(lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The documents by ascending length, in random order within a length."""
-    order = np.arange(len(lengths), dtype=_index_type(len(lengths)))
+    order: np.ndarray = np.arange(len(lengths), dtype=_index_type(len(lengths)))
     rng.shuffle(order)
     # numpy's stable sort is a radix sort for 16-bit keys.
     keys = lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths

@@ -64,7 +64,7 @@ def share_rows(order: np.ndarray, cost: np.ndarray, world_size: int, accumulatio
     """
     if world_size == 1 or accumulation == 1:
         return order
-    steps = order.reshape(-1, accumulation * world_size)
+    steps: np.ndarray = order.reshape(-1, accumulation * world_size)
     steps = np.take_along_axis(steps, np.argsort(-cost[steps], axis=1, kind="stable"), axis=1)
     steps = steps.reshape(-1, accumulation, world_size)
     arranged = np.empty_like(steps)

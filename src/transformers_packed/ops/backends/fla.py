@@ -64,4 +64,5 @@ def _backward_problem() -> str:
 
     if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or CommonTileLangBackend.can_use():
         return ""
-    return "computes a wrong backward on Hopper GPUs with this version of triton; install triton >= 3.7.1 or tilelang"
+    reason = "computes a wrong backward on Hopper GPUs with this version of triton"
+    return f"{reason}; needs triton >= 3.7.1 or tilelang (pip install tilelang)"

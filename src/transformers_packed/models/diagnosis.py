@@ -1,0 +1,304 @@
+"""Problems and slow parts of a machine or a model, found from versions, devices and configurations.
+
+No weights are loaded: a model is built on the meta device, and the verifiers of the ops receive tensors of a few rows.
+"""
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
+
+from ..errors import input_error
+from ..ops.attention import serves_packed_rows
+from ..ops.availability import availability, is_kernel
+from .families import FAMILIES, MIXERS, REFUSED, UNPACKED
+from .generic import families_of
+from .registry import REPLACEMENTS, check_transformers, patch_model
+from .verdict import judge, text_config
+
+
+Ops = Mapping[str, tuple[str | None, list[tuple[str, str]]]]
+
+# Reasons of verifiers end with the command that installs what is missing.
+_COMMAND = re.compile(r" \((pip install [^()]+)\)")
+# The op that needs no kernel if another op has one: each convolution is the fallback of the other.
+_EITHER = {"causal_conv1d": "causal_conv1d_qkv", "causal_conv1d_qkv": "causal_conv1d"}
+# The measured shapes of Qwen3.5, the most parameters of a model that is taken for each, and the longest rows that were
+# faster in CUDA graphs (docs/measured/short_rows.md).
+_FASTER_IN_GRAPHS = (("0.8B", 1e9, 4096), ("4B", 5e9, 2048))
+_LONG_ROW = 16384
+_SDPA = 'attn_implementation="sdpa"'
+_UNKNOWN = "is not known to keep the documents of a packed row apart"
+_FLOAT8_HIDDEN_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fact about a machine or a model.
+
+    Args:
+        level (`str`):
+            `"problem"` (wrong results, or a missing kernel), `"warning"` (slow) or `"note"`.
+        text (`str`):
+            The fact.
+        fix (`str`, *optional*):
+            The command or the argument that changes it.
+    """
+
+    level: Literal["problem", "warning", "note"]
+    text: str
+    fix: str = ""
+
+
+@dataclass
+class Diagnosis:
+    """The ops that a packed row in training would run on a device, the model, and the findings about both."""
+
+    device: str
+    dtype: str
+    ops: Ops = field(default_factory=dict)
+    model: dict[str, object] | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is a problem."""
+        return all(finding.level != "problem" for finding in self.findings)
+
+
+def diagnose(
+    device: torch.device | str,
+    config: PreTrainedConfig | None = None,
+    attention: str | None = None,
+    *,
+    name: str = "MODEL",
+    trust_remote_code: bool = False,
+) -> Diagnosis:
+    """Find problems and slow parts of training on packed rows.
+
+    Args:
+        device (`torch.device` or `str`):
+            The device to train on.
+        config (`PreTrainedConfig`, *optional*):
+            Configuration of the model. By default, head dimensions are those of the released models.
+        attention (`str`, *optional*):
+            The attention implementation. Defaults to that of the model, or SDPA without one.
+        name (`str`, *optional*, defaults to `"MODEL"`):
+            Name or path of the model, for commands in the findings.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to allow custom code from the checkpoint.
+
+    Returns:
+        [`Diagnosis`]: the ops that would run, and the findings.
+
+    Raises:
+        `ImportError`: the installed Transformers lacks an API that our models use.
+        `ValueError`: the configuration is not one of a language model.
+    """
+    check_transformers()
+    device = torch.device(device)
+    dtype = _training_dtype(device, config)
+    found = Diagnosis(str(device), str(dtype).removeprefix("torch."))
+    found.findings += _of_device(device)
+    # The model changes its configuration.
+    in_float32 = config is not None and config.dtype == torch.float32
+    model = None if config is None else empty_model(config, trust_remote_code)
+    ours = True
+    if model is not None:
+        attention = attention or text_config(model)._attn_implementation
+        judged = list(_of_model(model, name))
+        found.findings += judged
+        families = families_of(model)
+        ours = bool(families & set(FAMILIES))
+        found.model = _describe(model, families, isolated=all(finding.level != "problem" for finding in judged))
+        found.findings += [] if ours else _of_masks(model, families, attention, device)
+    if ours:
+        found.ops = _ops_of(model, device, dtype, attention or "sdpa")
+        found.findings += _of_ops(found.ops, device)
+        if in_float32 and device.type != "cpu":
+            text = "The weights are in float32, for which the gated delta rule has a kernel only under autocast."
+            found.findings.append(Finding("note", text, "bf16=True"))
+        found.findings += _of_speed(model, found.ops, device)
+    return found
+
+
+def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build the stock language model of a configuration without memory for its weights.
+
+    Raises:
+        `ValueError`: there is no such model, or it cannot be built.
+    """
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = [auto for auto in autos if type(config) in auto._model_mapping]
+    if not known and not trust_remote_code:
+        raise input_error("a causal language model", f"the type {config.model_type}")
+    auto = known[0] if known else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # A configuration or custom model code may raise anything.
+        reason = " ".join(str(error).split())
+        raise ValueError(f"a model of type {config.model_type} cannot be built: {reason}") from error
+
+
+def _training_dtype(device: torch.device, config: PreTrainedConfig | None) -> torch.dtype:
+    if device.type == "cpu":
+        return torch.float32
+    stored = None if config is None else config.dtype
+    return torch.float16 if stored == torch.float16 else torch.bfloat16
+
+
+def _of_device(device: torch.device) -> Iterator[Finding]:
+    if device.type != "cpu":
+        return
+    yield Finding("note", "On a CPU all ops run in PyTorch. Training there is for tests.")
+    if shutil.which("nvidia-smi"):
+        version = f"its CUDA {torch.version.cuda} needs a newer driver, or GPUs are hidden (CUDA_VISIBLE_DEVICES)"
+        reason = version if torch.version.cuda else "it is a build without CUDA"
+        fix = "nvidia-smi" if torch.version.cuda else "pip install --force-reinstall torch"
+        yield Finding("problem", f"This machine has nvidia-smi, but torch finds no GPU: {reason}.", fix)
+
+
+def _of_model(model: PreTrainedModel, name: str) -> Iterator[Finding]:
+    """Yield whether the stock model and the patched one keep documents apart, and patch `model`."""
+    leak, _ = judge(model, "position_ids")
+    try:
+        patch_model(model)
+    except ValueError as error:
+        known = families_of(model) & set(REFUSED)
+        yield Finding("problem", f"patch_model: {error}", "" if known else f"transformers-packed audit {name}")
+        return
+    if leak is not None:
+        text = f"Transformers' own {type(model).__name__} mixes the documents of a packed row."
+        yield Finding("note", text, "transformers_packed.register() before loading, or patch_model(model) after")
+
+
+def _describe(model: PreTrainedModel, families: set[str], isolated: bool) -> dict[str, object]:
+    ours = set(REPLACEMENTS.values())
+    classes = {type(module) for module in model.modules()}
+    stock = {cls for cls in classes - ours if cls.__module__.startswith("transformers.")}
+    return {
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "support": _support(families) if isolated else "none",
+        "ours": sorted(cls.__name__ for cls in classes & ours),
+        "stock": sorted(cls.__name__ for cls in stock),
+    }
+
+
+def _support(families: set[str]) -> str:
+    if families & set(FAMILIES):
+        return "classes of this package with fused ops"
+    for family in sorted(families & set(UNPACKED)):
+        return f"the base model computes the documents as padded batches, because {UNPACKED[family].cause}"
+    if families & set(MIXERS):
+        return "modules that mix along the row run on each document, or on the row if their kernels take boundaries"
+    return "Transformers' own classes keep documents apart"
+
+
+def _of_masks(model: PreTrainedModel, families: set[str], attention: str, device: torch.device) -> Iterator[Finding]:
+    """Yield a finding if attention mixes documents, or applies a mask over the whole row."""
+    if families & set(UNPACKED):
+        return
+    if not serves_packed_rows(attention, device):
+        yield Finding("problem", f"Attention {attention} {_UNKNOWN} on {device.type}.", _SDPA)
+    elif device.type != "cpu" and attention in ("sdpa", "eager") and model._supports_flash_attn:
+        fix = 'attn_implementation="flash_attention_2"' + (
+            "" if find_spec("flash_attn") else " (pip install flash-attn)"
+        )
+        yield Finding("warning", f"Attention {attention} applies a mask over the whole row.", fix)
+
+
+def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dtype, attention: str) -> Ops:
+    """Return the ops of one of our models, with one implementation of attention."""
+    config = None if model is None else text_config(model)
+    size = lambda name, default: getattr(config, name, None) or default  # noqa: E731
+    experts = size("hidden_size", 2048), size("moe_intermediate_size", 512)
+    sizes = size("linear_key_head_dim", 128), size("head_dim", 256), size("linear_value_head_dim", 128), experts
+    planned = availability(device, dtype, *sizes)
+    found = {op: planned[op] for op in planned if not op.startswith("attention ")}
+    if config is not None and not getattr(config, "num_experts", None):
+        del found["experts"]
+    op = f"attention {attention}"
+    if op not in planned and is_flash_attention_requested(requested_attention_implementation=attention):
+        planned[op] = attention, []
+    found[op] = planned.get(op, (None, [(attention, _UNKNOWN)]))
+    return found
+
+
+def _of_ops(ops: Ops, device: torch.device) -> Iterator[Finding]:
+    """Yield the ops without a kernel on a GPU, together if one command installs the kernels."""
+    slow: dict[str, list[tuple[str, str]]] = {}
+    for op, (runs, refused) in ops.items():
+        if op == "linear_float8":
+            continue
+        if runs is None:
+            yield Finding("problem", f"{op}: {_reasons(refused)}.", _SDPA)
+        elif device.type != "cpu" and not any(is_kernel(ops[one][0]) for one in (op, _EITHER.get(op, op))):
+            slow[op] = [(found[1], reason) for _, reason in refused if (found := _COMMAND.search(reason))]
+    counts = Counter(command for commands in slow.values() for command, _ in commands)
+    grouped: dict[str, list[str]] = {}
+    for op, commands in slow.items():
+        runs, refused = ops[op]
+        if commands:
+            # The command for most ops. Among equals the last one, because earlier kernels need compilers.
+            command = max(reversed(commands), key=lambda pair: counts[pair[0]])[0]
+            grouped.setdefault(command, []).append(op)
+        else:
+            fix = _SDPA if op == "attention eager" else ""
+            because = f": {_reasons(refused)}" if refused else ""
+            yield Finding("warning", f"{op} runs as {runs}{because}.", fix)
+    for command, names in grouped.items():
+        reasons = [
+            f"{name} {_COMMAND.sub('', reason)}"
+            for name, reason in dict.fromkeys(pair for op in names for pair in ops[op][1])
+            if command in reason
+        ]
+        yield Finding("problem", f"No kernel for {', '.join(names)}: {'; '.join(dict.fromkeys(reasons))}.", command)
+
+
+def _reasons(refused: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{name} {reason}" for name, reason in refused)
+
+
+def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> Iterator[Finding]:
+    """Yield whether CUDA graphs and float8 speed up training on a GPU."""
+    if device.type == "cpu":
+        if find_spec("fla") and find_spec("triton"):
+            text = "Transformers' own classes of linear attention fail here: flash-linear-attention needs a GPU."
+            yield Finding("note", text, "pip uninstall flash-linear-attention")
+        return
+    dense = "experts" not in ops or model is None
+    attention = next(runs for op, (runs, _) in ops.items() if op.startswith("attention "))
+    if dense and attention == "varlen_attn" and is_kernel(ops["gated_delta_rule"][0]):
+        yield from _of_graphs(model)
+    float8, refused = ops["linear_float8"]
+    hidden_size = _FLOAT8_HIDDEN_SIZE if model is None else text_config(model).hidden_size
+    if float8 is None:
+        yield Finding("note", f"Linear layers cannot run in FP8: {_reasons(refused)}.")
+    elif hidden_size >= _FLOAT8_HIDDEN_SIZE:
+        text = f"FP8 speeds up models with a hidden size of {_FLOAT8_HIDDEN_SIZE:,} or more on long rows."
+        yield Finding("note", text, "float8=True")
+    else:
+        yield Finding("note", f"FP8 is possible, but saves little with a hidden size of {hidden_size:,}.")
+
+
+def _of_graphs(model: PreTrainedModel | None) -> Iterator[Finding]:
+    count = None if model is None else model.num_parameters()
+    for shape, most, tokens in _FASTER_IN_GRAPHS:
+        if count is None or count <= most:
+            text = f"Rows of up to {tokens:,} tokens are bound by the host, rows of {_LONG_ROW:,} by the GPU"
+            text = f"{text} (measured on an H200 at the {shape} shape)."
+            yield Finding("note", text, f"use_cuda_graphs(model, row_length={tokens})")
+            if count is not None:
+                return
+    if count is not None:
+        text = f"Rows of {_LONG_ROW:,} tokens are bound by the GPU; short rows were not measured at this size."
+        yield Finding("note", text)

@@ -1,0 +1,317 @@
+"""`transformers-packed doctor` on machines and models of all kinds. Verifiers see tensors that claim to be on a GPU."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from common.families import tiny_config
+from parameterized import parameterized
+from scripts.trainer_arms import TINY
+from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, ViTConfig
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.cli import env, main
+from transformers_packed.models import diagnosis
+from transformers_packed.ops import availability
+from transformers_packed.ops.backends import fla, flash_qla, triton
+from transformers_packed.ops.dispatch import Implementation, always
+
+
+NO_FLASH_QLA = "cannot be imported: No module named 'flash_qla' (pip install flash-qla)"
+NO_TRITON = "needs triton, which is not installed (pip install triton)"
+WITH_HEADS = TINY | {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+    device = property(lambda self: torch.device("cuda:0"))
+
+
+@contextlib.contextmanager
+def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
+    """A machine with a GPU, on which the packages in `missing` are not installed."""
+
+    def zeros(shape, device=None, requires_grad=False, **options):
+        return torch.zeros(shape, **options).as_subclass(OnGpu).requires_grad_(requires_grad)
+
+    fake = {name: getattr(torch, name) for name in ("Tensor", "device", "dtype", "float32")}
+    boundaries = SequenceBoundaries.from_lengths([1, 2])
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (env, "gpus", lambda: ["cuda:0 (a GPU)"]),
+            (availability, "torch", SimpleNamespace(zeros=zeros, **fake)),
+            (availability.SequenceBoundaries, "from_lengths", lambda *args, **kwargs: boundaries),
+            (fla, "importable", lambda module, name: (name not in missing, f"is not installed (pip install {name})")),
+            (fla, "_backward_problem", lambda: ""),
+            (flash_qla, "_problem", lambda: flash_qla_problem),
+            (triton, "problem", lambda: triton_problem),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def doctor(*arguments):
+    """Return the exit status, and the output to stdout and stderr."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = main(["doctor", *map(str, arguments)])
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """The lines below each heading, without spaces at their start."""
+    paragraphs = (paragraph.splitlines() for paragraph in text.split("\n\n"))
+    return {heading.rstrip(":"): [line.strip() for line in lines] for heading, *lines in paragraphs}
+
+
+class MachineTest(unittest.TestCase):
+    def test_a_hopper_gpu_with_a_triton_that_computes_wrong_gradients(self):
+        tilelang = mock.Mock(**{"CommonTileLangBackend.can_use.return_value": False})
+        utils = mock.Mock(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
+        packages = dict.fromkeys(("fla", "fla.ops", "fla.ops.common", "fla.ops.common.backends"), mock.Mock())
+        packages |= {"fla.utils": utils, "fla.ops.common.backends.tilelang": tilelang}
+        problem = fla._backward_problem.__wrapped__
+
+        def on_this_machine(**missing):
+            with gpu(**missing), mock.patch.dict("sys.modules", packages):
+                with mock.patch.object(fla, "_backward_problem", problem):
+                    return doctor()
+
+        status, stdout, _ = on_this_machine(flash_qla_problem=NO_FLASH_QLA)
+        self.assertEqual(status, 1)
+        text, command = sections(stdout)["Problems"]
+        self.assertRegex(text, "^No kernel for gated_delta_rule: fla computes a wrong backward on Hopper GPUs ")
+        self.assertEqual(command, "pip install tilelang")
+        # FlashQLA runs first.
+        self.assertEqual(on_this_machine()[0], 0)
+        tilelang.CommonTileLangBackend.can_use.return_value = True
+        self.assertEqual(on_this_machine(flash_qla_problem=NO_FLASH_QLA)[0], 0)
+        tilelang.CommonTileLangBackend.can_use.return_value = False
+        utils.TRITON_ABOVE_3_7_1 = True
+        self.assertEqual(on_this_machine(flash_qla_problem=NO_FLASH_QLA)[0], 0)
+
+    def test_a_gpu_with_all_kernels(self):
+        with gpu():
+            status, stdout, _ = doctor()
+        found = sections(stdout)
+        self.assertEqual(status, 0)
+        self.assertEqual(set(found) & {"Problems", "Slow"}, set())
+        self.assertIn("use_cuda_graphs(model, row_length=4096)", found["Notes"])
+        self.assertIn("use_cuda_graphs(model, row_length=2048)", found["Notes"])
+        self.assertIn("float8=True", found["Notes"])
+        table = found["On cuda, bfloat16, a packed row would train with"]
+        self.assertEqual(table[0].split(), ["flash_qla", "gated_delta_rule"])
+        self.assertIn(["varlen_attn", "attention", "sdpa"], [line.split() for line in table])
+        self.assertNotRegex(stdout, " not |reference|per_document")
+
+    def test_one_command_for_all_ops_that_need_it(self):
+        packages = {"flash_qla_problem": NO_FLASH_QLA, "triton_problem": NO_TRITON}
+        with gpu(missing=["flash-linear-attention"], **packages):
+            status, stdout, _ = doctor()
+        found = sections(stdout)
+        self.assertEqual(status, 1)
+        for_fla, install_fla, for_triton, install_triton = found["Problems"]
+        self.assertEqual((install_fla, install_triton), ("pip install flash-linear-attention", "pip install triton"))
+        self.assertTrue(for_fla.startswith("No kernel for gated_delta_rule, causal_conv1d: fla is not installed."))
+        self.assertRegex(
+            for_triton, "^No kernel for causal_conv1d_qkv, gated_delta_gates, rms_norm.*: triton needs triton"
+        )
+        # Graphs would not help with a gated delta rule in PyTorch.
+        self.assertNotIn("use_cuda_graphs", stdout)
+        self.assertIn("Linear layers cannot run in FP8: fused needs triton, which is not installed", stdout)
+        with gpu(missing=["flash-linear-attention"]):
+            status, stdout, _ = doctor()
+        # Another kernel computes the convolution.
+        self.assertNotIn("Problems", sections(stdout))
+
+    def test_what_a_gpu_cannot_run_is_no_problem(self):
+        with gpu(capability=(8, 0)):
+            status, stdout, _ = doctor()
+        self.assertEqual(status, 0)
+        self.assertIn("not triton: it needs a GPU of compute capability 9.0 to 11.0", stdout)
+        self.assertIn("Linear layers cannot run in FP8: fused needs an NVIDIA GPU of compute capability 8.9", stdout)
+
+    def test_attention(self):
+        with gpu():
+            status, stdout, _ = doctor("--attn", "eager")
+            self.assertEqual(status, 0)
+            self.assertEqual(sections(stdout)["Slow"][1], 'attn_implementation="sdpa"')
+            for unknown in ("paged|sdpa", "none"):
+                status, stdout, _ = doctor("--attn", unknown)
+                self.assertEqual(status, 1)
+                self.assertRegex(stdout, "Problems:\n.* is not known to keep the documents of a packed row apart")
+            self.assertEqual(doctor("--attn", "kernels-community/flash-attn2")[0], 0)
+        self.assertEqual(doctor("--attn", "flex_attention")[0], 1)
+
+    def test_a_cpu(self):
+        with mock.patch.object(diagnosis.shutil, "which", lambda name: None):
+            status, stdout, _ = doctor()
+        self.assertEqual(status, 0)
+        self.assertIn("On a CPU all ops run in PyTorch. Training there is for tests.", stdout)
+        table = sections(stdout)["On cpu, float32, a packed row would train with"]
+        self.assertTrue(table[0].startswith("reference "), table)
+        self.assertNotIn(" not ", "".join(table))
+        self.assertEqual(set(sections(stdout)) & {"Problems", "Slow"}, set())
+
+    @parameterized.expand(
+        [("cpu_build", None, "pip install --force-reinstall torch"), ("driver", "13.0", "nvidia-smi")]
+    )
+    def test_a_gpu_that_torch_does_not_find(self, _, version, command):
+        with (
+            mock.patch.object(diagnosis.shutil, "which", lambda name: name),
+            mock.patch("torch.version.cuda", version),
+        ):
+            status, stdout, _ = doctor()
+        self.assertEqual(status, 1)
+        self.assertEqual(sections(stdout)["Problems"][1], command)
+
+    def test_what_would_run_is_what_the_verifiers_say(self):
+        refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))
+        table = {"a": refuses, "b": Implementation(run=None, verify=always), "c": refuses}
+        with gpu(), mock.patch.object(availability, "GATED_DELTA_RULE", table):
+            stdout = doctor()[1]
+        rows = sections(stdout)["On cuda, bfloat16, a packed row would train with"]
+        self.assertEqual(rows[0].split(), ["b", "gated_delta_rule"])
+        self.assertEqual(rows[1], "not a: it needs a reason")
+
+
+class ModelTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.folder = Path(directory.name)
+        patcher = mock.patch.object(diagnosis.shutil, "which", lambda name: None)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+
+    def doctor(self, config: PreTrainedConfig, *arguments):
+        """Run the command on a folder with only a configuration."""
+        config.save_pretrained(self.folder)
+        return doctor("--model", self.folder, *arguments)
+
+    def test_a_checkpoint_of_ours(self):
+        config = Qwen3_5TextConfig(**WITH_HEADS, dtype="float32")
+        status, stdout, _ = self.doctor(config)
+        self.assertEqual(status, 0)
+        self.assertIn("Qwen3_5ForCausalLM, 0.00B parameters: classes of this package with fused ops", stdout)
+        self.assertRegex(stdout, "of this package: .*Qwen3_5GatedDeltaNet")
+        self.assertRegex(stdout, "of Transformers: .*Qwen3_5TextRotaryEmbedding")
+        self.assertIn("Transformers' own Qwen3_5ForCausalLM mixes the documents of a packed row.", stdout)
+        self.assertNotIn("bf16=True", stdout)
+        self.assertEqual(doctor("--model", self.folder / "config.json"), (status, stdout, ""))
+        with gpu():
+            status, stdout, _ = self.doctor(config)
+        self.assertEqual(status, 0)
+        notes = sections(stdout)["Notes"]
+        self.assertIn("bf16=True", notes)
+        self.assertIn("FP8 is possible, but saves little with a hidden size of 32.", notes)
+        self.assertIn("use_cuda_graphs(model, row_length=4096)", notes)
+        self.assertNotIn("experts", stdout)
+
+    def test_sizes_that_kernels_refuse(self):
+        sizes = {"head_dim": 48, "linear_key_head_dim": 96, "linear_value_head_dim": 512}
+        with gpu():
+            status, stdout, _ = self.doctor(Qwen3_5TextConfig(**TINY | sizes))
+            slow = "\n".join(sections(stdout)["Slow"])
+            self.assertIn(
+                "gated_delta_rule runs as reference: flash_qla needs head dimensions of 128, not 96 and 512", slow
+            )
+            self.assertIn("fla supports head dimensions up to 256, not 96 and 512", slow)
+            self.assertIn("qk_norm_rope runs as reference: triton needs a head dimension that is a power of two", slow)
+            # The convolution and a split take the place of the fused kernel.
+            self.assertNotIn("causal_conv1d", slow)
+            self.assertIn("not triton: it needs equal head dimensions", stdout)
+            self.assertEqual(status, 0)
+            status, stdout, _ = self.doctor(Qwen3_5TextConfig(**TINY | {"head_dim": 12}))
+            self.assertIn("attention sdpa runs as per_document(sdpa): varlen_attn needs a head dimension", stdout)
+
+    def test_experts(self):
+        config = tiny_config("qwen3_5_moe_text", hidden_size=96, moe_intermediate_size=32)
+        with gpu():
+            status, stdout, _ = self.doctor(config)
+        self.assertEqual(status, 0)
+        self.assertIn("not triton: it needs multiples of 64, not hidden states of 96 and experts of 32", stdout)
+        # No row of a mixture was measured in graphs.
+        self.assertNotIn("use_cuda_graphs", stdout)
+
+    @parameterized.expand(
+        [
+            ("bamba", "modules that mix along the row run on each document"),
+            ("opt", "padded batches, because its attention mask ignores position ids"),
+            ("llama", "Transformers' own classes keep documents apart"),
+        ]
+    )
+    def test_other_families(self, family, support):
+        config = tiny_config(family)
+        status, stdout, _ = self.doctor(config)
+        self.assertEqual(status, 0)
+        self.assertIn(support, stdout)
+        self.assertNotIn("would train with", stdout)
+        mixes = f"Transformers' own {family.title() if family != 'opt' else 'OPT'}ForCausalLM mixes the documents"
+        self.assertEqual(mixes in stdout, family != "llama")
+        # Documents of a padded batch are apart with any attention.
+        self.assertEqual(self.doctor(config, "--attn", "paged|sdpa")[0], int(family != "opt"))
+        with gpu():
+            masks = sections(self.doctor(config)[1]).get("Slow", [])
+            self.assertEqual(
+                masks[:1], [] if family == "opt" else ["Attention sdpa applies a mask over the whole row."]
+            )
+            self.assertNotIn("Slow", sections(self.doctor(config, "--attn", "flash_attention_2")[1]))
+
+    def test_families_that_cannot_be_packed(self):
+        status, stdout, _ = self.doctor(BertConfig(num_hidden_layers=1))
+        self.assertEqual(status, 1)
+        (problem,) = sections(stdout)["Problems"]
+        self.assertIn("its attention is bidirectional", problem)
+        status, stdout, _ = self.doctor(tiny_config("llava"))
+        self.assertEqual(status, 1)
+        self.assertEqual(sections(stdout)["Problems"][1], f"transformers-packed audit {self.folder}")
+
+    def test_no_language_model(self):
+        status, stdout, stderr = self.doctor(ViTConfig())
+        error = "expected a causal language model, got the type vit.\n"
+        self.assertEqual((status, stdout, stderr), (1, "", f"transformers-packed doctor: {error}"))
+
+    def test_a_wrong_path(self):
+        status, stdout, stderr = doctor("--model", self.folder / "missing")
+        self.assertEqual((status, stdout), (1, ""))
+        self.assertRegex(stderr, "^transformers-packed doctor: --model: .*missing.*\n$")
+
+    def test_a_wrong_configuration(self):
+        for text, error in (
+            ('{"model_type": "qwen3_5_text"', "cannot read a configuration from .*not a valid JSON file"),
+            (
+                '{"model_type": "qwen3_5_text", "hidden_size": "x"}',
+                "expected a valid configuration, got .*'hidden_size'",
+            ),
+            ("{}", "Unrecognized model in .*"),
+        ):
+            (self.folder / "config.json").write_text(text)
+            status, stdout, stderr = doctor("--model", self.folder)
+            self.assertEqual((status, stdout), (1, ""))
+            self.assertRegex(stderr, f"^transformers-packed doctor: .*{error}")
+            self.assertEqual(len(stderr.splitlines()), 1, stderr)
+
+    def test_json(self):
+        config = Qwen3_5MoeTextConfig(**TINY)
+        for machine, device in ((contextlib.nullcontext(), "cpu"), (gpu(flash_qla_problem=NO_FLASH_QLA), "cuda")):
+            with machine:
+                status, stdout, _ = self.doctor(config, "--json")
+            found = json.loads(stdout)
+            self.assertEqual((status, found["ok"], found["device"]), (0, True, device))
+            self.assertEqual(found["versions"]["torch"], torch.__version__)
+            self.assertEqual(found["model"]["class"], "Qwen3_5MoeForCausalLM")
+            self.assertEqual({finding["level"] for finding in found["findings"]} - {"warning"}, {"note"})
+        refused = {"implementation": "flash_qla", "reason": "needs head dimensions of 128, not 8 and 8"}
+        self.assertEqual(found["ops"]["gated_delta_rule"], {"runs": "fla", "refused": [refused]})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,92 @@
+"""A program of a user, which mypy checks (`make quality`). Every public name has the type that a caller expects."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, assert_type
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from transformers_packed import (
+    AuditReport,
+    DataCollatorWithFlattening,
+    IterablePackingDataset,
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingCost,
+    PackingDataset,
+    PackingMetricsCallback,
+    PackingPlan,
+    PackingStateCallback,
+    SequenceBoundaries,
+    audit_model,
+    configure_packing,
+    pack_dataset,
+    patch_model,
+    per_document_logps,
+    per_document_loss,
+    plan_packing,
+    register,
+    registered,
+    set_loss_normalization,
+    unpatch_model,
+    unregister,
+    use_cuda_graphs,
+    use_float8,
+)
+
+
+def models(model: LlamaForCausalLM) -> None:
+    """Functions that return their argument keep its class."""
+    register()
+    with registered():
+        unregister()
+    assert_type(patch_model(model), LlamaForCausalLM)
+    assert_type(use_cuda_graphs(model, row_length=2048), LlamaForCausalLM)
+    assert_type(use_cuda_graphs(use_float8(patch_model(model)), 64), LlamaForCausalLM)
+    assert_type(use_float8(model, lambda module, name: "mlp" in name), LlamaForCausalLM)
+    assert_type(unpatch_model(model), LlamaForCausalLM)
+    report = audit_model(model, lengths=[3, 4], inputs=("position_ids",))
+    assert_type(report, AuditReport)
+    assert_type(report.ok, bool)
+    assert_type(report.table(), str)
+
+
+def rows(samples: list[dict[str, list[int]]], model: PreTrainedModel) -> Iterator[Any]:
+    """Samples are mappings of any kind."""
+    plan = plan_packing([5, 3, 8], 8, overlong="truncate", balance=PackingCost(quadratic=0.1))
+    assert_type(plan, PackingPlan)
+    assert_type(plan.summary(), str)
+    plan_packing(np.array([5, 3]), max_length=8)
+    packed = PackingDataset(samples, max_length=8, overlong="split", plan=plan, cache="plans")
+    row: list[Mapping[str, Any]] = packed[0]
+    collator = DataCollatorWithFlattening(model=model, return_cu_seqlens=True, pad_to_multiple_of=64, pad_token_id=0)
+    assert_type(collator([row]), dict[str, Any])
+    assert_type(collator(samples), dict[str, Any])
+    assert_type(collator(row, return_tensors="np"), dict[str, Any])
+    yield from IterablePackingDataset(samples, 8, buffer_size=2, rank=0, world_size=1)
+    yield pack_dataset(samples, 8, overlong="drop")
+
+
+def losses(logits: torch.Tensor, labels: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
+    """Boundaries are an object or cumulative lengths."""
+    head: Callable[[torch.Tensor], torch.Tensor] = torch.nn.Linear(2, 3)
+    loss = per_document_loss(logits, labels, boundaries, normalization="token", head=head)
+    logps = per_document_logps(logits, labels, boundaries.cu_seqlens)
+    assert_type(SequenceBoundaries.from_lengths([1, 2], device="cpu"), SequenceBoundaries)
+    lengths: Sequence[int] = boundaries.lengths
+    assert_type(boundaries.num_documents, int)
+    assert_type(boundaries.seq_idx, torch.Tensor)
+    return loss.losses.sum() + logps.sums.sum() + sum(lengths)
+
+
+def training(model: PreTrainedModel, dataset: PackingDataset) -> None:
+    """The Trainer and its arguments are those of Transformers, with more options."""
+    trainer = Trainer(model, TrainingArguments("out"), train_dataset=dataset)
+    assert_type(configure_packing(trainer, True, max_length=64, float8=True, overlong="drop"), Trainer)
+    set_loss_normalization(trainer, "document")
+    arguments = PackedTrainingArguments("out", packing=True, max_length=64, bf16=True)
+    packed: Trainer = PackedTrainer(model, arguments, train_dataset=dataset)
+    callbacks: list[TrainerCallback] = [PackingMetricsCallback(packed), PackingStateCallback()]
+    for callback in callbacks:
+        packed.add_callback(callback)
