@@ -95,9 +95,10 @@ def dpo_step(arm: str, config: dict, args):
         configure_packing(trainer, "padding_free", share_prompts=arm == "ours+shared")
     batch = trainer.data_collator(make_pairs(args, config["vocab_size"]))
     batch = {name: x.to(args.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-    model = trainer.accelerator.prepare_model(trainer.model)
-    # Set by `train`.
+    # `train` would do both.
+    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = 1
+    model = trainer.accelerator.prepare_model(trainer.model)
     optimizer = optimizer_of(model)
     model.train()
 
