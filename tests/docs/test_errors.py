@@ -79,7 +79,8 @@ class CommonErrorsTest(unittest.TestCase):
 
     def test_of_ops(self):
         row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
-        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, output_final_state=True))
+        state = torch.zeros(1, 2, 8, 8)
+        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, initial_state=state))
         self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, impl="flash"))
 
     def test_of_the_command_line(self):
