@@ -11,9 +11,12 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
+from ..models.families import FAMILIES
+from ..models.generic import families_of
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
+from .prefixes import check_prefix, prompts_of_row, with_prefixes_first
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
 
@@ -21,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
 # This collator or its parent always flattens these columns.
-_COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
+_COLUMNS = ("input_ids", "labels", "attention_mask", "prefix", TOKEN_TYPES)
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
@@ -39,6 +42,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
       `labels` `[N]`.
     * `attention_mask`: tokens with a mask of 0 are removed from every column.
+    * `prefix`: the tokens before the sample, which have no labels. Samples with equal prefixes share them: the row holds
+      each prefix once, before all samples. Requires a `model` with classes of this package.
     * the columns in `token_columns`: one value per token, flattened to `[1, T]`.
     * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`: concatenated along dimension 0.
     * `mm_token_type_ids`: flattened.
@@ -124,6 +129,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     "pad_token_id with pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
                 )
         self.on_leak = on_leak
+        self.model_shares_prompts = (
+            isinstance(model, torch.nn.Module)
+            and has_our_classes(model)
+            and not families_of(model).isdisjoint(FAMILIES)
+        )
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
         self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
@@ -190,6 +200,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if any(scalar) and not all(scalar):
             raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
         document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
+        prompt_of = None
+        if any("prefix" in sample for sample in samples):
+            self._check_prefixes(features, document_labels)
+            samples, prompt_of = with_prefixes_first(samples)
 
         real_tokens = sum(len(sample["input_ids"]) for sample in samples)
         padding = -real_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
@@ -211,11 +225,16 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 raise input_error(expected, "floating-point labels", "Remove pad_to_multiple_of for regression.")
             batch["labels"] = to_tensor(_as_array(document_labels + [IGNORED_LABEL] * bool(padding)))
         for name in token_columns:
-            column = np.concatenate([_as_array(sample[name]) for sample in samples[: len(features)]])
+            column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         lengths = [len(sample["input_ids"]) for sample in samples]
         if self.return_cu_seqlens:
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
+        if prompt_of is not None and (row := prompts_of_row(lengths, prompt_of)) is not None:
+            batch["cu_seqlens"] = to_tensor(row.cu_seqlens.numpy())
+            batch["prompt_of"] = to_tensor(np.array(prompt_of))
+            if self.return_position_ids:
+                batch["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())
         for name in VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
             if parts:
@@ -223,6 +242,19 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if self.config is not None and self.return_position_ids and not batch.keys().isdisjoint(VISION_GRIDS):
             batch["position_ids"] = self._vision_position_ids(batch, lengths)
         return batch
+
+    def _check_prefixes(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
+        """Raise a `ValueError` for options and columns that rows with prefixes do not support."""
+        found = {
+            "a model without classes of this package, or none": not self.model_shares_prompts,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "one label per sample": document_labels is not None,
+            "images or videos": any(f.get(name) is not None for f in features for name in VISION_COLUMNS),
+            "return_seq_idx or return_flash_attn_kwargs": self.return_seq_idx or self.return_flash_attn_kwargs,
+        }
+        if got := next((what for what, given in found.items() if given), None):
+            fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and sample."
+            raise input_error("samples with a prefix for a model that shares prompts", got, fix)
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
         names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
@@ -244,11 +276,13 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         for name, column in columns.items():
             if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
                 raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
+        if "prefix" in feature:
+            columns["prefix"] = check_prefix(index, feature["prefix"])
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
             _refuse_none(index, {"attention_mask": mask})
             for name, column in columns.items():
-                if np.ndim(column):
+                if np.ndim(column) and name != "prefix":
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
         if not columns["input_ids"]:
             got = "only masked tokens" if length else "empty input_ids"

@@ -295,6 +295,8 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
     boundaries = resolve_boundaries(inputs) if outer is None else outer
     if boundaries is None:
         return root.run_builtin(model, inputs)
+    if boundaries.shares_prompts:
+        boundaries.check_whole("Use a family with classes of this package (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE).")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)
     if root.is_language_model and root.shifts_labels:

@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
+from ..ops.prompts import SharedPrompts
 
 
 class PackingKwargs(TransformersKwargs, total=False):
@@ -31,6 +32,8 @@ class PackingKwargs(TransformersKwargs, total=False):
             The length of the row's last document if that document is padding. Router statistics exclude it.
         boundaries ([`SequenceBoundaries`], *optional*):
             The boundaries with a host copy, as models pass them to their layers.
+        prompt_of (`torch.LongTensor` of shape `[N]`, *optional*):
+            For each document, the index of the document that it continues, or -1 ([`SharedPrompts`]).
         packs_padding (`bool`, *optional*):
             Whether this call computes only the real tokens of a padded batch. Defaults to the model's attribute.
     """
@@ -38,6 +41,7 @@ class PackingKwargs(TransformersKwargs, total=False):
     cu_seqlens: torch.IntTensor | None
     padding_tokens: int | None
     boundaries: SequenceBoundaries | None
+    prompt_of: torch.LongTensor | None
     packs_padding: bool | None
 
 
@@ -59,6 +63,7 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     given = inputs.pop("boundaries", None)
     metadata = {name: inputs.pop(name, None) for name in PACKING_KEYWORDS}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
+    prompt_of = metadata.pop("prompt_of")
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
     if given is not None or tokens is None:
@@ -77,8 +82,12 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
-        if text_row is not None and may_read(position_ids):
+        if prompt_of is not None:
+            boundaries = SharedPrompts.of(boundaries, prompt_of.tolist())
+        elif text_row is not None and may_read(position_ids):
             boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
+    elif prompt_of is not None:
+        raise input_error("cu_seqlens together with prompt_of", "no document boundaries", "Pass the batch unchanged.")
     elif not inferred or text_row is None or bool((text_row.diff() == 1).all()):
         return None
     else:

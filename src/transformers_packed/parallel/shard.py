@@ -198,6 +198,9 @@ def shard_batch(
         raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
     length = tokens.shape[1]
     padding_tokens = batch.get("padding_tokens") or 0
+    if batch.get("prompt_of") is not None:
+        fix = "Train without sequence parallelism, or without shared prompts."
+        raise input_error("documents that do not share prompts", "prompt_of", fix)
     row = SequenceBoundaries.from_kwargs({name: batch.pop(name, None) for name in PACKING_KEYWORDS}, length)
     if row is None:
         if "position_ids" not in batch:
