@@ -2,6 +2,7 @@
 
 import random
 import unittest
+from unittest import mock
 
 import accelerate
 import torch
@@ -26,6 +27,7 @@ from transformers_packed.audit.probe import Probe
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next import modeling_qwen3_next
+from transformers_packed.ops import prompts
 
 
 # With 0.02, the layers of a tiny model hardly affect its logits.
@@ -112,7 +114,7 @@ def when_packed(model: torch.nn.Module, change):
 
 def audit_ids(model: torch.nn.Module) -> torch.Tensor:
     """Return the row of tokens that an audit of `model` starts from."""
-    return Probe(model, LENGTHS, 4, None, False, 0, []).ids
+    return Probe(model, LENGTHS, None, 4, None, False, 0, []).ids
 
 
 def no_boundaries(boundaries):
@@ -415,6 +417,43 @@ class NoFalseAlarmTest(unittest.TestCase):
         self.assertIsolated(model)
         for token in (VISION_START, IMAGE, VIDEO, 0):
             self.assertNotIn(token, audit_ids(model))
+
+
+class SharedPromptsTest(unittest.TestCase):
+    """In a row with shared prompts, an answer may depend on its prompt and on nothing else."""
+
+    GROUPS = {"lengths": [65, 2, 40, 1, 63, 3, 30], "prompt_of": [-1, -1, -1, 0, 0, 1, 0]}
+
+    @parameterized.expand([("qwen3_5", qwen3_5), ("qwen3_next", qwen3_next), ("qwen3_5_moe", qwen3_5_moe)])
+    def test_isolated(self, _, make):
+        report = audit_model(make(), **self.GROUPS)
+        self.assertEqual(list(report.sources), ["prompt_of"])
+        self.assertTrue(report.ok, report)
+        result = report.sources["prompt_of"]
+        for matrix in (result.influence, result.backward):
+            for i, line in enumerate(matrix):
+                for j, size in enumerate(line):
+                    depends = i == j or self.GROUPS["prompt_of"][j] == i
+                    self.assertEqual(size > 1e-3, depends, (i, j, size))
+                    self.assertTrue(depends or size == 0)
+
+    def test_answers_that_start_without_their_prompt(self):
+        with mock.patch.object(prompts, "repeat_rows", lambda x, copies: x.index_select(0, copies.index) * 0):
+            report = audit_model(qwen3_5(), **self.GROUPS)
+        self.assertEqual({leak.direction for leak in report.leaks}, {"alone"})
+        self.assertLessEqual({3, 4, 5, 6}, {leak.to_document for leak in report.leaks})
+
+    def test_state_of_another_prompt(self):
+        swapped = lambda x, copies: repeat_rows(x, copies).flip(0)  # noqa: E731
+        repeat_rows = prompts.repeat_rows
+        with mock.patch.object(prompts, "repeat_rows", swapped):
+            report = audit_model(qwen3_5(), **self.GROUPS)
+        self.assertFalse(report.ok)
+        self.assertIn("forward", {leak.direction for leak in report.leaks})
+
+    def test_prompts_that_do_not_fit(self):
+        with self.assertRaisesRegex(ValueError, "expected prompt_of for 2 documents"):
+            audit_model(qwen3_5(), lengths=[3, 4], prompt_of=[-1, 1])
 
 
 class RefusalsTest(unittest.TestCase):

@@ -5,12 +5,14 @@ import unittest
 
 import numpy as np
 import torch
+from common.families import tiny_model
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed.models.families import MIXERS
 from transformers_packed.parallel import shard_batch
 from transformers_packed.training.losses import per_document_loss
 
@@ -151,6 +153,12 @@ class RefusalsTest(unittest.TestCase):
     def test_one_label_per_sample(self):
         samples = [{"prefix": [5, 6], "input_ids": [8], "labels": 1}]
         self.check(DataCollatorWithFlattening(model=self.model), samples, "got one label per sample")
+
+    def test_other_families(self):
+        model = patch_model(tiny_model(next(iter(MIXERS))))
+        batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
+        with self.assertRaisesRegex(ValueError, "documents that do not share prompts.*Use a family with classes"):
+            model(**batch, prompt_of=torch.tensor([-1, 0]))
 
     def test_boundaries_without_documents(self):
         with self.assertRaisesRegex(ValueError, "cu_seqlens together with prompt_of"):

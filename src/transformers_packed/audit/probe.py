@@ -28,9 +28,11 @@ from typing import Any
 import torch
 import transformers
 
+from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
+from ..ops.prompts import SharedPrompts
 from .locate import finite, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult
@@ -39,6 +41,8 @@ from .report import SOURCES, AuditReport, Leak, SourceResult
 # The threshold as a multiple of the measured noise.
 SAFETY = 8.0
 
+# The source of boundaries of a row with shared prompts.
+SHARED = "prompt_of"
 _KEYS = {
     "position_ids": {"position_ids"},
     "seq_idx": {"seq_idx"},
@@ -55,6 +59,7 @@ def audit_model(
     model: torch.nn.Module,
     *,
     lengths: Sequence[int] | None = None,
+    prompt_of: Sequence[int] | None = None,
     inputs: Sequence[str] = ("position_ids", "all"),
     tolerance: float | None = None,
     gradients: bool = True,
@@ -73,6 +78,10 @@ def audit_model(
         lengths (`Sequence[int]`, *optional*):
             The length in tokens of each document in the row, at least two documents. The default alternates short and
             long documents with about 400 tokens in total: 1, 2, the convolution width minus 1, 63, 64, 65 and 200.
+        prompt_of (`Sequence[int]`, *optional*):
+            For each of `lengths`, the index of the document that it continues, or -1: a row with shared prompts
+            ([`SharedPrompts`]). A document may then depend on the one that it continues, and `"prompt_of"` is the only
+            source of boundaries.
         inputs (`Sequence[str]`, *optional*, defaults to `("position_ids", "all")`):
             The boundaries to pass to the model: `"position_ids"`, `"seq_idx"`, `"cu_seq_lens"` (with `max_length_q`
             and `max_length_k`), several of these joined with `+`, or `"all"`, which passes everything that the
@@ -113,12 +122,17 @@ def audit_model(
         if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             fix = "Load or initialize its weights first, and do not offload embeddings."
             raise input_error("a model with weights", f"{name} on the meta device", fix)
-    if not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
+    if prompt_of is not None:
+        inputs = (SHARED,)
+    elif not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
         raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
     if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
         raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
+    if prompt_of is not None:
+        # Raises the error for prompts that do not fit.
+        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
     parameter, cls = next(inner.parameters()), type(inner)
     cuda = parameter.device.type == "cuda"
     settings = {
@@ -131,7 +145,7 @@ def audit_model(
     }
     report = AuditReport(f"{cls.__module__.partition('.')[0]}.{cls.__name__}", settings, lengths, {}, [])
     with audit_state(model, report.notes):
-        probe = Probe(model, lengths, width, tolerance, gradients, seed, report.notes)
+        probe = Probe(model, lengths, prompt_of, width, tolerance, gradients, seed, report.notes)
         refusal = probe.refusal(probe.prepare)
         for name in dict.fromkeys(inputs):
             refused = refusal or probe.refusal(probe.source, name, report)
@@ -154,6 +168,7 @@ class Probe:
 
     model: torch.nn.Module
     lengths: list[int]
+    prompt_of: Sequence[int] | None
     width: int
     tolerance: float | None
     gradients: bool
@@ -206,11 +221,20 @@ class Probe:
 
     def _packed(self, source: str) -> dict[str, Any]:
         """Return the boundaries of the given kind for the row, as the collator returns them."""
+        if self.prompt_of is not None:
+            row = SharedPrompts.of(SequenceBoundaries.from_lengths(self.lengths), self.prompt_of).to(self.device)
+            return {"cu_seqlens": row.cu_seqlens, "prompt_of": torch.tensor(self.prompt_of)}
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
         batch = collator([{"input_ids": [0] * n} for n in self.lengths])
         wanted = set().union(*(_KEYS[part] for part in source.split("+")))
         found = {name: value for name, value in batch.items() if name in wanted}
         return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+
+    def whole(self, document: int) -> torch.Tensor:
+        """Return the ids of a document after those of the document that it continues."""
+        prompt = -1 if self.prompt_of is None else self.prompt_of[document]
+        own = self.ids[self.documents[document]]
+        return own if prompt < 0 else torch.cat([self.ids[self.documents[prompt]], own])
 
     def changed(self, document: int) -> torch.Tensor:
         """Return the row's ids `[T]` with all tokens of one document replaced."""
@@ -311,17 +335,19 @@ class Probe:
             if change > max(self.floor, SAFETY * repeated):
                 what = f"in a row of one document, tokens from {place} on change earlier ones by {change:.1e}"
                 raise Refused(f"not causal: {what}")
-        self.alone = [self.logits(self.ids[document]) for document in self.documents]
+        documents = [self.whole(document) for document in range(len(self.lengths))]
+        wholes = [self.logits(ids) for ids in documents]
+        self.alone = [alone[-n:] for alone, n in zip(wholes, self.lengths, strict=True)]
         noise = [repeated]
-        for document, alone in zip(self.documents, self.alone, strict=True):
+        for ids, alone in zip(documents, wholes, strict=True):
             for extra in (17, self.total // 2, self.total):
                 tail = self._random_ids(extra)
-                longer = self.logits(torch.cat([self.ids[document], tail]))[: len(alone)]
+                longer = self.logits(torch.cat([ids, tail]))[: len(alone)]
                 noise.append(relative_change(longer, alone).max().item())
         # Packed kernels may compute in another order, and a model may amplify changes of the last bit.
         rounding = [
-            relative_change(self.logits_by_other_rounding(self.ids[document]), alone).max().item()
-            for document, alone in zip(self.documents, self.alone, strict=True)
+            relative_change(self.logits_by_other_rounding(ids), alone).max().item()
+            for ids, alone in zip(documents, wholes, strict=True)
         ]
         # A larger change is not rounding: the results depend on the row's length, as with some rotary embeddings.
         self.shape_noise, self.alone_noise = (min(max(x), self.floor**0.5) for x in (noise, noise + rounding))
@@ -390,7 +416,8 @@ class Probe:
         for direction, matrix in (("forward", result.influence), ("backward", result.backward)):
             for i, line in enumerate(matrix or ()):
                 for j, size in enumerate(line):
-                    if i != j and size > limits[direction]:
+                    continues = self.prompt_of is not None and self.prompt_of[j] == i
+                    if i != j and not continues and size > limits[direction]:
                         leaks.append(Leak(source, direction, i, j, size, limits[direction]))
         # A document that another one changes always differs from its separate row.
         touched = {leak.to_document for leak in leaks}
@@ -434,6 +461,8 @@ class Probe:
             origin = self.documents[leak.from_document]
             return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
         ids = self.ids[tokens]
+        if self.prompt_of is not None and self.prompt_of[leak.to_document] >= 0:
+            return None
         return locate_alone(self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold)
 
 
