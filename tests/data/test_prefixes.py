@@ -42,6 +42,26 @@ def whole(sample):
     return {"input_ids": [*prefix, *sample["input_ids"]], "labels": [-100] * len(prefix) + labels}
 
 
+def group(prefix, *answers, **columns):
+    """A group whose answers have these tokens, and these columns, one value for each answer."""
+    samples = [{"input_ids": tokens} | {n: v[k] for n, v in columns.items()} for k, tokens in enumerate(answers)]
+    return {"prefix": prefix, "answers": samples}
+
+
+def grouped(samples):
+    """The samples with a prefix as groups of one or two, and the others as they are."""
+    found = []
+    for sample in samples:
+        answer = {name: x for name, x in sample.items() if name != "prefix"}
+        if "prefix" not in sample:
+            found.append(sample)
+        elif found and found[-1].get("prefix") == sample["prefix"]:
+            found[-1]["answers"].append(answer)
+        else:
+            found.append({"prefix": sample["prefix"], "answers": [answer]})
+    return found
+
+
 def loss_and_gradients(model, batch):
     model.zero_grad()
     loss = model(**batch, num_items_in_batch=7).loss
@@ -56,10 +76,10 @@ class PrefixesTest(unittest.TestCase):
 
     def test_layout(self):
         samples = [
-            {"prefix": [5, 6, 7], "input_ids": [8, 9], "labels": [-100, 9]},
+            group([5, 6, 7], [8, 9], labels=[[-100, 9]]),
             {"input_ids": [3, 2], "labels": [3, 2]},
-            {"prefix": [5, 6, 7], "input_ids": [4], "labels": [4]},
-            {"prefix": [1], "input_ids": [2], "labels": [2]},
+            group([5, 6, 7], [4], labels=[[4]]),
+            group([1], [2], labels=[[2]]),
         ]
         batch = self.collator(samples)
         self.assertEqual(batch["input_ids"].tolist(), [[5, 6, 3, 2, 1, 2, 7, 8, 9, 7, 4]])
@@ -74,15 +94,15 @@ class PrefixesTest(unittest.TestCase):
         model, samples = make_model(family), make_samples()
         collator = DataCollatorWithFlattening(model=model, return_cu_seqlens=True)
         (loss, gradients), (expected, want) = (
-            loss_and_gradients(model, collator(some)) for some in (samples, [whole(sample) for sample in samples])
+            loss_and_gradients(model, collator(some)) for some in (grouped(samples), list(map(whole, samples)))
         )
         self.assertLess(abs(loss - expected).item(), bar * expected.item())
         self.assertLess(total_relative_error(gradients, want), bar)
 
     def test_prefixes_of_one_token(self):
         """They are the first tokens of their samples, in a plain row."""
-        samples = [{"prefix": [5], "input_ids": [8, 9]}, {"prefix": [5], "input_ids": [4]}]
-        batch, expected = self.collator(samples), self.collator([whole(sample) for sample in samples])
+        whole_ones = [{"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in ([5, 8, 9], [5, 4])]
+        batch, expected = self.collator([group([5], [8, 9], [4])]), self.collator(whole_ones)
         self.assertEqual(batch.keys(), expected.keys())
         for name, value in expected.items():
             self.assertTrue(torch.equal(batch[name], value), name)
@@ -90,7 +110,7 @@ class PrefixesTest(unittest.TestCase):
     def test_losses_per_document(self):
         """Prompts count as documents without targets."""
         samples, means = make_samples(), []
-        for some in (samples, [whole(sample) for sample in samples]):
+        for some in (grouped(samples), list(map(whole, samples))):
             batch = self.collator(some)
             logits = self.model(**{name: x for name, x in batch.items() if name != "labels"}).logits
             means.append(per_document_loss(logits, batch["labels"], batch["cu_seqlens"]))
@@ -102,8 +122,8 @@ class PrefixesTest(unittest.TestCase):
     def test_masked_tokens_and_token_columns(self):
         collator = DataCollatorWithFlattening(model=self.model, token_columns=["weight"])
         samples = [
-            {"prefix": [5, 6], "input_ids": [8, 9, 3], "attention_mask": [1, 0, 1], "weight": [1.0, 2.0, 3.0]},
-            {"prefix": torch.tensor([5, 6]), "input_ids": [4], "attention_mask": [1], "weight": [4.0]},
+            group([5, 6], [8, 9, 3], attention_mask=[[1, 0, 1]], weight=[[1.0, 2.0, 3.0]]),
+            group(torch.tensor([5, 6]), [4], attention_mask=[[1]], weight=[[4.0]]),
         ]
         batch = collator(samples)
         self.assertEqual(batch["input_ids"].tolist(), [[5, 6, 8, 3, 6, 4]])
@@ -114,9 +134,15 @@ class PrefixesTest(unittest.TestCase):
         model = make_model(dtype=torch.float32)
         collator = DataCollatorWithFlattening(model=model)
         losses = []
-        for samples in (make_samples(), [whole(sample) for sample in make_samples()]):
+        groups = grouped(make_samples())
+        for samples in (groups, [whole(sample) for sample in make_samples()]):
             with tempfile.TemporaryDirectory() as folder:
-                options = {"max_steps": 1, "per_device_train_batch_size": 8, "learning_rate": 0.0, "logging_steps": 1}
+                options = {
+                    "max_steps": 1,
+                    "per_device_train_batch_size": len(samples),
+                    "learning_rate": 0.0,
+                    "logging_steps": 1,
+                }
                 args = TrainingArguments(
                     folder, use_cpu=True, report_to="none", remove_unused_columns=False, **options
                 )
@@ -135,7 +161,7 @@ class RefusalsTest(unittest.TestCase):
             collator(samples)
 
     def test_collators(self):
-        samples = [{"prefix": [5, 6], "input_ids": [8]}]
+        samples = [group([5, 6], [8])]
         stock = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
@@ -147,11 +173,30 @@ class RefusalsTest(unittest.TestCase):
 
     @parameterized.expand([("empty", []), ("nested", [[1, 2]]), ("none", None), ("floats", [1.5])])
     def test_prefixes(self, _, prefix):
-        samples = [{"input_ids": [1]}, {"prefix": prefix, "input_ids": [8]}]
-        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix .* in sample 1")
+        samples = [{"input_ids": [1]}, group(prefix, [8])]
+        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix of at least one token")
+
+    def test_answers(self):
+        samples = [{"prefix": [1, 2], "answers": [[3, 4]]}]
+        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected answers of a group as a list")
+
+    def test_columns_that_trainer_removes(self):
+        """Trainer drops columns that the forward does not name. A group then has none left."""
+        with tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(folder, use_cpu=True, report_to="none", max_steps=1)
+            collator = DataCollatorWithFlattening(model=self.model)
+            trainer = Trainer(self.model, args, train_dataset=[group([5, 6], [8])], data_collator=collator)
+            with self.assertRaisesRegex(ValueError, "expected input_ids in sample 0.*remove_unused_columns=False"):
+                trainer.train()
+
+    def test_a_column_of_the_user(self):
+        """A sample with a column "prefix" is no group."""
+        collator = DataCollatorWithFlattening(model=self.model)
+        batch = collator([{"input_ids": [1, 2], "prefix": "a"}])
+        self.assertEqual(batch["input_ids"].tolist(), [[1, 2]])
 
     def test_one_label_per_sample(self):
-        samples = [{"prefix": [5, 6], "input_ids": [8], "labels": 1}]
+        samples = [group([5, 6], [8], labels=[1])]
         self.check(DataCollatorWithFlattening(model=self.model), samples, "got one label per sample")
 
     def test_other_families(self):
@@ -165,7 +210,7 @@ class RefusalsTest(unittest.TestCase):
             self.model(torch.ones(1, 4, dtype=torch.long), prompt_of=torch.tensor([-1, 0]))
 
     def test_sequence_parallelism(self):
-        batch = DataCollatorWithFlattening(model=self.model)([{"prefix": [5, 6], "input_ids": [8]}])
+        batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8])])
         with self.assertRaisesRegex(ValueError, "got prompt_of.*without sequence parallelism"):
             shard_batch(batch, 0, 2)
 
@@ -173,7 +218,7 @@ class RefusalsTest(unittest.TestCase):
         from transformers_packed.data.neftune import document_lengths
         from transformers_packed.models.inputs import resolve_boundaries
 
-        batch = DataCollatorWithFlattening(model=self.model)([{"prefix": [5, 6], "input_ids": [8]}])
+        batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8])])
         with self.assertRaisesRegex(ValueError, "neftune_noise_alpha to None"):
             document_lengths(resolve_boundaries(dict(batch)))
 

@@ -16,7 +16,7 @@ from ..models.generic import families_of
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
-from .prefixes import check_prefix, prompts_of_row, with_prefixes_first
+from .prefixes import PREFIX, answers_of, prompts_of_row, with_prefixes_first
 from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
 
 
@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
 # This collator or its parent always flattens these columns.
-_COLUMNS = ("input_ids", "labels", "attention_mask", "prefix", TOKEN_TYPES)
+_COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
@@ -37,13 +37,15 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     A batch element is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or a row of
     `pack_dataset` (concatenated samples with their `seq_lengths`). The collator returns one packed row in each case.
 
+    A group, `{"prefix": tokens, "answers": samples}`, stands for the samples with these tokens in front, which have no
+    labels. The row holds equal prefixes once, before all samples ([`SharedPrompts`]). Requires a `model` with classes of
+    this package.
+
     A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and these optional columns:
 
     * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
       `labels` `[N]`.
     * `attention_mask`: tokens with a mask of 0 are removed from every column.
-    * `prefix`: the tokens before the sample, which have no labels. Samples with equal prefixes share them: the row holds
-      each prefix once, before all samples. Requires a `model` with classes of this package.
     * the columns in `token_columns`: one value per token, flattened to `[1, T]`.
     * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`: concatenated along dimension 0.
     * `mm_token_type_ids`: flattened.
@@ -201,7 +203,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
         document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
         prompt_of = None
-        if any("prefix" in sample for sample in samples):
+        if any(PREFIX in sample for sample in samples):
             self._check_prefixes(features, document_labels)
             samples, prompt_of = with_prefixes_first(samples)
 
@@ -254,7 +256,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         }
         if got := next((what for what, given in found.items() if given), None):
             fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and sample."
-            raise input_error("samples with a prefix for a model that shares prompts", got, fix)
+            raise input_error("groups with a prefix for a model that shares prompts", got, fix)
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
         names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
@@ -264,6 +266,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
         """The columns of a sample as lists without masked tokens. A label per sample stays a number."""
+        if "input_ids" not in feature:
+            fix = "Set remove_unused_columns=False if Trainer removes columns that you need."
+            raise input_error(f"input_ids in sample {index}", f"columns {sorted(feature)}", fix)
         for name in token_columns:
             if name not in feature:
                 fix = "Add it, or remove it from token_columns."
@@ -276,13 +281,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         for name, column in columns.items():
             if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
                 raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
-        if "prefix" in feature:
-            columns["prefix"] = check_prefix(index, feature["prefix"])
         mask = columns.pop("attention_mask", None)
         if mask is not None and not all(mask):
             _refuse_none(index, {"attention_mask": mask})
             for name, column in columns.items():
-                if np.ndim(column) and name != "prefix":
+                if np.ndim(column):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
         if not columns["input_ids"]:
             got = "only masked tokens" if length else "empty input_ids"
@@ -290,11 +293,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if np.ndim(columns["input_ids"][0]):
             fix = "Remove the batch dimension: input_ids[0]."
             raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
-        return columns
+        return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
         tokens = len(feature["input_ids"])
-        known = {*_COLUMNS, *VISION_COLUMNS, "position_ids", *self.token_columns}
+        known = {*_COLUMNS, *VISION_COLUMNS, "position_ids", PREFIX, *self.token_columns}
         others = {name: _as_list(column) for name, column in feature.items() if name not in known}
         alike = [name for name, values in others.items() if isinstance(values, list) and len(values) == tokens]
         left_out = [name for name in alike if isinstance(others[name][0], int | float)]
@@ -310,6 +313,8 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(feature, list | tuple):
         for sample in feature:
             yield from _documents(sample)
+    elif "answers" in feature and "input_ids" not in feature:
+        yield from answers_of(feature)
     elif "seq_lengths" in feature:
         columns = {name: column for name, column in feature.items() if name != "seq_lengths"}
         lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])

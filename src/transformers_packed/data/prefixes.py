@@ -1,12 +1,14 @@
-"""Samples that continue a prefix, as a row in which equal prefixes occur once ([`SharedPrompts`]).
+"""Groups of answers to one prefix, as a row in which equal prefixes occur once ([`SharedPrompts`]).
 
-A sample with a `prefix` stands for the document "prefix and sample". The last token of a prefix predicts the first token
-of each of its samples, which may differ. Each sample therefore starts with a copy of this token:
+Each answer stands for the document "prefix and answer". The last token of a prefix predicts the first token of each of
+its answers, which may differ. Each answer therefore starts with a copy of this token:
 
-    prefix 5 6 7, samples 8 9 and 4  ->  | 5 6 | 7 8 9 | 7 4 |      labels of the first two tokens and of 7: -100
+    {"prefix": [5, 6, 7], "answers": [{"input_ids": [8, 9]}, {"input_ids": [4]}]}  ->  | 5 6 | 7 8 9 | 7 4 |
+
+The tokens of a prefix, and their copies, have no labels.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..boundaries import SequenceBoundaries
@@ -16,20 +18,34 @@ from .samples import IGNORED_LABEL
 
 
 Sample = dict[str, Any]
+# The column of a sample with the prefix of its group. Users' columns may be named "prefix".
+PREFIX = "prefix of the group"
+
+
+def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
+    """The answers of a group as samples, each with the prefix."""
+    answers, prefix = group["answers"], group.get("prefix")
+    prefix = prefix.tolist() if hasattr(prefix, "tolist") else prefix
+    if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
+        raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
+    if not isinstance(answers, list | tuple) or not all(isinstance(answer, Mapping) for answer in answers):
+        raise input_error("answers of a group as a list of samples", type(answers).__name__)
+    for answer in answers:
+        yield {**answer, PREFIX: list(prefix)}
 
 
 def with_prefixes_first(samples: Iterable[Sample]) -> tuple[list[Sample], list[int]]:
     """Return the documents of the row, and the index of the prompt of each, or -1.
 
-    `samples` are columns of tokens, and some have a `prefix`, a list of at least one token. Prefixes come first, in the
-    order of their first samples, then samples without a prefix, then the others.
+    `samples` are columns of tokens, and some have a prefix. Prefixes come first, in the order of their first samples,
+    then samples without a prefix, then the others.
     """
     prompts: dict[tuple[int, ...], Sample] = {}
     alone: list[Sample] = []
     answers: list[tuple[tuple[int, ...], Sample]] = []
     for sample in samples:
         columns = {"labels": sample["input_ids"], **sample}
-        *prompt, last = columns.pop("prefix", None) or [None]
+        *prompt, last = columns.pop(PREFIX, None) or [None]
         if last is None:
             alone.append(columns)
             continue
@@ -50,11 +66,3 @@ def prompts_of_row(lengths: list[int], prompt_of: list[int]) -> SharedPrompts | 
     """The boundaries of the row, or `None` if no document has a prompt."""
     boundaries = SequenceBoundaries.from_lengths(lengths)
     return SharedPrompts.of(boundaries, prompt_of) if max(prompt_of) >= 0 else None
-
-
-def check_prefix(index: int, prefix: Any) -> list[int]:
-    """Return the prefix as a list of tokens, or raise a `ValueError`."""
-    tokens = prefix.tolist() if hasattr(prefix, "tolist") else prefix
-    if not isinstance(tokens, list | tuple) or not tokens or not all(isinstance(token, int) for token in tokens):
-        raise input_error(f"a prefix of at least one token in sample {index}", tokens, "Remove an empty prefix.")
-    return list(tokens)
