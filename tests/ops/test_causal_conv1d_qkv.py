@@ -16,6 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import causal_conv1d_qkv
+from transformers_packed.ops.convolution import slots_of
 
 
 class InterpretedTest(InterpretedKernelsTest):
@@ -36,8 +37,8 @@ class HaloTest(InterpretedTest):
         inputs = [tensor.detach().requires_grad_() for tensor in (x, weight, halo) if tensor is not None]
         halo = inputs[2:]
         if halo:
-            slots = torch.arange(len(x), dtype=torch.int32)
-            halo.append(slots.where(slots < weight.shape[1] - 1, -1))
+            part = SequenceBoundaries.from_lengths([len(x) - 2, 2])
+            halo.append(slots_of(part, range(1), weight.shape[1] - 1))
         outputs = CausalConv1dQKV.apply(*inputs[:2], position, 1, 1, 16, 1e-6, *halo)
         return list(outputs), list(torch.autograd.grad(outputs, inputs, upstream))
 
