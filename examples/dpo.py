@@ -1,6 +1,6 @@
 """Train LoRA adapters on preferences with TRL's DPOTrainer.
 
-DPOTrainer uses padded batches. A registered model accepts them like the stock model, on any device.
+The model computes only the real tokens of a padded batch, and a prompt once for both of its answers.
 
 python examples/dpo.py                                                                          # a tiny model, on a CPU
 python examples/dpo.py --model Qwen/Qwen3.5-0.8B --dataset trl-lib/ultrafeedback_binarized      # on a GPU
@@ -13,12 +13,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-import transformers_packed
+from transformers_packed import configure_packing
 
 
 def main(options):
     name = options.model or common.tiny_checkpoint()
-    transformers_packed.register()
     trainer = DPOTrainer(
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16 if torch.cuda.is_available() else None),
         args=DPOConfig(
@@ -34,6 +33,7 @@ def main(options):
         processing_class=AutoTokenizer.from_pretrained(name),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"),
     )
+    configure_packing(trainer, share_prompts=True)
     trainer.train()
     trainer.save_model()
 

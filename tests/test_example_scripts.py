@@ -27,12 +27,14 @@ PADDING_FREE = [
     r"Padding-free: 40 documents with [\d,]+ tokens in ",
 ]
 PACKED = [r"'packing_fill': ", r"Packing: [\d,]+ documents with [\d,]+ tokens in .* fill \d\d\.\d%, "]
+SHARED = [r"Padding-free on: the model computes only the real tokens .* a prompt once for all of its answers; "]
 # The expected output and saved files of each script.
 SCRIPTS = {
     "trainer": (PADDING_FREE, "model.safetensors"),
     "sft": ([r"Packing on: isolation by ", *PACKED], "model.safetensors"),
     "lora": ([r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED], "adapter_model.safetensors"),
-    "dpo": ([r"'rewards/margins': "], "adapter_model.safetensors"),
+    "dpo": ([*SHARED, r"'rewards/margins': "], "adapter_model.safetensors"),
+    "grpo": ([*SHARED, r"'rewards/share_of_digits/mean': "], "model.safetensors"),
     "sequence_parallel": (
         [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED],
         "model.safetensors",

@@ -4,6 +4,7 @@ import tempfile
 import unittest
 from contextlib import chdir
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -18,7 +19,8 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import load_model
 from transformers_packed.data.records.samples import read_records
-from transformers_packed.ops import gated_delta_rule
+from transformers_packed.ops import gated_delta_rule, prompts
+from transformers_packed.ops.prompts import SharedPrompts
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
@@ -76,6 +78,43 @@ class CommonErrorsTest(unittest.TestCase):
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
             trainer.compute_metrics, trainer.train_dataset = None, [{"text": "a"}]
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+
+    def test_of_preferences(self):
+        # Stands for TRL's own, which is not installed everywhere.
+        preferences = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
+        with tempfile.TemporaryDirectory() as directory:
+            args = TrainingArguments(directory, report_to=[], use_cpu=True)
+            trainer = Trainer(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            self.assert_on_the_page(lambda: configure_packing(trainer, share_prompts=True))
+            other = preferences(load_model("llama"), args, train_dataset=SAMPLES)
+            self.assert_on_the_page(lambda: configure_packing(other, packing="padding_free"))
+            trainer = preferences(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
+            args.neftune_noise_alpha = 5.0
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+            args.neftune_noise_alpha = None
+            patch_model(trainer.model)
+            trainer.model.packs_padding = False
+            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+
+    def test_of_shared_prompts(self):
+        self.assert_on_the_page(lambda: SharedPrompts.of(LENGTHS, [0, -1]))
+        shared = SharedPrompts.of(LENGTHS, [-1, 0])
+        layer = torch.nn.Module()
+        layer.config = SimpleNamespace(_attn_implementation="flex_attention")
+        heads = [torch.zeros(1, 2, 5, 8)] * 3
+        self.assert_on_the_page(lambda: prompts.attention(layer, *heads, None, boundaries=shared))
+        row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
+        state = torch.zeros(2, 2, 8, 8)
+        self.assert_on_the_page(lambda: prompts.gated_delta_rule(*row, boundaries=shared, initial_state=state))
+        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=shared))
+        samples = [{"prefix": [5, 6], "input_ids": [7]}]
+        self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
+        model = patch_model(load_model("qwen3_5_text"))
+        collator = DataCollatorWithFlattening(model=model)
+        self.assert_on_the_page(lambda: collator([{"prefix": [], "input_ids": [7]}]))
+        row = {name: x for name, x in collator(samples).items() if name != "cu_seqlens"}
+        self.assert_on_the_page(lambda: model(**row))
 
     def test_of_ops(self):
         row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2

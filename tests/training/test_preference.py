@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from common.records import make_tokenizer
-from common.trl import HAS_TRL, SGD, TRLTestCase, build_model
+from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model
 from mixins.padding import computed_tokens
 from parameterized import parameterized
 from transformers import Trainer, TrainingArguments

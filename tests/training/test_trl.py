@@ -4,7 +4,7 @@ import copy
 
 import torch
 from common.records import MARKED, assistant, make_tokenizer, user
-from common.trl import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
+from common.trl_trainers import HAS_TRL, SGD, TRLTestCase, build_model, updates_and_losses
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from scripts.trainer_arms import Samples, collate_padded

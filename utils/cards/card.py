@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 # The commit that brought a result into the repository, as `git log --follow` of its JSON shows it.
 STEPS, GRAPHS, GRAPHS_AGAIN = ("e9f80da", "2026-11-21"), ("0815d4b", "2026-11-21"), ("28185c4", "2026-11-22")
 LORA, LORA_AGAIN = ("cd9e309", "2026-11-22"), ("9a77062", "2026-11-23")
-FLOAT8 = ("e913992", "2026-11-23")
+FLOAT8, PREFERENCE = ("e913992", "2026-11-23"), ("e066fe6", "2026-11-23")
 MOE, EXPERTS = ("a206846", "2026-11-22"), ("9a77062", "2026-11-23")
 ROOMS, UNTOUCHED = ("66c1d1e", "2026-11-22"), ("237c47e", "2026-11-22")
 CPU, PLANS, RANKS = ("5725bd1", "2026-11-21"), ("264b7dc", "2026-11-21"), ("276843b", "2026-11-21")

@@ -17,6 +17,7 @@ from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
 from lora import lora
 from moe import moe
 from on_cpu import balance, cpu_step, dataset_cost, planning
+from preference import preference
 from steps import equal_documents, long_rows, memory_4b, profile, short_rows, step_time
 
 
@@ -28,6 +29,7 @@ CARDS = {
     "short_rows": short_rows,
     "lora": lora,
     "moe": moe,
+    "preference": preference,
     "float8": float8,
     "memory_4b": memory_4b,
     "long_rows": long_rows,
