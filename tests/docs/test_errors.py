@@ -108,11 +108,11 @@ class CommonErrorsTest(unittest.TestCase):
         state = torch.zeros(2, 2, 8, 8)
         self.assert_on_the_page(lambda: prompts.gated_delta_rule(*row, boundaries=shared, initial_state=state))
         self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=shared))
-        samples = [{"prefix": [5, 6], "input_ids": [7]}]
+        samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
         model = patch_model(load_model("qwen3_5_text"))
         collator = DataCollatorWithFlattening(model=model)
-        self.assert_on_the_page(lambda: collator([{"prefix": [], "input_ids": [7]}]))
+        self.assert_on_the_page(lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}]))
         row = {name: x for name, x in collator(samples).items() if name != "cu_seqlens"}
         self.assert_on_the_page(lambda: model(**row))
 

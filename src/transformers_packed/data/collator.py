@@ -255,7 +255,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             "return_seq_idx or return_flash_attn_kwargs": self.return_seq_idx or self.return_flash_attn_kwargs,
         }
         if got := next((what for what, given in found.items() if given), None):
-            fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and sample."
+            fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and answers."
             raise input_error("groups with a prefix for a model that shares prompts", got, fix)
 
     def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
