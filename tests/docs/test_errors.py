@@ -60,6 +60,7 @@ class CommonErrorsTest(unittest.TestCase):
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(pad_to_multiple_of=64, on_leak="ignore"))
         collator = DataCollatorWithFlattening(on_leak="ignore")
         self.assert_on_the_page(lambda: collator([]))
+        self.assert_on_the_page(lambda: collator([{}]))
         self.assert_on_the_page(lambda: collator([{"input_ids": []}]))
         self.assert_on_the_page(lambda: collator([{"input_ids": [5, 6], "labels": [5]}]))
         self.assert_on_the_page(lambda: collator([{"input_ids": [5], "labels": [5]}, {"input_ids": [6]}]))
@@ -108,11 +109,11 @@ class CommonErrorsTest(unittest.TestCase):
         state = torch.zeros(2, 2, 8, 8)
         self.assert_on_the_page(lambda: prompts.gated_delta_rule(*row, boundaries=shared, initial_state=state))
         self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=shared))
-        samples = [{"prefix": [5, 6], "input_ids": [7]}]
+        samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
         model = patch_model(load_model("qwen3_5_text"))
         collator = DataCollatorWithFlattening(model=model)
-        self.assert_on_the_page(lambda: collator([{"prefix": [], "input_ids": [7]}]))
+        self.assert_on_the_page(lambda: collator([{"prefix": [], "answers": []}]))
         row = {name: x for name, x in collator(samples).items() if name != "cu_seqlens"}
         self.assert_on_the_page(lambda: model(**row))
 
