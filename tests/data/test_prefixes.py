@@ -177,8 +177,9 @@ class RefusalsTest(unittest.TestCase):
         self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix of at least one token")
 
     def test_answers(self):
-        samples = [{"prefix": [1, 2], "answers": [[3, 4]]}]
-        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected answers of a group as a list")
+        for answers in ([[3, 4]], [], {"input_ids": [[3, 4]]}):
+            samples = [{"input_ids": [1]}, {"prefix": [1, 2], "answers": answers}]
+            self.check(DataCollatorWithFlattening(model=self.model), samples, "expected answers of a group as a list")
 
     def test_columns_that_trainer_removes(self):
         """Trainer drops columns that the forward does not name. A group then has none left."""

@@ -28,8 +28,9 @@ def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
     prefix = prefix.tolist() if hasattr(prefix, "tolist") else prefix
     if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
         raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
-    if not isinstance(answers, list | tuple) or not all(isinstance(answer, Mapping) for answer in answers):
-        raise input_error("answers of a group as a list of samples", type(answers).__name__)
+    if not isinstance(answers, list | tuple) or not answers or not all(isinstance(x, Mapping) for x in answers):
+        got = "an empty list" if answers == [] else type(answers).__name__
+        raise input_error("answers of a group as a list of samples", got)
     for answer in answers:
         yield {**answer, PREFIX: list(prefix)}
 
