@@ -74,7 +74,7 @@ class SequenceBoundaries:
 
     # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
-    # Whether several documents continue the same one (`ops.prompts.SharedPrompts`).
+    # Whether several documents continue the same one (`shared_prompts.SharedPrompts`).
     shares_prompts: ClassVar[bool] = False
 
     @classmethod

@@ -163,9 +163,11 @@ class RefusalsTest(unittest.TestCase):
     def test_collators(self):
         samples = [group([5, 6], [8])]
         stock = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        other = patch_model(tiny_model(next(iter(MIXERS))))
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
             ({"model": stock, "on_leak": "ignore"}, "a model without classes"),
+            ({"model": other, "on_leak": "ignore"}, "a model without classes"),
             ({"model": self.model, "pad_to_multiple_of": 4, "pad_token_id": 0}, "pad_to_multiple_of"),
             ({"model": self.model, "return_seq_idx": True}, "return_seq_idx"),
         ):

@@ -20,7 +20,7 @@ from transformers_packed import (
 from transformers_packed.audit.tiny import load_model
 from transformers_packed.data.records.samples import read_records
 from transformers_packed.ops import gated_delta_rule, prompts
-from transformers_packed.ops.prompts import SharedPrompts
+from transformers_packed.shared_prompts import SharedPrompts
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"

@@ -12,7 +12,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import eager_attention_forward
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import prompts
-from transformers_packed.ops.prompts import Copies, SharedPrompts, repeat_rows
+from transformers_packed.ops.prompts import repeat_rows
+from transformers_packed.shared_prompts import Copies, SharedPrompts
 
 
 # Lengths, and the prompt of each document. Prompts and answers are also shorter than the window of the convolution.

@@ -32,7 +32,7 @@ from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
-from ..ops.prompts import SharedPrompts
+from ..shared_prompts import SharedPrompts
 from .locate import finite, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult

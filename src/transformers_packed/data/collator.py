@@ -12,8 +12,7 @@ from transformers.utils import logging
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..models.families import FAMILIES
-from ..models.generic import families_of
-from ..models.registry import cache_warning, has_our_classes, transformers_model
+from ..models.registry import PackedModelMixin, cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
 from .prefixes import PREFIX, answers_of, prompts_of_row, with_prefixes_first
@@ -131,12 +130,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                     "pad_token_id with pad_to_multiple_of", "none", "Pass pad_token_id=tokenizer.pad_token_id."
                 )
         self.on_leak = on_leak
-        self.model_shares_prompts = (
-            isinstance(model, torch.nn.Module)
-            and has_our_classes(model)
-            and not families_of(model).isdisjoint(FAMILIES)
-        )
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
+        ours = [type(m) for m in (() if inner is None else inner.modules()) if isinstance(m, PackedModelMixin)]
+        self.model_shares_prompts = any(cls.__module__.split(".")[-2] in FAMILIES for cls in ours)
         self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of

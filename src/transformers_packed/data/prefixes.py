@@ -13,7 +13,7 @@ from typing import Any
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..ops.prompts import SharedPrompts
+from ..shared_prompts import SharedPrompts
 from .samples import IGNORED_LABEL
 
 

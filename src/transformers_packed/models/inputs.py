@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
-from ..ops.prompts import SharedPrompts
+from ..shared_prompts import SharedPrompts
 
 
 class PackingKwargs(TransformersKwargs, total=False):

@@ -21,7 +21,8 @@ from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
-from ..ops.prompts import Copies, SharedPrompts, repeat_rows
+from ..ops.prompts import repeat_rows
+from ..shared_prompts import Copies, SharedPrompts
 from .inputs import is_causal
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from .. import ops
 from ..boundaries import SequenceBoundaries
 from ..ops import prompts
+from ..shared_prompts import SharedPrompts
 from .attention import attention
 from .gated_delta import causal_conv1d, causal_conv1d_qkv, gated_delta_rule
 from .shard import RowShard
@@ -24,6 +25,6 @@ def ops_for(boundaries: SequenceBoundaries | None) -> ModuleType:
 
     It is [`transformers_packed.ops`], this one for a shard, or `ops.prompts` for a row with shared prompts.
     """
-    if isinstance(boundaries, prompts.SharedPrompts):
+    if isinstance(boundaries, SharedPrompts):
         return prompts
     return _OF_SHARDS if isinstance(boundaries, RowShard) else ops
