@@ -221,6 +221,14 @@ class ReasonsTest(PreferenceTestCase):
         trainer.model = torch.nn.Linear(2, 2)
         self.check_off(trainer, "expected a model that packs padded batches.*got Linear")
 
+    def test_flex_attention(self):
+        """It runs packed rows on a GPU, but cannot continue a prompt."""
+        trainer = self.trainer("dpo")
+        trainer.model.config._attn_implementation = "flex_attention"
+        isolates = mock.patch("transformers_packed.training.preference.way_of_isolation", return_value=("flex", None))
+        with isolates:
+            self.check_off(trainer, "expected an attention implementation that supports shared", share_prompts=True)
+
     def test_a_switch_of_the_user(self):
         trainer = self.trainer("dpo")
         configured(trainer)

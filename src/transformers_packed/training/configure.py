@@ -135,7 +135,7 @@ reference (causal convolution), per_document(sdpa) (attention)
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}", float8)
     if is_preference_trainer(trainer):
-        reason = reason_against_packed_batches(trainer, mode) or pack_batches(trainer, share_prompts)
+        reason = reason_against_packed_batches(trainer, mode, share_prompts) or pack_batches(trainer, share_prompts)
         if reason is None:
             return _say_batches_are_packed(trainer, share_prompts, float8)
     elif (reason := reason_against(trainer, mode)) is None:

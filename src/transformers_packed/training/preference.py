@@ -15,7 +15,7 @@ from ..errors import input_error
 from ..models.families import FAMILIES
 from ..models.generic import families_of
 from ..models.registry import has_our_classes, patch_model, transformers_model, unpatch_model
-from ..models.verdict import adapter_per_row
+from ..models.verdict import adapter_per_row, text_config
 from .checks import OFF_SWITCH, of_devices, way_of_isolation
 
 
@@ -34,12 +34,12 @@ def check_shares_prompts(trainer: Trainer) -> None:
         raise input_error(f"share_prompts with {', '.join(_TRAINERS)}", type(trainer).__name__, fix)
 
 
-def reason_against_packed_batches(trainer: Trainer, mode: str) -> ValueError | None:
-    """The first reason why the padded batches of the Trainer cannot run packed."""
-    return next(_reasons(trainer, mode), None)
+def reason_against_packed_batches(trainer: Trainer, mode: str, share_prompts: bool) -> ValueError | None:
+    """The first reason why the padded batches of the Trainer cannot run packed, or cannot share prompts."""
+    return next(_reasons(trainer, mode, share_prompts), None)
 
 
-def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[ValueError]:
     name, model = type(trainer).__name__, transformers_model(trainer.model)
     if mode == "auto" and os.environ.get(OFF_SWITCH) == "1":
         yield input_error(f"no {OFF_SWITCH}", f"{OFF_SWITCH} is set")
@@ -59,6 +59,9 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
         yield input_error("a model that packs padded batches", "packs_padding=False", "Set it to True.")
     if (refused := way_of_isolation(trainer)[1]) is not None:
         yield refused
+    if share_prompts and text_config(model)._attn_implementation == "flex_attention":
+        fix = 'Load the model with attn_implementation="sdpa".'
+        yield input_error("an attention implementation that supports shared prompts", "flex_attention", fix)
 
 
 def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
