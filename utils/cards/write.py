@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from card import table
+from data_parallel import data_parallel
 from float8 import float8
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
 from lora import lora
@@ -35,6 +36,7 @@ CARDS = {
     "long_rows": long_rows,
     "profile": profile,
     "sequence_parallel": sequence_parallel,
+    "data_parallel": data_parallel,
     "cpu_step": cpu_step,
     "planning": planning,
     "balance": balance,
