@@ -30,6 +30,7 @@ EXTRAS["dev"] = [
     *EXTRAS["demo"],
     *EXTRAS["docs"],
     "bitsandbytes>=0.50; platform_system == 'Linux'",
+    "torchao>=0.18; platform_system == 'Linux'",
     "datasets>=4.0",
     # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",

@@ -1,6 +1,7 @@
 """Arms of the benchmark of one training step: the models and batches that `step.py` times."""
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
@@ -58,6 +59,8 @@ ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", 
 ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
 ARMS["ours+qlora+prepared"] = ARMS["ours"]
 ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "ours+lora")}
+# Frozen weights in float8 only, by torchao.
+ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
 ARMS["packed+varlen+liger+torchao"] = ARMS["packed+varlen+liger"]
 # Routers and the gate of the shared expert keep their weights.
@@ -135,6 +138,8 @@ def make_model(config: dict, arm: str, device: str):
         use_liger(model, family, builtin, kind.experts == "liger")
     if "+qlora" in arm:
         quantize(model)
+    if "+float8base" in arm:
+        store_in_float8(model)
     if "+float8" in arm:
         use_float8(model)
     if "+torchao" in arm:
@@ -142,17 +147,30 @@ def make_model(config: dict, arm: str, device: str):
     return with_lora(model, "+prepared" in arm) if "lora" in arm else model
 
 
+def inside(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], bool]:
+    """A filter of the layers that `use_float8` chooses."""
+    ends = tuple(f"layers.{i}." for i in (0, model.config.num_hidden_layers - 1))
+
+    def chosen(layer: torch.nn.Module, name: str) -> bool:
+        middle = "layers." in name and not any(end in name for end in ends)
+        return isinstance(layer, torch.nn.Linear) and middle and not name.endswith(SENSITIVE)
+
+    return chosen
+
+
 def use_torchao(model: torch.nn.Module) -> None:
     """Convert the layers that `use_float8` chooses."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    ends = tuple(f"layers.{i}." for i in (0, model.config.num_hidden_layers - 1))
-
-    def inside(layer: torch.nn.Module, name: str) -> bool:
-        return "layers." in name and not any(end in name for end in ends) and not name.endswith(SENSITIVE)
-
     config = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model, module_filter_fn=inside, config=config)
+    convert_to_float8_training(model, module_filter_fn=inside(model), config=config)
+
+
+def store_in_float8(model: torch.nn.Module) -> None:
+    """Keep the weights of the layers that `use_float8` chooses in float8 only."""
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    quantize_(model, Float8WeightOnlyConfig(), filter_fn=inside(model))
 
 
 def use_liger(model: torch.nn.Module, family: str, builtin: ModuleType, experts: bool) -> None:

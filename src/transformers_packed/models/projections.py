@@ -5,6 +5,7 @@ from transformers.utils import logging
 
 from ..ops.backends import triton
 from ..ops.dispatch import record
+from ..ops.float8 import DTYPE
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.projection import Projection, QuantizedWeight
 from .float8 import is_in_float8, warn_about
@@ -20,7 +21,7 @@ def projection_of(
 ) -> tuple[Projection, torch.dtype] | tuple[None, None]:
     """Return the parameters that fully determine the output of this linear layer, and the dtype of its products.
 
-    The layer may have LoRA adapters of PEFT, and a base layer in 4 bit. If it has to be called, both are `None`.
+    The layer may have LoRA adapters of PEFT, and a quantized base layer. If it has to be called, both are `None`.
     """
     adapters, base, none = (), layer, (None, None)
     if type(layer) is not torch.nn.Linear and is_lora(layer):
@@ -31,7 +32,7 @@ def projection_of(
             return none
     weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
     in_float8 = is_in_float8(base, hidden_states)
-    if not isinstance(weight, torch.Tensor):
+    if not isinstance(weight, torch.Tensor) and (weight is None or weight.float8 is None):
         warn_about(base, hidden_states)
         in_float8 = False
     if weight is None:
@@ -52,7 +53,9 @@ def _record_peft(reason: str) -> None:
 
 
 def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
-    """Return the weight of a layer that bitsandbytes has quantized to 4 bit."""
+    """Return the weight of a layer that bitsandbytes has quantized to 4 bit, or torchao to float8."""
+    if type(layer) is torch.nn.Linear:
+        return _float8_weight(layer)
     if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
     from bitsandbytes.functional import dequantize_4bit
@@ -64,6 +67,22 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
     if state is None or layer.compute_dtype is None:
         return None
     return QuantizedWeight(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
+
+
+def _float8_weight(layer: torch.nn.Linear) -> QuantizedWeight | None:
+    """Return a frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
+    weight = layer._parameters["weight"]
+    kind = type(weight)
+    if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao."):
+        return None
+    # With `act_quant_kwargs`, torchao casts the input too. Only `is_in_float8` decides this here.
+    if not is_untouched(layer, torch.nn.Linear, parameters=(kind, torch.nn.Parameter)) or weight.requires_grad:
+        return None
+    data, scale = weight.qdata, weight.scale
+    rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (len(data), 1)
+    if not rows or scale.dtype != torch.float32 or weight.act_quant_kwargs is not None:
+        return None
+    return QuantizedWeight(weight.shape, weight.dtype, weight.dequantize, (data, scale[:, 0]))
 
 
 def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:

@@ -13,11 +13,14 @@ All scales are powers of two, so a cast rounds the mantissa to 3 bits, whatever 
 the largest one of their row or column lose more. Outputs and gradients of the input therefore depend on no other row.
 A gradient of a weight sums over all rows, and large gradients of one document can round smaller ones of another.
 
-Nothing is cached. Casting a weight again for each forward and backward takes about 1 % of a step of 16,384 tokens,
+A frozen weight may be stored in float8, with any scale for each of its rows. Its bytes are used as they are.
+
+Nothing else is cached. Casting a weight again for each forward and backward takes about 1 % of a step of 16,384 tokens,
 needs no memory, and cannot miss a change of the weight.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,14 +51,14 @@ class Float8Layers:
 
     Args:
         weights (`Sequence[torch.Tensor]` of shape `[out, in]`):
-            Weights in any floating dtype.
+            Weights in any floating dtype, or [`QuantizedWeight`] that are stored in float8.
         dtype (`torch.dtype`):
             Dtype of the outputs and of the gradient of the rows.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype):
+    def __init__(self, weights: Sequence[Any], dtype: torch.dtype):
         self.weights, self.dtype = weights, dtype
-        self.sizes = [len(weight) for weight in weights]
+        self.sizes = [weight.shape[0] for weight in weights]
         # Scales of the rows, scales of the weights' rows, and the cast rows if they are kept. A backward sets those of
         # the forward.
         self.kept: list[torch.Tensor | None] = [None, None, None]
@@ -70,7 +73,7 @@ class Float8Layers:
         cast, scale = _cast_rows(rows) if cast is None else cast
         outputs, scales = [], []
         for weight in self.weights:
-            cast_weight, weight_scale = _cast_rows(weight)
+            cast_weight, weight_scale = _stored(weight) or _cast_rows(weight)
             outputs.append(_product(cast, cast_weight, scale, weight_scale, self.dtype))
             scales.append(weight_scale)
         self.kept = [scale, torch.cat(scales) if len(scales) > 1 else scales[0], cast if keep else None]
@@ -97,7 +100,8 @@ class Float8Layers:
         for one, s, out in zip(
             self.weights, weight_scales.split(self.sizes), weight.split(self.sizes, 1), strict=True
         ):
-            _transposed(one, s, out)
+            stored = _stored(one)
+            _transposed(*((one, s) if stored is None else (stored[0], None)), out)
         return _product(cast, weight, scale, None, self.dtype)
 
     def _cast_gradients(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,6 +155,11 @@ def _product(left, right, left_scale, right_scale, dtype):
         return (product * left_scale[:, None] * right_scale).to(dtype)
     scales = {"scale_a": left_scale[:, None], "scale_b": right_scale[None, :]}
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
+
+
+def _stored(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return a weight that is stored in float8, and the scales of its rows."""
+    return None if isinstance(weight, torch.Tensor) else weight.float8
 
 
 def _with_whole_rows(x):

@@ -77,11 +77,14 @@ class QuantizedWeight(NamedTuple):
             Dtype of the products.
         dequantize (`Callable[[], torch.Tensor]`):
             Returns the weight `[out, in]` in any floating dtype.
+        float8 (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            The weight in e4m3, `[out, in]`, and the float32 scales of its rows, `[out]`, if it is stored like this.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     dequantize: Callable[[], torch.Tensor]
+    float8: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def flatten(projections: Sequence[Projection]) -> tuple[tuple, list[torch.Tensor | None]]:
