@@ -19,6 +19,10 @@ from .boundaries import SequenceBoundaries
 from .errors import input_error
 
 
+# A document, the tokens of its prompt that come first, if any, and its own tokens.
+_Piece = tuple[int, slice | None, slice]
+
+
 @dataclass(frozen=True, eq=False)
 class SharedPrompts(SequenceBoundaries):
     """The boundaries of a row whose last documents, the answers, continue earlier documents, their prompts.
@@ -101,7 +105,7 @@ class SharedPrompts(SequenceBoundaries):
     @cached_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
-        pieces = [(prompt, None, slice(None)) for prompt in range(self.num_prompts)]
+        pieces: list[_Piece] = [(prompt, None, slice(None)) for prompt in range(self.num_prompts)]
         pieces += [(n, slice(None), slice(None)) for n in self.answer_indices]
         boundaries, index, _ = self._row_of(pieces)
         return boundaries, Copies.of(index, self.cu_seqlens.device)
@@ -129,13 +133,13 @@ class SharedPrompts(SequenceBoundaries):
         return self.derived(f"windows of {width}", lambda: self._windows(width))
 
     def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        pieces = [(n, slice(-width, None), slice(width)) for n in self.answer_indices]
+        pieces: list[_Piece] = [(n, slice(-width, None), slice(width)) for n in self.answer_indices]
         boundaries, index, own = self._row_of(pieces)
         device = self.cu_seqlens.device
-        tokens = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
-        return boundaries, Copies.of(index, device), *tokens
+        in_window, in_row = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
+        return boundaries, Copies.of(index, device), in_window, in_row
 
-    def _row_of(self, pieces: list[tuple[int, slice | None, slice]]) -> tuple[SequenceBoundaries, Any, Any]:
+    def _row_of(self, pieces: list[_Piece]) -> tuple[SequenceBoundaries, np.ndarray, np.ndarray]:
         """Return the boundaries of a row, its tokens, and which of these are not from a prompt.
 
         Each document of the row consists of tokens of the prompt of a document, if any, and of tokens of the document.
@@ -152,6 +156,7 @@ class SharedPrompts(SequenceBoundaries):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "SharedPrompts":
         moved = super().to(device, non_blocking)
+        assert isinstance(moved, SharedPrompts)
         return moved if moved is self else replace(moved)
 
     def layer_kwargs(self) -> dict[str, Any]:
@@ -163,24 +168,24 @@ class SharedPrompts(SequenceBoundaries):
 
 
 class Copies(NamedTuple):
-    """Rows to repeat: row `index[i]` is copy `i`.
+    """Rows to repeat: copy `i` is row `rows[i]`.
 
     `copies_of` is the inverse: pairs of rows `[R]` with the same number of copies, and their copies `[R, copies]`.
     """
 
-    index: torch.Tensor
+    rows: torch.Tensor
     copies_of: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, index: Sequence[int], device: torch.device) -> "Copies":
-        index = np.asarray(index, dtype=np.int64)
+    def of(cls, rows: Sequence[int] | np.ndarray, device: torch.device) -> "Copies":
+        index = np.asarray(rows, dtype=np.int64)
         order = np.argsort(index, kind="stable")
-        rows = index[order]
-        first = np.flatnonzero(np.diff(rows, prepend=-1))
-        counts = np.diff(first, append=len(rows))
+        ordered = index[order]
+        first = np.flatnonzero(np.diff(ordered, prepend=-1))
+        counts = np.diff(first, append=len(ordered))
         move = [index]
         for count in np.flatnonzero(np.bincount(counts)):
             of_row = first[counts == count]
-            move += [rows[of_row], order[of_row[:, None] + np.arange(count)]]
-        index, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
-        return cls(index, list(zip(pairs[::2], pairs[1::2], strict=True)))
+            move += [ordered[of_row], order[of_row[:, None] + np.arange(count)]]
+        source, *pairs = (torch.from_numpy(x).to(device, non_blocking=True) for x in move)
+        return cls(source, list(zip(pairs[::2], pairs[1::2], strict=True)))

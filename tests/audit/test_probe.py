@@ -438,7 +438,7 @@ class SharedPromptsTest(unittest.TestCase):
                     self.assertTrue(depends or size == 0)
 
     def test_answers_that_start_without_their_prompt(self):
-        with mock.patch.object(prompts, "repeat_rows", lambda x, copies: x.index_select(0, copies.index) * 0):
+        with mock.patch.object(prompts, "repeat_rows", lambda x, copies: x.index_select(0, copies.rows) * 0):
             report = audit_model(qwen3_5(), **self.GROUPS)
         self.assertEqual({leak.direction for leak in report.leaks}, {"alone"})
         self.assertLessEqual({3, 4, 5, 6}, {leak.to_document for leak in report.leaks})

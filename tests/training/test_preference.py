@@ -180,7 +180,7 @@ class BatchesTest(PreferenceTestCase):
 
         packed, padded = (self.trainer("dpo", steps=2) for _ in range(2))
         configured(packed, share_prompts=True)
-        states = mock.patch.object(prompts, "repeat_rows", lambda x, copies: x.index_select(0, copies.index) * 0)
+        states = mock.patch.object(prompts, "repeat_rows", lambda x, copies: x.index_select(0, copies.rows) * 0)
         with states, self.assertRaises(AssertionError):
             self.check_same_training(packed, padded)
 

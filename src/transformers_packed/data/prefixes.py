@@ -11,6 +11,9 @@ The tokens of a prefix, and their copies, have no labels.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
+
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
@@ -25,7 +28,8 @@ PREFIX = "prefix of the group"
 def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
     """The answers of a group as samples, each with the prefix."""
     answers, prefix = group["answers"], group.get("prefix")
-    prefix = prefix.tolist() if hasattr(prefix, "tolist") else prefix
+    if isinstance(prefix, torch.Tensor | np.ndarray):
+        prefix = prefix.tolist()
     if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
         raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
     if not isinstance(answers, list | tuple) or not answers or not all(isinstance(x, Mapping) for x in answers):

@@ -30,7 +30,7 @@ from .gated_delta_rule import check_groups
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Return `x[copies.index]` for `x` `[T, ...]`. The gradients of the copies of a row are added in a fixed order."""
+    """Return `x[copies.rows]` for `x` `[T, ...]`. The gradients of the copies of a row are added in a fixed order."""
     return _RepeatRows.apply(x, copies)[1]
 
 
@@ -41,7 +41,7 @@ class _RepeatRows(torch.autograd.Function):
     def forward(ctx, x, copies):
         ctx.set_materialize_grads(False)
         ctx.copies, ctx.shape = copies, x.shape
-        return x.view_as(x), x.index_select(0, copies.index)
+        return x.view_as(x), x.index_select(0, copies.rows)
 
     @staticmethod
     @first_order("Train without shared prompts.")
