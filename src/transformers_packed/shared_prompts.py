@@ -120,7 +120,7 @@ class SharedPrompts(SequenceBoundaries):
         return self.derived(f"tails of {width}", lambda: self._tails(width))
 
     def _tails(self, width: int) -> "Copies":
-        starts = self.cu_seqlens_cpu.numpy()
+        starts = np.cumsum([0, *self.lengths])
         prompts = np.array(self.prompt_of[self.num_prompts :])
         tokens = starts[prompts + 1, None] + np.arange(-width, 0)
         return Copies.of(np.maximum(tokens, starts[prompts, None]).flatten(), self.cu_seqlens.device)
@@ -144,7 +144,7 @@ class SharedPrompts(SequenceBoundaries):
 
         Each document of the row consists of tokens of the prompt of a document, if any, and of tokens of the document.
         """
-        tokens = np.split(np.arange(self.total_length), self.cu_seqlens_cpu[1:-1].numpy())
+        tokens = np.split(np.arange(self.total_length), np.cumsum(self.lengths[:-1]))
         index, is_own, lengths = [], [], []
         for document, earlier, own in pieces:
             before = tokens[self.prompt_of[document]][earlier] if earlier is not None else tokens[document][:0]

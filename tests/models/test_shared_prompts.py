@@ -6,8 +6,11 @@ from unittest import mock
 
 import numpy as np
 import torch
+from mixins.model import padded_batch, total_relative_error
+from mixins.patch import builtin_model
 from parameterized import parameterized
 
+from transformers_packed import patch_model
 from transformers_packed.models import padding
 from transformers_packed.models.padding import PaddedBatch, shared_prompts
 
@@ -35,6 +38,43 @@ def most_saved(documents):
         sum(common([documents[i] for i in part]) * (len(part) - 1) for part in parts)
         for parts in partitions(list(range(len(documents))))
     )
+
+
+def make_batch():
+    """Two answers to a prompt, and another document, padded on the right."""
+    generator = torch.Generator().manual_seed(0)
+    prompt, *others = (torch.randint(1, 60, (n,), generator=generator) for n in (70, 3, 1, 9))
+    documents = [torch.cat([prompt, others[0]]), others[2], torch.cat([prompt, others[1] + 60])]
+    return padded_batch(documents, "right")
+
+
+def make_model(family="qwen3_5"):
+    model = patch_model(builtin_model(family))
+    model.shares_prompts = True
+    return model
+
+
+class TransformsTest(unittest.TestCase):
+    """Under `torch.func`, the gradients are those of autograd."""
+
+    def check(self, model, batch):
+        model(**batch, use_cache=False, skip_logits=False).loss.backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+
+        def loss(parameters):
+            options = {**batch, "use_cache": False}
+            return torch.func.functional_call(model, parameters, (), options).loss
+
+        actual = torch.func.grad(loss)(dict(model.named_parameters()))
+        self.assertLess(total_relative_error(actual, expected), 1e-5)
+
+    def test_padded_batch(self):
+        self.check(make_model(), make_batch())
+
+    def test_packed_row(self):
+        row = {"input_ids": torch.arange(20)[None], "labels": torch.arange(20)[None]}
+        row |= {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "prompt_of": torch.tensor([-1, 0, 0])}
+        self.check(make_model(), row)
 
 
 class GroupingTest(unittest.TestCase):

@@ -216,6 +216,16 @@ class ReasonsTest(PreferenceTestCase):
     def test_neftune(self):
         self.check_off(self.trainer("dpo", neftune_noise_alpha=5.0), "expected padded batches without NEFTune")
 
+    def test_compiled_models_compute_padding(self):
+        self.check_off(self.trainer("dpo", torch_compile=True), "expected padded batches without torch.compile")
+
+    @parameterized.expand(["output_hidden_states", "output_attentions"])
+    def test_models_with_other_outputs_compute_padding(self, name):
+        trainer = self.trainer("dpo")
+        trainer.model.set_attn_implementation("eager")
+        setattr(trainer.model.config, name, True)
+        self.check_off(trainer, f"expected padded batches that return only .*got {name}=True")
+
     def test_a_family_without_packed_batches(self):
         trainer = self.trainer("kto")
         trainer.model = torch.nn.Linear(2, 2)
@@ -235,6 +245,19 @@ class ReasonsTest(PreferenceTestCase):
         transformers_model(trainer.model).packs_padding = False
         with self.assertRaisesRegex(ValueError, "got packs_padding=False"):
             configure_packing(trainer, "padding_free")
+
+    def test_the_printed_line_names_shared_prompts(self):
+        """Also those that an earlier call or the user turned on."""
+        trainer = self.trainer("dpo")
+        self.assertNotIn("a prompt once", configured(trainer))
+        transformers_model(trainer.model).shares_prompts = True
+        self.assertIn("a prompt once", configured(trainer))
+
+    def test_sharing_prompts_without_packing(self):
+        trainer = self.trainer("dpo")
+        with self.assertRaisesRegex(ValueError, "expected share_prompts=True with .*got packing=False"):
+            configure_packing(trainer, False, share_prompts=True)
+        self.assertFalse(has_our_classes(trainer.model))
 
     def test_a_reference_model_that_cannot_be_patched(self):
         """Then the policy is not patched either."""

@@ -21,6 +21,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..ops.attention import serves_packed_rows
+from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
 from ..shared_prompts import Copies, SharedPrompts
 from .inputs import is_causal
@@ -173,8 +174,11 @@ def _layers_take_rows(model: Any) -> bool:
 def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tokens `[B, T]` by which documents share prompts, from a forward's arguments.
 
-    It is `None` if equal tokens may not mean equal inputs: with given embeddings, position ids, images or videos.
+    It is `None` if equal tokens may not mean equal inputs: with given embeddings, position ids, images or videos. It is
+    also `None` in transforms of `torch.func`, which hide the values of tensors.
     """
+    if is_transformed():
+        return None
     names = ("inputs_embeds", "position_ids", "pixel_values", "pixel_values_videos")
     given = [name for name in names if inputs.get(name) is not None]
     if given:

@@ -23,7 +23,7 @@ from . import causal_conv1d as convolve
 from . import causal_conv1d_qkv as convolve_qkv
 from . import gated_delta_rule as rule
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
-from .autograd import first_order
+from .autograd import first_order, is_transformed
 from .convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
 from .dispatch import logger, record
 from .gated_delta_rule import check_groups
@@ -31,7 +31,14 @@ from .gated_delta_rule import check_groups
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
     """Return `x[copies.rows]` for `x` `[T, ...]`. The gradients of the copies of a row are added in a fixed order."""
-    return _RepeatRows.apply(x, copies)[1]
+    return _with_copies(x, copies)[1]
+
+
+def _with_copies(x: torch.Tensor, copies: Copies) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` and `x[copies.rows]`."""
+    if is_transformed():
+        return x, x.index_select(0, copies.rows)
+    return _RepeatRows.apply(x, copies)
 
 
 class _RepeatRows(torch.autograd.Function):
@@ -119,9 +126,10 @@ def causal_conv1d_qkv(
     """[`ops.causal_conv1d_qkv`] on a row with shared prompts."""
     check_heads(hidden_states, weight, **heads)
     call, width = (weight, bias, activation), weight.shape[-1] - 1
-    if width and impl in ("auto", "triton") and verify_triton_qkv(hidden_states, *call, **heads)[0]:
+    on_triton = impl in ("auto", "triton") and not is_transformed()
+    if width and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         record("causal_conv1d_qkv", "triton", [], logger.info)
-        x, tails = _RepeatRows.apply(hidden_states[0], boundaries.tails(width))
+        x, tails = _with_copies(hidden_states[0], boundaries.tails(width))
         halo = tails, slots_of(boundaries, boundaries.answer_indices, width)
         return triton_qkv(x[None], *call, boundaries=boundaries, halo=halo, **heads)
 
@@ -136,7 +144,7 @@ def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row:
     if weight.shape[-1] == 1:
         return function(x, row.documents)
     boundaries, copies, own, tokens = row.windows(weight.shape[-1] - 1)
-    x, windows = _RepeatRows.apply(x[0], copies)
+    x, windows = _with_copies(x[0], copies)
     alone, continued = function(x[None], row.documents), function(windows[None], boundaries)
     return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 

@@ -28,7 +28,13 @@ from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transf
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
-from .preference import check_shares_prompts, is_preference_trainer, pack_batches, reason_against_packed_batches
+from .preference import (
+    check_shares_prompts,
+    is_preference_trainer,
+    is_sharing_prompts,
+    pack_batches,
+    reason_against_packed_batches,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -131,13 +137,13 @@ reference (causal convolution), per_document(sdpa) (attention)
         got = "torch_compile=True, which compiles linear layers in the dtype of the model"
         raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
     if share_prompts:
-        check_shares_prompts(trainer)
+        check_shares_prompts(trainer, mode)
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}", float8)
     if is_preference_trainer(trainer):
         reason = reason_against_packed_batches(trainer, mode, share_prompts) or pack_batches(trainer, share_prompts)
         if reason is None:
-            return _say_batches_are_packed(trainer, share_prompts, float8)
+            return _say_batches_are_packed(trainer, float8)
     elif (reason := reason_against(trainer, mode)) is None:
         dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
         if mode == "pack":
@@ -329,9 +335,9 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
     return f"Packing on: {isolation}"
 
 
-def _say_batches_are_packed(trainer: Trainer, share_prompts: bool, float8: bool) -> Trainer:
+def _say_batches_are_packed(trainer: Trainer, float8: bool) -> Trainer:
     trainer.args.packing, trainer.args.padding_free = False, True
-    shared = ", and a prompt once for all of its answers" if share_prompts else ""
+    shared = ", and a prompt once for all of its answers" if is_sharing_prompts(trainer) else ""
     line = f"Padding-free on: the model computes only the real tokens of padded batches{shared}; isolation by "
     line += way_of_isolation(trainer)[0] + (_train_in_float8(trainer) if float8 else "")
     return _say(trainer, line + _keep_from_liger(trainer))

@@ -27,8 +27,10 @@ def is_preference_trainer(trainer: Trainer) -> bool:
     return any(c.__name__ in _TRAINERS and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
 
 
-def check_shares_prompts(trainer: Trainer) -> None:
-    """Raise a `ValueError` if the batches of the Trainer are not padded pairs or groups."""
+def check_shares_prompts(trainer: Trainer, mode: str) -> None:
+    """Raise a `ValueError` if the batches of the Trainer are not padded pairs or groups, or do not run packed."""
+    if mode == "off":
+        raise input_error('share_prompts=True with packing="auto" or "padding_free"', "packing=False")
     if not is_preference_trainer(trainer):
         fix = "Set model.shares_prompts = True if your own padded batches repeat prompts."
         raise input_error(f"share_prompts with {', '.join(_TRAINERS)}", type(trainer).__name__, fix)
@@ -55,6 +57,13 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[Value
     if trainer.args.neftune_noise_alpha is not None:
         got = "neftune_noise_alpha, whose noise depends on the padded length"
         yield input_error("padded batches without NEFTune", got, "Set it to None.")
+    if trainer.args.torch_compile:
+        got = "torch_compile=True, with which the model computes padding"
+        yield input_error("padded batches without torch.compile", got, "Set it to False.")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(text_config(model), name):
+            got = f"{name}=True in the configuration, with which the model computes padding"
+            yield input_error("padded batches that return only the last hidden state", got, "Set it to False.")
     if not getattr(model, "packs_padding", True):
         yield input_error("a model that packs padded batches", "packs_padding=False", "Set it to True.")
     if (refused := way_of_isolation(trainer)[1]) is not None:
@@ -80,3 +89,8 @@ def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
     for model in models if share_prompts else ():
         transformers_model(model).shares_prompts = True
     return None
+
+
+def is_sharing_prompts(trainer: Trainer) -> bool:
+    """Whether the policy shares prompts, which users may also set on the model."""
+    return getattr(transformers_model(trainer.model), "shares_prompts", False)
