@@ -180,6 +180,10 @@ class RefusalsTest(unittest.TestCase):
         samples = [{"prefix": [1, 2], "answers": [[3, 4]]}]
         self.check(DataCollatorWithFlattening(model=self.model), samples, "expected answers of a group as a list")
 
+    def test_no_answers(self):
+        samples = [{"input_ids": [1]}, {"prefix": [1, 2], "answers": []}]
+        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected at least one answer in a group")
+
     def test_columns_that_trainer_removes(self):
         """Trainer drops columns that the forward does not name. A group then has none left."""
         with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -64,9 +65,12 @@ class SharedPrompts(SequenceBoundaries):
     shares_prompts: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int]) -> "SharedPrompts":
+    def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":
         """Create it from the boundaries of all documents. Raises a `ValueError` if `prompt_of` does not fit them."""
-        prompt_of = tuple(int(prompt) for prompt in prompt_of)
+        prompt_of = tuple(prompt_of.tolist() if isinstance(prompt_of, torch.Tensor) else prompt_of)
+        if not all(isinstance(prompt, Integral) for prompt in prompt_of):
+            raise input_error("prompt_of as one integer for each document", list(prompt_of))
+        prompt_of = tuple(map(int, prompt_of))
         alone = sum(prompt < 0 for prompt in prompt_of)
         ordered = all(prompt < 0 for prompt in prompt_of[:alone]) and all(-1 <= p < alone for p in prompt_of)
         number, padding = boundaries.num_documents, boundaries.padding_tokens
