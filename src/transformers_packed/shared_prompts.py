@@ -10,6 +10,7 @@ Answers to one prompt, as in GRPO and DPO, repeat its tokens. A row can hold the
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -51,9 +52,12 @@ class SharedPrompts(SequenceBoundaries):
     shares_prompts: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int]) -> "SharedPrompts":
+    def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":
         """Create it from the boundaries of all documents. Raises a `ValueError` if `prompt_of` does not fit them."""
-        prompt_of = tuple(int(prompt) for prompt in prompt_of)
+        given = prompt_of.tolist() if isinstance(prompt_of, torch.Tensor) else list(prompt_of)
+        if not all(isinstance(prompt, Integral) for prompt in given):
+            raise input_error("prompt_of as one integer for each document", given)
+        prompt_of = tuple(map(int, given))
         alone = sum(prompt < 0 for prompt in prompt_of)
         ordered = all(prompt < 0 for prompt in prompt_of[:alone]) and all(-1 <= p < alone for p in prompt_of)
         number, padding = boundaries.num_documents, boundaries.padding_tokens

@@ -179,9 +179,13 @@ class RefusalsTest(unittest.TestCase):
         self.check(DataCollatorWithFlattening(model=self.model), samples, "expected a prefix of at least one token")
 
     def test_answers(self):
-        for answers in ([[3, 4]], [], {"input_ids": [[3, 4]]}):
+        for answers in ([[3, 4]], {"input_ids": [[3, 4]]}):
             samples = [{"input_ids": [1]}, {"prefix": [1, 2], "answers": answers}]
             self.check(DataCollatorWithFlattening(model=self.model), samples, "expected answers of a group as a list")
+
+    def test_no_answers(self):
+        samples = [{"input_ids": [1]}, {"prefix": [1, 2], "answers": []}]
+        self.check(DataCollatorWithFlattening(model=self.model), samples, "expected at least one answer in a group")
 
     def test_columns_that_trainer_removes(self):
         """Trainer drops columns that the forward does not name. A group then has none left."""

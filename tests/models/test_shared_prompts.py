@@ -1,14 +1,17 @@
 """Which documents of a padded batch share which prompts. Whole models are tested in mixins/padding.py."""
 
+import copy
 import random
 import unittest
 from unittest import mock
 
 import numpy as np
 import torch
-from mixins.model import padded_batch, total_relative_error
-from mixins.patch import builtin_model
+from mixins.model import padded_batch, relative_error, total_relative_error
+from mixins.padding import computed_tokens
+from mixins.patch import CONFIGS, builtin_model
 from parameterized import parameterized
+from transformers import Qwen3_5TextForSequenceClassification
 
 from transformers_packed import patch_model
 from transformers_packed.models import padding
@@ -54,6 +57,10 @@ def make_model(family="qwen3_5"):
     return model
 
 
+def classifier():
+    return Qwen3_5TextForSequenceClassification(copy.deepcopy(CONFIGS["qwen3_5"]))
+
+
 class TransformsTest(unittest.TestCase):
     """Under `torch.func`, the gradients are those of autograd."""
 
@@ -75,6 +82,33 @@ class TransformsTest(unittest.TestCase):
         row = {"input_ids": torch.arange(20)[None], "labels": torch.arange(20)[None]}
         row |= {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "prompt_of": torch.tensor([-1, 0, 0])}
         self.check(make_model(), row)
+
+
+class ClassifiersTest(unittest.TestCase):
+    def test_packed_row(self):
+        """The answers to a prompt have labels of their own, but the prompt has none."""
+        model = patch_model(classifier())
+        row = {"cu_seqlens": torch.tensor([0, 9, 14, 20]), "prompt_of": torch.tensor([-1, 0, 0])}
+        with self.assertRaisesRegex(ValueError, "got a row with shared prompts. .* without prompt_of"):
+            model(torch.arange(20)[None], **row)
+
+    def test_padded_batch(self):
+        """Each answer is classified by its own last token."""
+        builtin = classifier()
+        model = patch_model(copy.deepcopy(builtin))
+        model.shares_prompts = True
+        batch = make_batch() | {"labels": torch.tensor([0, 1, 2])}
+        outputs = []
+        for each in (model, builtin):
+            with computed_tokens(each) as seen:
+                outputs.append(each(**batch, use_cache=False))
+            outputs[-1].loss.backward()
+            outputs.append(seen)
+        (got, seen, want, _) = outputs
+        self.assertEqual(seen, {int(batch["attention_mask"].sum()) - 70})
+        self.assertLess(relative_error(got.logits, want.logits), 1e-5)
+        gradients = ({name: p.grad for name, p in each.named_parameters()} for each in (model, builtin))
+        self.assertLess(total_relative_error(*gradients), 1e-5)
 
 
 class GroupingTest(unittest.TestCase):

@@ -210,6 +210,15 @@ class RefusalsTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, pattern):
             SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
 
+    @parameterized.expand([("nested", torch.tensor([[-1, 0]])), ("floats", [-1, 0.5]), ("names", ["a", "b"])])
+    def test_prompts_that_are_not_integers(self, _, prompt_of):
+        with self.assertRaisesRegex(ValueError, "expected prompt_of as one integer for each document, got "):
+            SharedPrompts.of(SequenceBoundaries.from_lengths([2, 2]), prompt_of)
+
+    def test_prompts_as_a_tensor(self):
+        row = SharedPrompts.of(SequenceBoundaries.from_lengths([2, 2]), torch.tensor([-1, 0]))
+        self.assertEqual(row.prompt_of, (-1, 0))
+
     def test_states(self):
         row = make_row("one_group")
         inputs = tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,))

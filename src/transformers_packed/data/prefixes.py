@@ -5,7 +5,8 @@ its answers, which may differ. Each answer therefore starts with a copy of this 
 
     {"prefix": [5, 6, 7], "answers": [{"input_ids": [8, 9]}, {"input_ids": [4]}]}  ->  | 5 6 | 7 8 9 | 7 4 |
 
-The tokens of a prefix, and their copies, have no labels.
+The tokens of a prefix, and their copies, have no labels. The router's auxiliary loss counts the tokens of a row, and so
+those of a prefix once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,9 +33,10 @@ def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
         prefix = prefix.tolist()
     if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
         raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
-    if not isinstance(answers, list | tuple) or not answers or not all(isinstance(x, Mapping) for x in answers):
-        got = "an empty list" if answers == [] else type(answers).__name__
-        raise input_error("answers of a group as a list of samples", got)
+    if not isinstance(answers, list | tuple) or not all(isinstance(answer, Mapping) for answer in answers):
+        raise input_error("answers of a group as a list of samples", type(answers).__name__)
+    if not answers:
+        raise input_error("at least one answer in a group", "none", "Remove such groups from the dataset.")
     for answer in answers:
         yield {**answer, PREFIX: list(prefix)}
 

@@ -83,7 +83,7 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
         if prompt_of is not None:
-            boundaries = SharedPrompts.of(boundaries, prompt_of.tolist())
+            boundaries = SharedPrompts.of(boundaries, prompt_of)
         elif text_row is not None and may_read(position_ids):
             boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
     elif prompt_of is not None:

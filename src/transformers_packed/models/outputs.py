@@ -70,7 +70,7 @@ class DocumentClassifierMixin(PackedModelMixin):
         """Like the stock forward. A packed row has `labels` `[N]` (-100 is ignored) and logits `[N, num_labels]`."""
         if boundaries is None:
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
-        boundaries.check_whole("Train classifiers without sequence parallelism.")
+        boundaries.check_whole("Train classifiers without sequence parallelism and without prompt_of.")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
         last_tokens = boundaries.cu_seqlens[1:].long() - 1
         logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))

@@ -130,9 +130,10 @@ class PaddedBatch:
 
 
 def shared_prompts(documents: list[np.ndarray]) -> list[tuple[list[int], int]]:
-    """Find groups of documents that start with the same tokens, such that the row becomes as short as possible.
+    """Find groups of documents that start with the same tokens, such that the row becomes short.
 
-    The documents of a group are neighbors in lexicographic order. Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
+    The documents of a group are neighbors in lexicographic order. Among such groups, the row is as short as possible.
+    Returns the documents of each group, in ascending order, and the number of tokens that they share. At least one
     token of each document is not shared.
     """
     # Big-endian bytes sort like the tokens.
