@@ -92,6 +92,25 @@ class ProductsTest(unittest.TestCase):
         error = (dx - dy @ values).norm() / (dy @ values).norm()
         self.assertTrue(1e-3 < error < 4e-2, error)
 
+    def test_beside_a_trained_weight(self):
+        """Layers with one input may store their weights in different ways."""
+        generator = torch.Generator().manual_seed(0)
+        x, frozen, trained = (torch.randn(*s, generator=generator) for s in ((20, 32), (48, 32), (16, 32)))
+        scale = frozen.abs().amax(1) / 448
+        data = (frozen / scale[:, None]).to(torch.float8_e4m3fn)
+        values = data.float() * scale[:, None]
+        weight = QuantizedWeight(frozen.shape, torch.float32, lambda: values, (data, scale))
+        results = []
+        for in_float8 in (True, False):
+            leaves = [x.clone().requires_grad_(), trained.clone().requires_grad_()]
+            layers = Projection(weight, float8=in_float8), Projection(leaves[1], float8=in_float8)
+            outputs = shared_input_linears(leaves[0], *layers)
+            upstream = [torch.linspace(-1, 1, y.numel()).view_as(y).sin() for y in outputs]
+            results.append([*outputs, *torch.autograd.grad(outputs, leaves, upstream)])
+        for got, want in zip(*results, strict=True):
+            error = (got - want).norm() / want.norm()
+            self.assertTrue(1e-3 < error < 6e-2, error)
+
 
 @unittest.skipUnless(HAS_TORCHAO, "needs torchao and peft")
 class ModelTest(unittest.TestCase):

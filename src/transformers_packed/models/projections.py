@@ -75,11 +75,11 @@ def _float8_weight(layer: torch.nn.Linear) -> QuantizedWeight | None:
     kind = type(weight)
     if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao."):
         return None
-    # With `act_quant_kwargs`, torchao casts the input too. Only `is_in_float8` decides this here.
     if not is_untouched(layer, torch.nn.Linear, parameters=(kind, torch.nn.Parameter)) or weight.requires_grad:
         return None
     data, scale = weight.qdata, weight.scale
     rows = data.dtype == DTYPE and data.is_contiguous() and scale.shape == (len(data), 1)
+    # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
     if not rows or scale.dtype != torch.float32 or weight.act_quant_kwargs is not None:
         return None
     return QuantizedWeight(weight.shape, weight.dtype, weight.dequantize, (data, scale[:, 0]))
