@@ -26,6 +26,7 @@ if HAS_TORCHAO:
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Float8WeightOnlyConfig,
+        PerRow,
         PerTensor,
         quantize_,
     )
@@ -177,21 +178,23 @@ class ModelTest(unittest.TestCase):
             values = (x.dequantize(), after[name].dequantize()) if hasattr(x, "qdata") else (x, after[name])
             self.assertTrue(torch.equal(*values), name)
 
-    @parameterized.expand(["tensor", "activations", "hook", "e5m2"])
+    @parameterized.expand(["tensor", "activations", "trained", "hook", "e5m2"])
     def test_layers_that_run_their_own_forward(self, kind):
-        layer = torch.nn.Linear(32, 48, bias=False)
+        layer = torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
         config = {
             "tensor": lambda: Float8WeightOnlyConfig(granularity=PerTensor()),
-            "activations": Float8DynamicActivationFloat8WeightConfig,
+            "activations": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+            "trained": Float8WeightOnlyConfig,
             "hook": Float8WeightOnlyConfig,
             "e5m2": lambda: Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2),
         }[kind]()
         capability = mock.patch("torchao.quantization.quant_api._check_hardware_support")
         with capability:
             quantize_(layer, config)
+        layer.weight.requires_grad_(kind == "trained")
         if kind == "hook":
             layer.register_forward_hook(lambda module, args, output: output + 1)
-        self.assertEqual(projection_of(layer, torch.randn(3, 32)), (None, None))
+        self.assertEqual(projection_of(layer, torch.randn(3, 32, dtype=torch.bfloat16)), (None, None))
 
 
 if __name__ == "__main__":
