@@ -157,14 +157,16 @@ class IsolationTest(unittest.TestCase):
                 self.assertIn("", ours(model))
             self.assertIs(type(AutoModelForCausalLM.from_config(builtin.config)), type(builtin))
             rows = documents(SHORT)
-            self.assertTrue(torch.equal(model.eval()(rows[2][None]).logits, builtin(rows[2][None]).logits))
+            # Loaded weights have another alignment in memory, with which products may round differently.
+            want = builtin(rows[2][None]).logits
+            self.assertLess(relative_error(model.eval()(rows[2][None]).logits, want), 1e-6)
             want = torch.cat([builtin(row[None]).logits[0] for row in rows])
             self.assertLess(relative_error(model(**packed_batch(rows)).logits[0], want), 1e-5)
             model.save_pretrained(f"{directory}/ours")
             back, report = type(builtin).from_pretrained(f"{directory}/ours", output_loading_info=True)
             self.assertFalse(report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"])
             self.assertEqual(back.config.architectures, builtin.config.architectures)
-            self.assertTrue(torch.equal(back.eval()(rows[2][None]).logits, builtin(rows[2][None]).logits))
+            self.assertLess(relative_error(back.eval()(rows[2][None]).logits, builtin(rows[2][None]).logits), 1e-6)
 
     @parameterized.expand(FAMILIES)
     def test_signature_has_the_builtins_arguments_and_the_boundaries(self, family):

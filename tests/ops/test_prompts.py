@@ -145,7 +145,8 @@ def compare(test, case, name, bar, dtype=torch.float64):
 class OpsTest(unittest.TestCase):
     @every(*CASES)
     def test_equals_documents_with_their_prompts(self, _, case, name):
-        compare(self, CASES[case], name, 1e-12)
+        # Eager attention computes its softmax in float32.
+        compare(self, CASES[case], name, 1e-6 if case == "eager" else 1e-12)
 
     @every("conv", "qkv", "rule", "sdpa")
     def test_an_answer_depends_on_no_other(self, _, case, name):

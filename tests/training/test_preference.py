@@ -102,8 +102,12 @@ class PreferenceTestCase(TRLTestCase):
                 self.check_same_training(packed, padded)
                 for got, want in zip(packed.state.log_history, padded.state.log_history, strict=True):
                     self.assertEqual(got.keys(), want.keys())
+                    skipped = ("runtime", "per_second", "time", "flos")
+                    # Before the first update, all rewards are rounding errors, and their order is arbitrary.
+                    if max(abs(want.get(f"rewards/{name}", 1)) for name in ("chosen", "rejected")) < 1e-6:
+                        skipped += ("accuracies",)
                     for name, value in want.items():
-                        if not name.endswith(("runtime", "per_second", "time", "flos")):
+                        if not name.endswith(skipped):
                             self.assertLess(abs(got[name] - value), 2e-4 * max(1, abs(value)), name)
 
 
