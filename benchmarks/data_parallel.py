@@ -13,14 +13,13 @@ import json
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from arms import make_model, prepare
 from shapes import MODELS, sample_lengths, with_layers
-from step import earlier_report
+from step import earlier_report, timed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,18 +63,9 @@ def milliseconds(model: torch.nn.Module, row: dict, repeats: int) -> float:
     """The mean time of a step, from a barrier until all steps are done, after two others."""
     for _ in range(2):
         step(model, row)
-    synchronize(row)
     dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step(model, row)
-    synchronize(row)
-    return round(1000 * (time.perf_counter() - start) / repeats, 2)
-
-
-def synchronize(row: dict) -> None:
-    if row["input_ids"].is_cuda:
-        torch.cuda.synchronize()
+    seconds = timed(lambda: [step(model, row) for _ in range(repeats)], row["input_ids"].device.type)
+    return round(1000 * seconds / repeats, 2)
 
 
 def measure(arm: str, config: dict, lengths: list[int], repeats: int, device: str) -> dict:

@@ -8,7 +8,7 @@ Answers to one prompt, as in GRPO and DPO, repeat its tokens. A row can hold the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
@@ -18,10 +18,6 @@ import torch
 
 from .boundaries import SequenceBoundaries
 from .errors import input_error
-
-
-# A document, the tokens of its prompt that come first, if any, and its own tokens.
-_Piece = tuple[int, slice | None, slice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +105,7 @@ class SharedPrompts(SequenceBoundaries):
     @cached_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
-        pieces: list[_Piece] = [(prompt, None, slice(None)) for prompt in range(self.num_prompts)]
-        pieces += [(n, slice(None), slice(None)) for n in self.answer_indices]
-        boundaries, index, _ = self._row_of(pieces)
+        boundaries, index, _ = self._row_of(range(self.num_documents), slice(None), slice(None))
         return boundaries, Copies.of(index, self.cu_seqlens.device)
 
     @property
@@ -137,31 +131,28 @@ class SharedPrompts(SequenceBoundaries):
         return self.derived(f"windows of {width}", lambda: self._windows(width))
 
     def _windows(self, width: int) -> tuple[SequenceBoundaries, "Copies", torch.Tensor, torch.Tensor]:
-        pieces: list[_Piece] = [(n, slice(-width, None), slice(width)) for n in self.answer_indices]
-        boundaries, index, own = self._row_of(pieces)
+        boundaries, index, own = self._row_of(self.answer_indices, slice(-width, None), slice(width))
         device = self.cu_seqlens.device
         in_window, in_row = (torch.from_numpy(x).to(device, non_blocking=True) for x in (own, index[own]))
         return boundaries, Copies.of(index, device), in_window, in_row
 
-    def _row_of(self, pieces: list[_Piece]) -> tuple[SequenceBoundaries, np.ndarray, np.ndarray]:
+    def _row_of(
+        self, documents: range, earlier: slice, own: slice
+    ) -> tuple[SequenceBoundaries, np.ndarray, np.ndarray]:
         """Return the boundaries of a row, its tokens, and which of these are not from a prompt.
 
-        Each document of the row consists of tokens of the prompt of a document, if any, and of tokens of the document.
+        It consists of the `own` tokens of each of the documents, after the `earlier` ones of its prompt, if it has one.
         """
         tokens = np.split(np.arange(self.total_length), np.cumsum(self.lengths[:-1]))
         index, is_own, lengths = [], [], []
-        for document, earlier, own in pieces:
-            before = tokens[self.prompt_of[document]][earlier] if earlier is not None else tokens[document][:0]
+        for document in documents:
+            prompt = self.prompt_of[document]
+            before = tokens[document][:0] if prompt < 0 else tokens[prompt][earlier]
             index += [before, tokens[document][own]]
             is_own += [np.zeros(len(before), dtype=bool), np.ones(len(index[-1]), dtype=bool)]
             lengths.append(len(before) + len(index[-1]))
         boundaries = SequenceBoundaries.from_lengths(lengths, device=self.cu_seqlens.device)
         return boundaries, np.concatenate(index), np.flatnonzero(np.concatenate(is_own))
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "SharedPrompts":
-        moved = super().to(device, non_blocking)
-        assert isinstance(moved, SharedPrompts)
-        return moved if moved is self else replace(moved)
 
     def layer_kwargs(self) -> dict[str, Any]:
         # A layer cannot use the lengths of prompts and answers alone.

@@ -114,7 +114,7 @@ def when_packed(model: torch.nn.Module, change):
 
 def audit_ids(model: torch.nn.Module) -> torch.Tensor:
     """Return the row of tokens that an audit of `model` starts from."""
-    return Probe(model, LENGTHS, None, 4, None, False, 0, []).ids
+    return Probe(model, LENGTHS, [-1] * len(LENGTHS), 4, None, False, 0, []).ids
 
 
 def no_boundaries(boundaries):

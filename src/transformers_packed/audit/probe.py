@@ -145,7 +145,9 @@ def audit_model(
     }
     report = AuditReport(f"{cls.__module__.partition('.')[0]}.{cls.__name__}", settings, lengths, {}, [])
     with audit_state(model, report.notes):
-        probe = Probe(model, lengths, prompt_of, width, tolerance, gradients, seed, report.notes)
+        probe = Probe(
+            model, lengths, prompt_of or [-1] * len(lengths), width, tolerance, gradients, seed, report.notes
+        )
         refusal = probe.refusal(probe.prepare)
         for name in dict.fromkeys(inputs):
             refused = refusal or probe.refusal(probe.source, name, report)
@@ -168,7 +170,7 @@ class Probe:
 
     model: torch.nn.Module
     lengths: list[int]
-    prompt_of: Sequence[int] | None
+    prompt_of: Sequence[int]
     width: int
     tolerance: float | None
     gradients: bool
@@ -221,7 +223,7 @@ class Probe:
 
     def _packed(self, source: str) -> dict[str, Any]:
         """Return the boundaries of the given kind for the row, as the collator returns them."""
-        if self.prompt_of is not None:
+        if source == SHARED:
             row = SharedPrompts.of(SequenceBoundaries.from_lengths(self.lengths), self.prompt_of).to(self.device)
             return {"cu_seqlens": row.cu_seqlens, "prompt_of": torch.tensor(self.prompt_of)}
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, on_leak="ignore")
@@ -232,8 +234,7 @@ class Probe:
 
     def whole(self, document: int) -> torch.Tensor:
         """Return the ids of a document after those of the document that it continues."""
-        prompt = -1 if self.prompt_of is None else self.prompt_of[document]
-        own = self.ids[self.documents[document]]
+        prompt, own = self.prompt_of[document], self.ids[self.documents[document]]
         return own if prompt < 0 else torch.cat([self.ids[self.documents[prompt]], own])
 
     def changed(self, document: int) -> torch.Tensor:
@@ -416,8 +417,7 @@ class Probe:
         for direction, matrix in (("forward", result.influence), ("backward", result.backward)):
             for i, line in enumerate(matrix or ()):
                 for j, size in enumerate(line):
-                    continues = self.prompt_of is not None and self.prompt_of[j] == i
-                    if i != j and not continues and size > limits[direction]:
+                    if i not in (j, self.prompt_of[j]) and size > limits[direction]:
                         leaks.append(Leak(source, direction, i, j, size, limits[direction]))
         # A document that another one changes always differs from its separate row.
         touched = {leak.to_document for leak in leaks}
@@ -461,7 +461,7 @@ class Probe:
             origin = self.documents[leak.from_document]
             return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
         ids = self.ids[tokens]
-        if self.prompt_of is not None and self.prompt_of[leak.to_document] >= 0:
+        if self.prompt_of[leak.to_document] >= 0:
             return None
         return locate_alone(self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold)
 

@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.families import FAMILIES
-from ..models.registry import PackedModelMixin, cache_warning, has_our_classes, transformers_model
+from ..models.families import FAMILIES, families_of
+from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
 from .prefixes import PREFIX, answers_of, prompts_of_row, with_prefixes_first
@@ -131,8 +131,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 )
         self.on_leak = on_leak
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
-        ours = [type(m) for m in (() if inner is None else inner.modules()) if isinstance(m, PackedModelMixin)]
-        self.model_shares_prompts = any(cls.__module__.split(".")[-2] in FAMILIES for cls in ours)
+        self.model_shares_prompts = (
+            inner is not None and has_our_classes(inner) and not families_of(inner).isdisjoint(FAMILIES)
+        )
         self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -226,10 +227,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
         lengths = [len(sample["input_ids"]) for sample in samples]
-        if self.return_cu_seqlens:
+        row = None if prompt_of is None else prompts_of_row(lengths, prompt_of)
+        if self.return_cu_seqlens or row is not None:
             batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
-        if prompt_of is not None and (row := prompts_of_row(lengths, prompt_of)) is not None:
-            batch["cu_seqlens"] = to_tensor(row.cu_seqlens.numpy())
+        if row is not None:
             batch["prompt_of"] = to_tensor(np.array(prompt_of))
             if self.return_position_ids:
                 batch["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())

@@ -18,8 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..errors import input_error
 from ..ops.attention import serves_packed_rows
 from ..ops.availability import availability, is_kernel
-from .families import FAMILIES, MIXERS, REFUSED, UNPACKED
-from .generic import families_of
+from .families import FAMILIES, MIXERS, REFUSED, UNPACKED, families_of
 from .registry import REPLACEMENTS, check_transformers, patch_model
 from .verdict import judge, text_config
 

@@ -11,6 +11,8 @@ have dedicated classes (`FAMILIES`). Every other family is in one of four tables
 
 from dataclasses import dataclass
 
+import torch
+
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -207,3 +209,17 @@ REFUSED: dict[str, str] = {
     "reformer": "its attention sorts the tokens of the whole row",
     "xlnet": "its attention is bidirectional",
 }
+
+
+def family_of(cls: type) -> str | None:
+    """Return the family of a Transformers class, which is the name of its modeling module."""
+    parts = cls.__module__.split(".")
+    if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
+        return parts[-2]
+    return None
+
+
+def families_of(model: torch.nn.Module) -> set[str]:
+    """Return the families of all modules of a model and of their base classes."""
+    bases = {base for module in model.modules() for base in type(module).__mro__}
+    return {family for base in bases if (family := family_of(base)) is not None}

@@ -34,7 +34,7 @@ from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, Seque
 from ..errors import input_error
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
-from .families import LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer
+from .families import LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer, families_of, family_of
 from .inputs import (
     CACHES,
     check_causal,
@@ -63,20 +63,6 @@ _KEYWORDS = [
 ]
 # The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-
-
-def family_of(cls: type) -> str | None:
-    """Return the family of a Transformers class, which is the name of its modeling module."""
-    parts = cls.__module__.split(".")
-    if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
-        return parts[-2]
-    return None
-
-
-def families_of(model: torch.nn.Module) -> set[str]:
-    """Return the families of all modules of a model and of their base classes."""
-    bases = {base for module in model.modules() for base in type(module).__mro__}
-    return {family_of(base) for base in bases} - {None}
 
 
 def announce(family: str) -> None:

@@ -26,8 +26,8 @@ def is_lora(layer: torch.nn.Module) -> bool:
 
 def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
     """Return the active adapters of a LoRA layer, or the reason why this layer runs PEFT's own forward."""
-    names = ("lora.layer", "Linear"), ("lora.bnb", "Linear4bit"), ("lora.torchao", "TorchaoLoraLinear")
-    classes = tuple(lora_class(*name) for name in names)
+    classes = lora_class("lora.layer", "Linear"), lora_class("lora.bnb", "Linear4bit")
+    classes += (lora_class("lora.torchao", "TorchaoLoraLinear"),)
     if type(layer) not in classes:
         return f"it is a {type(layer).__name__}"
     # This runs hundreds of times per step. Attributes of a module are slower than its dictionaries.

@@ -73,6 +73,9 @@ class PaddedBatch:
         lengths = real.sum(1)
         if bool((real | (mask == 0)).logical_not().any()) or bool((runs > 1).any()):
             return None
+        tokens = int(lengths.sum())
+        if tokens == 0 or (tokens == real.numel() and input_ids is None):
+            return None
         slots, shape = real.flatten().nonzero()[:, 0], tuple(mask.shape)
         lengths = lengths[lengths > 0].tolist()
         if input_ids is not None and len(lengths) > 1:
@@ -80,7 +83,7 @@ class PaddedBatch:
             groups = shared_prompts([document.numpy() for document in documents])
             if groups:
                 return cls._sharing(groups, lengths, slots, shape, device)
-        if len(slots) in (0, real.numel()):
+        if tokens == real.numel():
             return None
         boundaries = SequenceBoundaries.from_lengths(lengths)
         return cls(boundaries.to(device, non_blocking=True), slots.to(device, non_blocking=True), shape)

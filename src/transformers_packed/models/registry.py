@@ -22,7 +22,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
-from .families import FAMILIES, ISOLATED, REFUSED
+from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
 
@@ -387,7 +387,7 @@ def _check_isolated(model: torch.nn.Module) -> None:
     outermost = transformers_model(model)
     got, fix = type(model).__name__, "Only Transformers models can be patched."
     if outermost is not None:
-        families = list(filter(None, map(_generic().family_of, type(outermost).__mro__)))
+        families = list(filter(None, map(family_of, type(outermost).__mro__)))
         got, fix = type(outermost).__name__, "Run audit_model to check whether it needs a patch."
         if any(family in ISOLATED for family in families):
             if getattr(outermost.config.get_text_config(), "use_cache", False):

@@ -206,7 +206,7 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, value_dim, boundaries, halo=None):
-    """Run the kernel. `halo` is a pair: the tokens `[halos * (W - 1), D]` before some documents, and [`slots_of`]."""
+    """Run the kernel. `halo` is a pair: the tokens `[halos * (W - 1), D]` before some documents, and their indices."""
     from .backends.triton.convolution import CausalConv1dQKV
 
     rows, length, channels = hidden_states.shape
@@ -215,6 +215,8 @@ def triton_qkv(hidden_states, weight, bias, activation, *, key_heads, key_dim, v
     else:
         _check_row(hidden_states, boundaries)
         position = boundaries.derived("positions", lambda: boundaries.position_ids[0].to(torch.int32))
+    if halo is not None:
+        halo = halo[0], slots_of(boundaries, halo[1], weight.shape[1] - 1)
     value_heads = channels // value_dim - 2 * key_heads
     results = CausalConv1dQKV.apply(
         hidden_states.flatten(0, 1), weight, position, key_heads, value_heads, key_dim, 1e-6, *(halo or ())

@@ -24,9 +24,8 @@ from . import causal_conv1d_qkv as convolve_qkv
 from . import gated_delta_rule as rule
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
 from .autograd import first_order, is_transformed
-from .convolution import check_channels, check_heads, slots_of, triton_qkv, verify_triton_qkv
+from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
 from .dispatch import logger, record
-from .gated_delta_rule import check_groups
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -130,8 +129,7 @@ def causal_conv1d_qkv(
     if width and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         record("causal_conv1d_qkv", "triton", [], logger.info)
         x, tails = _with_copies(hidden_states[0], boundaries.tails(width))
-        halo = tails, slots_of(boundaries, boundaries.answer_indices, width)
-        return triton_qkv(x[None], *call, boundaries=boundaries, halo=halo, **heads)
+        return triton_qkv(x[None], *call, boundaries=boundaries, halo=(tails, boundaries.answer_indices), **heads)
 
     def function(x, boundaries):
         return convolve_qkv(x, *call, boundaries=boundaries, impl=impl, **heads)
@@ -157,7 +155,6 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
-    check_groups(inputs[1], inputs[2])
     if initial_state is not None or output_final_state:
         raise input_error("a row with shared prompts without a state", "a state", "Run the documents one by one.")
     first = boundaries.first_answer

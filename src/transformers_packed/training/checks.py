@@ -22,8 +22,7 @@ from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED
-from ..models.generic import families_of, family_of
+from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of, family_of
 from ..models.registry import transformers_model
 from ..models.verdict import (
     SEPARATE,
@@ -36,8 +35,6 @@ from ..models.verdict import (
 from ..ops.availability import availability
 
 
-# The environment variable that turns "auto" off.
-OFF_SWITCH = "TRANSFORMERS_PACKED_DISABLE_AUTO"
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
 _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 # Collators that only pad samples. Those in the second list also create the labels.
@@ -54,8 +51,7 @@ def reason_against(trainer: Trainer, mode: str) -> ValueError | None:
 def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
     model = transformers_model(trainer.model)
-    if mode == "auto" and os.environ.get(OFF_SWITCH) == "1":
-        yield input_error(f"no {OFF_SWITCH}", f"{OFF_SWITCH} is set")
+    yield from of_switch(mode)
     if mode == "pack" and trainer.train_dataset is None:
         yield input_error("a train_dataset to pack", "none")
     yield from of_devices(trainer)
@@ -83,9 +79,21 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
         yield input_error("more than one sample per batch", got, "Raise it, or pass packing=True with max_length.")
 
 
+def of_switch(mode: str) -> Iterator[ValueError]:
+    """The reason if an environment variable turns `"auto"` off."""
+    switch = "TRANSFORMERS_PACKED_DISABLE_AUTO"
+    if mode == "auto" and os.environ.get(switch) == "1":
+        yield input_error(f"no {switch}", f"{switch} is set")
+
+
 def is_sft_trainer(trainer: Trainer) -> bool:
     """Whether the Trainer is TRL's SFTTrainer or a subclass."""
-    return any(c.__name__ == "SFTTrainer" and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
+    return is_trl_trainer(trainer, "SFTTrainer")
+
+
+def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
+    """Whether the Trainer is one of these classes of TRL, or a subclass."""
+    return any(c.__name__ in names and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
 
 
 def is_packed(dataset: Any) -> bool:

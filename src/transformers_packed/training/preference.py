@@ -5,18 +5,16 @@ gather the real tokens of a padded batch into one packed row ([`PaddedBatch`]), 
 model. So these trainers need no change: their losses, metrics and columns stay as they are.
 """
 
-import os
 from collections.abc import Iterator
 
 import torch
 from transformers import Trainer
 
 from ..errors import input_error
-from ..models.families import FAMILIES
-from ..models.generic import families_of
+from ..models.families import FAMILIES, families_of
 from ..models.registry import has_our_classes, patch_model, transformers_model, unpatch_model
 from ..models.verdict import adapter_per_row, text_config
-from .checks import OFF_SWITCH, of_devices, way_of_isolation
+from .checks import is_trl_trainer, of_devices, of_switch, way_of_isolation
 
 
 _TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
@@ -24,7 +22,7 @@ _TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 def is_preference_trainer(trainer: Trainer) -> bool:
     """Whether the Trainer is one of TRL's that this module supports, or a subclass."""
-    return any(c.__name__ in _TRAINERS and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
+    return is_trl_trainer(trainer, *_TRAINERS)
 
 
 def check_shares_prompts(trainer: Trainer, mode: str) -> None:
@@ -43,8 +41,7 @@ def reason_against_packed_batches(trainer: Trainer, mode: str, share_prompts: bo
 
 def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[ValueError]:
     name, model = type(trainer).__name__, transformers_model(trainer.model)
-    if mode == "auto" and os.environ.get(OFF_SWITCH) == "1":
-        yield input_error(f"no {OFF_SWITCH}", f"{OFF_SWITCH} is set")
+    yield from of_switch(mode)
     if mode == "pack":
         fix = 'Pass packing="padding_free". The model then packs each batch.'
         yield input_error(f"whole batches of {name}, whose rows belong together", "packing=True", fix)
