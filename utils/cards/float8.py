@@ -1,11 +1,17 @@
 """The page of training in FP8: steps, and the loss."""
 
-from card import FLOAT8, Card, fixed, gib, ms, on_gpu, percent, table, times
+from card import FLOAT8, FLOAT8_AGAIN, Card, fixed, gib, ms, on_gpu, percent, table, times
 from steps import LENGTHS, SHAPE, setting
 
 
 NAMES = {"bf16": "bf16", "float8": "FP8"}
-ARMS = {"ours": "bf16", "ours+float8": "FP8", "ours+lora": "LoRA, bf16", "ours+lora+float8": "LoRA, FP8"}
+ARMS = {
+    "ours": "bf16",
+    "ours+float8": "FP8",
+    "ours+lora": "LoRA, bf16",
+    "ours+lora+float8": "LoRA, FP8",
+    "ours+lora+float8base": "LoRA, FP8, base stored in FP8",
+}
 
 
 def float8(results: dict) -> Card:
@@ -46,7 +52,7 @@ def float8(results: dict) -> Card:
             """FP8 takes the layers that `use_float8` chooses by default. At 0.8B, a row of 16,384 tokens is long enough for the
 largest projections only.""",
             """Weights are cast in each forward and backward, which the times include. LoRA has rank 16 on all linear layers.
-Its base is in bfloat16, and is cast in the same way.""",
+Its base is in bfloat16 and is cast in the same way, or torchao has stored it in FP8.""",
             setting(),
             "## Loss",
             f"""Another order of the documents changes the held-out loss of bf16 by {change(other, base, "held_out_loss")}, and FP8
@@ -69,7 +75,7 @@ most 2,048 tokens of a byte-level BPE. A run sees {fixed(steps * tokens / 1e6, 1
         ["float8.json", "float8_loss.json"],
         **on_gpu(results, "float8.json"),
         commands=[run["command"] for run in (*steps_of, *runs)],
-        committed=[FLOAT8],
+        committed=[FLOAT8, FLOAT8_AGAIN],
         number=f"9B {times(gains['9B', 'ours+float8'])} as fast; loss {change(fp8, base, 'held_out_loss')}",
     )
 

@@ -1,10 +1,11 @@
 """The page of steps of preference and reinforcement learning."""
 
-from card import PREFERENCE, Card, gib, ms, on_gpu, table, times
+from card import HEAD, PREFERENCE, Card, gib, ms, on_gpu, table, times
 from steps import SHAPE
 
 
 NAMES = {"trl": "TRL alone", "ours": "ours", "ours+shared": "ours, shared prompts"}
+HEAD_ARMS = {"cross_entropy": "Cross entropy", "logps": "Log-probabilities", "logps+entropy": "With entropies"}
 # The sizes of the batches in benchmarks/preference.py.
 ANSWERS, PROMPT, ANSWER, DPO_PROMPT = 8, 1024, 512, 512
 
@@ -24,6 +25,11 @@ def preference(results: dict) -> Card:
         times(a["median_ms"] / b["median_ms"])
         for a, b in ((trl, shared), map(four["arms"].get, ("ours", "ours+shared")))
     )
+    heads = results["head.json"]["runs"]
+    head_rows = [
+        (run["model"], "trained" if run["trained"] else "frozen", *(ms(run["arms"][name]) for name in HEAD_ARMS))
+        for run in heads
+    ]
     return Card(
         "Preferences and shared prompts",
         f"A DPO step of the 4B shape with LoRA takes {ms(shared)} with shared prompts, {ms(ours)} without, and {ms(trl)} with "
@@ -43,11 +49,17 @@ The batch has no padding: the whole gain comes from shared prompts.""",
 keep the GPU busy.""",
             """LoRA has rank 16 on all linear layers. Steps follow one another as in training, and CUDA events take the times. Each
 figure is the median after a warm-up.""",
+            "## The head alone",
+            """These trainers need the log-probability of each token, and log the entropy. Both come from the head without logits,
+as the cross entropy does. The times are of forward and backward of the head on 16,384 tokens.""",
+            table(("Shape", "Head", *HEAD_ARMS.values()), head_rows),
+            """With a trained head, the gradients of its weight wait until the gradient of each log-probability is known. So the
+backward computes the logits again.""",
         ],
-        ["preference.json"],
+        ["preference.json", "head.json"],
         **on_gpu(results, "preference.json"),
-        commands=[run["command"] for run in (dpo, four, one)],
-        committed=[PREFERENCE],
+        commands=[run["command"] for run in (dpo, four, one, *heads)],
+        committed=[PREFERENCE, HEAD],
         number=f"DPO at 4B {gain} as fast as TRL alone; shared prompts: GRPO at 0.8B {group_gain}",
     )
 
