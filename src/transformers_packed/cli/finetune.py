@@ -30,6 +30,7 @@ from ..errors import input_error
 from ..models.families import FAMILIES
 from ..models.float8 import use_float8
 from ..models.registry import registered
+from ..models.releases import checkpointing_argument
 from ..ops import implementations_used
 from ..ops.float8 import MULTIPLE, verify
 from ..training.run_folder import (
@@ -192,6 +193,7 @@ def make_trainer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
 ) -> RunFolderTrainer:
     """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
+    checkpointing = checkpointing_argument()
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,
@@ -200,8 +202,7 @@ def make_trainer(
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
-        activation_checkpointing=settings.gradient_checkpointing,
-        activation_checkpointing_kwargs={"use_reentrant": False},
+        **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": {"use_reentrant": False}},
         bf16=bfloat16,
         use_cpu=not torch.cuda.is_available(),
         # The packed forward makes no cache. This keeps the checkpoint's setting for generation.

@@ -39,7 +39,6 @@ FAST_PATHS: set[type] = set()
 # The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
 _REQUIRED = {
     "transformers.cache_utils": (
-        "Cache.get_recurrent_state",
         "Cache.update_conv_state",
         "Cache.update_recurrent_state",
     ),
@@ -309,7 +308,7 @@ def check_transformers() -> None:
     if missing:
         raise ImportError(
             f"transformers {transformers.__version__} lacks {', '.join(missing)}, which transformers_packed requires. "
-            "Install a supported release: pip install 'transformers>=5.23,<6'."
+            "Install a supported release: pip install 'transformers>=5.16.1,<6'."
         )
 
 

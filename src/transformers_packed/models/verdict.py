@@ -149,7 +149,8 @@ def cache_setting(model: torch.nn.Module, training: bool = False) -> str | None:
     `training` tells whether the model is in training mode, where gradient checkpointing disables the cache.
     """
     text = text_config(model)
-    if is_flash_attention_requested(text) or (training and model.is_activation_checkpointing):
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if is_flash_attention_requested(text) or (training and checkpointing):
         return None
     configs = {id(text): "config.get_text_config()", id(model.config): "config"}
     # The outermost forward that reads `use_cache` from its configuration passes it on. Most models have only one.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
+from ..models.releases import is_rebalancing
 from ..parallel import RowShard, SequenceParallel, shard_batch
 from .callbacks.metrics import PackingMetricsCallback
 from .checks import check_devices
@@ -69,7 +69,7 @@ class SequenceParallelMixin:
             sampler = dataloader.batch_sampler
             dealt = isinstance(sampler, BatchSamplerShard)
             inner = sampler.batch_sampler if dealt else sampler
-            if not dealt or isinstance(inner, BatchRebalanceSampler):
+            if not dealt or is_rebalancing(inner):
                 got = f"a sampler that distributes them itself ({type(inner).__name__})"
                 fix = 'Keep train_sampling_strategy="random", or set "sequential".'
                 raise input_error("batches that accelerate distributes to the processes", got, fix)

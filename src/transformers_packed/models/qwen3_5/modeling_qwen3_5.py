@@ -22,6 +22,7 @@ from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, projection_to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
+from ..releases import get_recurrent_state
 from ..untouched import is_untouched
 from ..vision import features_of_tokens, packed_position_ids
 
@@ -73,7 +74,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
 
         recurrent_state = None
         if cache_params is not None:
-            recurrent_state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+            recurrent_state = get_recurrent_state(cache_params, self.layer_idx)
             # The cache expects channels first. It returns the columns that the window still needs, then the new ones.
             mixed_qkv = cache_params.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
