@@ -114,7 +114,7 @@ class CheckpointTest(PatchTestCase):
             self.assertEqual(again, store(twin, f"{directory}/twin", unfused))
             back = self.load(builtin_class, f"{directory}/ours")
             self.assertEqual(ours(back), set())
-            self.assertTrue(torch.equal(back(**batch)[0], expected))
+            self.assertLess(relative_error(back(**batch)[0], expected), 1e-5)
 
     @parameterized.expand([("qwen3_next", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
     def test_experts_in_a_fresh_process(self, family, composite):

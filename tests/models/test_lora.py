@@ -140,7 +140,7 @@ NEEDED = {"ADAMSS": "sklearn", "WAVEFT": "pywt"}
 
 
 class LoraOptionsTest(TorchFormsTestCase):
-    bar = 3 * BAR
+    bar = 10 * BAR
 
     def adapted(self, config, model=None) -> torch.nn.Module:
         return randomized(get_peft_model(biased_model() if model is None else model, config))
@@ -200,7 +200,7 @@ class LoraOptionsTest(TorchFormsTestCase):
 class AdapterStatesTest(TorchFormsTestCase):
     """What PEFT does to adapters that exist, on both models."""
 
-    bar = 3 * BAR
+    bar = 10 * BAR
 
     def check_states(self, builtin, ours, *changes, fused=True):
         """Each change has its effect on the result of both models, which stay equal."""

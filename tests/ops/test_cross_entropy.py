@@ -222,7 +222,7 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         for smoothing in (0.0, 0.1):
             inputs = (hidden, weight, torch.zeros(len(weight)), labels)
             actual = run("triton", inputs, label_smoothing=smoothing)
-            self.assertLess(max(errors(actual, oracle(inputs, label_smoothing=smoothing))), 1e-6)
+            self.assertLess(max(errors(actual, oracle(inputs, label_smoothing=smoothing))), 5e-6)
 
 
 if __name__ == "__main__":

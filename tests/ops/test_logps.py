@@ -447,7 +447,7 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         targets = torch.tensor([0, 8191, 8192 + 76, 5])
         inputs = (hidden, weight, torch.zeros(len(weight)), targets)
         options = {"rows": torch.tensor([0, 1, 2, 2]), "entropy": True, "temperature": 1.1}
-        self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 2e-6)
+        self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 5e-6)
 
 
 if __name__ == "__main__":

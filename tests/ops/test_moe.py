@@ -548,8 +548,11 @@ def others(document, count, routing, seed):
     return made
 
 
-def leaks(document, function, numbers, seed):
-    """Compare a document alone with the document in rows of others. Return the rows in which some bits differ."""
+def leaks(document, function, numbers, seed, bar=0.0):
+    """Compare a document alone with the document in rows of others. Return the rows with a difference above `bar`.
+
+    A bar of 0 compares bits.
+    """
     alone, found, names = document.run(function, NAMES[:2]), [], ("y", *NAMES[:2])
     start, tokens = numbers[0], len(document.x)
     for routings in (("random", "random"), ("one", "one"), ("random", "one"), ("elsewhere", "random")):
@@ -558,7 +561,9 @@ def leaks(document, function, numbers, seed):
         )
         row = together(before, document, after).run(function, NAMES[:2])
         for name, a, b in zip(names, row, alone, strict=True):
-            if not torch.equal(bits(a[start : start + tokens]), bits(b)):
+            a = a[start : start + tokens]
+            same = (a - b).abs().max() <= bar * b.abs().max() if bar else torch.equal(bits(a), bits(b))
+            if not same:
                 found.append((routings, name))
     return found
 
@@ -568,14 +573,16 @@ SIZES = ((8, 5), (13, 16), (37, 33), (64, 64), (100, 20), (256, 64), (129, 7), (
 
 
 class IsolationTest(Assertions, InterpretedKernelsTest):
-    """To the last bit, the results of a token do not depend on the other tokens of the row."""
+    """The results of a token do not depend on the other tokens of the row: to the last bit with a model's sizes."""
 
     @parameterized.expand(each((d, *size) for d in (FLOAT32, BFLOAT16) for size in SIZES))
     def test_reference(self, _, dtype, hidden, width):
         for seed, (tokens, places) in enumerate(zip((1, 7, 16, 17, 40, 2), PLACES, strict=True)):
             for number, top_k in ((5, 3), (9, 1)):
                 document = Case(choices(tokens, number, top_k, seed), number, hidden, width, dtype, seed=seed)
-                self.assertEqual(leaks(document, "reference", places, seed), [], (seed, number))
+                # With other sizes, some CPUs compute the last rows of a block by other instructions than the first.
+                bar = 0.0 if hidden % 4 == width % 4 == 0 else 2e-6
+                self.assertEqual(leaks(document, "reference", places, seed, bar), [], (seed, number))
 
     @parameterized.expand(
         each(
@@ -603,7 +610,8 @@ class IsolationTest(Assertions, InterpretedKernelsTest):
             return experts(x + 1e-3 * x.mean(0), index, *weights, impl="reference")
 
         document = Case(choices(9, 5, 3), 5)
-        self.assertEqual(len(leaks(document, mixed, (20, 13), 0)), 12)
+        for bar in (0.0, 2e-6):
+            self.assertEqual(len(leaks(document, mixed, (20, 13), 0, bar)), 12)
 
 
 MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
