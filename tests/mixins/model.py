@@ -8,6 +8,7 @@ import tempfile
 from unittest import mock
 
 import torch
+from common.releases import DECAY_ROUNDING, DECAYS
 from parameterized import parameterized
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
@@ -169,7 +170,7 @@ class PackedModelTesterMixin:
         return self.oracles[attn_implementation]
 
     def floor(self, name: str) -> float:
-        return self.decay_bar if name.endswith(("A_log", "dt_bias", "in_proj_a.weight")) else 1e-5
+        return self.decay_bar * DECAY_ROUNDING if name.endswith(DECAYS) else 1e-5
 
     # Alone = together
 

@@ -22,7 +22,7 @@ from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_packed import patch_model, unpatch_model
-from transformers_packed.models import registry
+from transformers_packed.models import releases
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
 from transformers_packed.ops import linear_cross_entropy
 
@@ -414,7 +414,7 @@ class RefusalTest(PatchTestCase):
 
     def test_other_transformers_releases(self):
         model = builtin_model()
-        with mock.patch.dict(registry._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+        with mock.patch.dict(releases._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
             with self.assertRaisesRegex(ImportError, "^transformers .* lacks .*no_such_method"):
                 patch_model(model)
         self.assertEqual(ours(model), set())

@@ -20,9 +20,10 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import transformers_packed
-from transformers_packed.models import families, registry
+from transformers_packed.models import families, releases
 
 
 TINY = {**TINY_TEXT, "num_labels": 3}
@@ -156,11 +157,26 @@ class RegisterTest(unittest.TestCase):
             del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
 
     def test_other_transformers_releases_are_refused_clearly(self):
-        with mock.patch.dict(registry._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
+        with mock.patch.dict(releases._REQUIRED, {"transformers.cache_utils": ("Cache.no_such_method",)}):
             with self.assertRaisesRegex(
                 ImportError, "lacks transformers.cache_utils.Cache.no_such_method.*pip install"
             ):
                 transformers_packed.register()
+
+    def test_new_arguments_of_stock_methods_are_refused(self):
+        """Our methods would ignore them, because their `**kwargs` take every name."""
+
+        def forward(self, hidden_states, cache_params=None, attention_mask=None, window=None, **kwargs):
+            raise AssertionError
+
+        with mock.patch.object(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", forward):
+            expected = (
+                "has the new argument window of Qwen3_5GatedDeltaNet.forward, which .* would ignore.*pip install"
+            )
+            with self.assertRaisesRegex(ImportError, expected):
+                transformers_packed.register()
+            with self.assertRaisesRegex(ImportError, "argument window"):
+                transformers_packed.patch_model(modeling_qwen3_5.Qwen3_5ForCausalLM(CONFIGS["qwen3_5"]))
 
     def test_experts_implementation_in_a_fresh_process(self):
         """The stock check reads a module's source and caches the answer, so run it before any stock model."""

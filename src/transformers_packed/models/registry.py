@@ -25,6 +25,7 @@ from ..errors import input_error
 from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
+from .releases import check_names, check_signatures
 
 
 logger = logging.get_logger(__name__)
@@ -35,38 +36,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 REPLACEMENTS: dict[type, type] = {}
 # Our classes that only speed up a model, which keeps documents apart without them.
 FAST_PATHS: set[type] = set()
-
-# The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
-_REQUIRED = {
-    "transformers.cache_utils": (
-        "Cache.update_conv_state",
-        "Cache.update_recurrent_state",
-    ),
-    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
-    "transformers.integrations.moe": ("_default_apply_gate", "grouped_mm_experts_forward"),
-    "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
-    "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
-    "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
-    "transformers.models.qwen3_next.modeling_qwen3_next": (
-        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
-    "transformers.models.qwen3_5.modeling_qwen3_5": (
-        "Qwen3_5ForSequenceClassification",
-        "Qwen3_5GatedDeltaNet",
-        "Qwen3_5Model.compute_3d_position_ids",
-        "Qwen3_5Model.get_image_features",
-        "Qwen3_5Model.get_rope_index",
-        "Qwen3_5Model.get_video_features",
-        "Qwen3_5TextForSequenceClassification",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
-    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
-}
 
 
 def replaces_builtin(cls: type) -> type:
@@ -295,21 +264,11 @@ def _experts() -> ModuleType:
 
 
 def check_transformers() -> None:
-    """Raise an `ImportError` that lists every required name the installed Transformers lacks."""
-    missing = []
-    for module_name, paths in _REQUIRED.items():
-        for path in paths:
-            try:
-                found = import_module(module_name)
-                for part in path.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                missing.append(f"{module_name}.{path}")
-    if missing:
-        raise ImportError(
-            f"transformers {transformers.__version__} lacks {', '.join(missing)}, which transformers_packed requires. "
-            "Install a supported release: pip install 'transformers>=5.16.1,<6'."
-        )
+    """Import our classes. Raise an `ImportError` unless the installed Transformers has what they need, and no more."""
+    check_names()
+    for family in FAMILIES:
+        modeling_module(family)
+    check_signatures(REPLACEMENTS)
 
 
 def patch_model(model: Model) -> Model:
@@ -355,8 +314,6 @@ def patch_model(model: Model) -> Model:
     ```
     """
     check_transformers()
-    for family in FAMILIES:
-        modeling_module(family)
     if isinstance(model, torch.nn.Module):
         _generic().announce_families_of(model)
     ours = tuple(REPLACEMENTS.values())

@@ -1,13 +1,89 @@
-"""What earlier releases of Transformers lack or name otherwise: one function each, with the release that needs none.
+"""What the package needs of a release of Transformers, and adapters to releases that lack it or name it otherwise.
 
-No other module asks for a release. Names that no release below 5.24 may lack are in `registry._REQUIRED`.
+Each adapter names the release that makes it unnecessary. No other module looks for a release or a missing name.
 """
 
-import importlib
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from types import FunctionType
 
 import torch
 import transformers
 from transformers.cache_utils import Cache
+
+
+# The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
+_REQUIRED = {
+    "transformers.cache_utils": (
+        "Cache.update_conv_state",
+        "Cache.update_recurrent_state",
+    ),
+    "transformers.integrations.accelerate": ("force_accelerate_hooks",),
+    "transformers.integrations.moe": ("_default_apply_gate", "grouped_mm_experts_forward"),
+    "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
+    "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
+    "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
+    "transformers.models.qwen3_next.modeling_qwen3_next": (
+        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+    "transformers.models.qwen3_5.modeling_qwen3_5": (
+        "Qwen3_5ForSequenceClassification",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5Model.compute_3d_position_ids",
+        "Qwen3_5Model.get_image_features",
+        "Qwen3_5Model.get_rope_index",
+        "Qwen3_5Model.get_video_features",
+        "Qwen3_5TextForSequenceClassification",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
+}
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_names() -> None:
+    """Raise an `ImportError` that lists every required name the installed Transformers lacks."""
+    missing = []
+    for module_name, paths in _REQUIRED.items():
+        for path in paths:
+            try:
+                found = import_module(module_name)
+                for part in path.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                missing.append(f"{module_name}.{path}")
+    _check(missing, "lacks", "requires")
+
+
+def check_signatures(replacements: Mapping[type, type]) -> None:
+    """Raise an `ImportError` that lists every argument of a stock method that our method in its place does not have."""
+    new = [argument for builtin, ours in replacements.items() for argument in _new_arguments(builtin, ours)]
+    _check(new, "has the new", "would ignore")
+
+
+def _new_arguments(builtin: type, ours: type) -> list[str]:
+    found = []
+    for name, method in vars(ours).items():
+        original = getattr(builtin, name, None)
+        if isinstance(method, FunctionType) and inspect.isfunction(original):
+            known = inspect.signature(method).parameters
+            new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
+            found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
+    return found
+
+
+def _check(names: list[str], has: str, verb: str) -> None:
+    if names:
+        raise ImportError(
+            f"transformers {transformers.__version__} {has} {', '.join(names)}, which transformers_packed {verb}. "
+            "Install a supported release: pip install 'transformers>=5.16.1,<6'."
+        )
 
 
 def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
@@ -19,7 +95,7 @@ def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
 
 def is_rebalancing(sampler: object) -> bool:
     """Whether a sampler deals batches out to the processes itself: a `BatchRebalanceSampler`, which 5.17 added."""
-    cls = getattr(importlib.import_module("transformers.trainer_pt_utils"), "BatchRebalanceSampler", None)
+    cls = getattr(import_module("transformers.trainer_pt_utils"), "BatchRebalanceSampler", None)
     return cls is not None and isinstance(sampler, cls)
 
 

@@ -1,0 +1,10 @@
+"""What tests expect of the supported releases of Transformers."""
+
+import transformers
+from packaging.version import Version
+
+
+RELEASE = Version(transformers.__version__)
+# The stock gated delta rule of 5.16 computes the gradients of the decay with larger rounding errors.
+DECAY_ROUNDING = 10 if RELEASE < Version("5.17") else 1
+DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
