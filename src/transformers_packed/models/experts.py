@@ -14,6 +14,7 @@ from ..ops.dispatch import record
 from ..ops.moe import verify_triton
 from ..ops.projection import Adapter
 from .lora import adapter_of_parameter, lora_class
+from .releases import has_post_expert_norm
 from .untouched import is_untouched
 
 
@@ -127,7 +128,7 @@ def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_a
         return "their gate is computed in another way"
     if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
         return "their activation is not SiLU, or is hooked"
-    if module.has_bias or module.is_transposed or module.has_post_expert_norm:
+    if module.has_bias or module.is_transposed or has_post_expert_norm(module):
         return "they have biases, transposed weights or a norm"
     if torch.compiler.is_compiling():
         return "torch.compile runs Transformers' own"

@@ -215,7 +215,8 @@ def register() -> None:
                 f"no other class registered for {config.__name__}", got, "Remove it before calling register()."
             )
     for mapping, config, ours in entries:
-        mapping.register(config, ours, exist_ok=True)
+        # `mapping.register` ignores the configurations of Transformers itself before 5.20.
+        mapping._extra_content[config] = ours
 
 
 def unregister() -> None:

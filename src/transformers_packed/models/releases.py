@@ -103,3 +103,8 @@ def checkpointing_argument() -> str:
     """Return the argument of `TrainingArguments` for gradient checkpointing, which 5.23 renamed."""
     fields = transformers.TrainingArguments.__dataclass_fields__
     return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in fields)
+
+
+def has_post_expert_norm(experts: torch.nn.Module) -> bool:
+    """Whether a mixture normalizes the outputs of its experts, for which 5.20 added an attribute."""
+    return getattr(experts, "has_post_expert_norm", False)
