@@ -64,10 +64,9 @@ def train(name: str, config: dict, args) -> dict:
         init(self, layers, parameters, inputs, row_length, slots, *others)
         tell(Compilation("cuda graph", f"{slots - 2} documents", "", time.perf_counter() - start, False))
 
-    def step(model, batch):
+    def loss(model, batch):
         with torch.autocast(args.device, torch.bfloat16, enabled="lora" in name):
-            loss = model(**batch).loss
-        loss.backward()
+            return model(**batch).loss
 
     init, model = cuda_graphs._Graph.__init__, make_model(config, name, args.device)
     if args.checkpointing:
@@ -81,7 +80,7 @@ def train(name: str, config: dict, args) -> dict:
         start = time.perf_counter()
         if not args.no_warm_up:
             # Its own records come from the hooks above.
-            warm_up(model, args.tokens, max_documents=args.documents, step=step)
+            warm_up(model, args.tokens, max_documents=args.documents, loss=loss)
         synchronize(args.device)
         warming = time.perf_counter() - start
         for at, row in enumerate(lengths, 1):
@@ -91,7 +90,7 @@ def train(name: str, config: dict, args) -> dict:
             batch = {k: x.to(args.device) if torch.is_tensor(x) and k != "cu_seqlens" else x for k, x in batch.items()}
             synchronize(args.device)
             start = time.perf_counter()
-            step(model, batch)
+            loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             synchronize(args.device)

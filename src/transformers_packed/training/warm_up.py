@@ -50,7 +50,7 @@ def warm_up(
     *,
     max_documents: int | None = None,
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
-    step: Callable[[torch.nn.Module, dict[str, Any]], Any] | None = None,
+    loss: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None,
     evaluation: bool = True,
 ) -> list[Compilation]:
     """Compile every kernel that training on packed rows of up to `max_length` tokens needs.
@@ -72,9 +72,9 @@ def warm_up(
             Maximum number of documents per row. Defaults to 128. More matter only for CUDA graphs.
         collator (`Callable`, *optional*):
             Collator that makes a row from samples. Defaults to [`DataCollatorWithFlattening`] with all boundaries.
-        step (`Callable`, *optional*):
-            Function of the model and a batch on its device that runs forward and backward, as training will run them.
-            By default the backward of the model's loss, without autocast.
+        loss (`Callable`, *optional*):
+            Function of the model and a batch on its device that returns the loss, as training will compute it. Pass one
+            if you train under autocast. Defaults to the model's own loss.
         evaluation (`bool`, *optional*, defaults to `True`):
             Also compile the kernels of an evaluation, a forward without gradients.
 
@@ -108,6 +108,7 @@ def warm_up(
     collator = collator or DataCollatorWithFlattening(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
+    loss = loss or _loss
     bar = tqdm(total=len(rows) + evaluation, desc="Compiling kernels", unit="row", leave=False)
 
     def tell(compilation: Compilation) -> None:
@@ -117,15 +118,14 @@ def warm_up(
     try:
         with bar, _as_before(model, device), compilations(tell):
             for lengths in rows:
-                (step or _step)(model, _to(device, collator(_samples(model, lengths, collator))))
+                loss(model, _to(device, collator(_samples(model, lengths, collator)))).backward()
                 _drop_gradients(model)
                 bar.update()
             if evaluation:
                 model.eval()
                 with torch.no_grad():
-                    model(**_to(device, collator(_samples(model, rows[0], collator))))
+                    loss(model, _to(device, collator(_samples(model, rows[0], collator))))
                 bar.update()
-            torch.cuda.synchronize(device) if device.type == "cuda" else None
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
     built = sum(not one.from_disk for one in found)
@@ -164,11 +164,8 @@ def compiles_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _step(model: torch.nn.Module, batch: dict[str, Any]) -> None:
-    if "labels" in batch:
-        model(**batch).loss.backward()
-    else:
-        model(**batch)[0].float().sum().backward()
+def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return model(**batch).loss if "labels" in batch else model(**batch)[0].float().sum()
 
 
 def _samples(model: torch.nn.Module, lengths: list[int], collator: Any) -> list[dict[str, Any]]:
