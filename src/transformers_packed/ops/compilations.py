@@ -53,6 +53,20 @@ def compilations(tell: Callable[[Compilation], Any]) -> Iterator[None]:
         yield
 
 
+def caches() -> dict[str, tuple[str, str]]:
+    """Return the directory of each disk cache of compiled kernels, and the environment variable that moves it."""
+    found = {}
+    if find_spec("triton") is not None:
+        from triton import knobs
+
+        found["triton"] = knobs.cache.dir, "TRITON_CACHE_DIR"
+    if flash_qla.is_usable():
+        from tilelang import env
+
+        found["tilelang"] = env.TILELANG_CACHE_DIR, "TILELANG_CACHE_DIR"
+    return found
+
+
 @contextmanager
 def _triton(tell) -> Iterator[None]:
     from triton import knobs

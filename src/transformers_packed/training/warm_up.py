@@ -118,13 +118,13 @@ def warm_up(
     try:
         with bar, _as_before(model, device), compilations(tell):
             for lengths in rows:
-                loss(model, _to(device, collator(_samples(model, lengths, collator)))).backward()
+                loss(model, _batch(model, lengths, collator, device)).backward()
                 _drop_gradients(model)
                 bar.update()
             if evaluation:
                 model.eval()
                 with torch.no_grad():
-                    loss(model, _to(device, collator(_samples(model, rows[0], collator))))
+                    loss(model, _batch(model, rows[0], collator, device))
                 bar.update()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
@@ -168,23 +168,21 @@ def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return model(**batch).loss if "labels" in batch else model(**batch)[0].float().sum()
 
 
-def _samples(model: torch.nn.Module, lengths: list[int], collator: Any) -> list[dict[str, Any]]:
-    """Return samples of these lengths, with labels if the model predicts tokens."""
+def _batch(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
+    """Return a row with documents of these lengths. It has labels only if the model predicts tokens."""
     inner = transformers_model(model)
     config = inner.config
+    # Tokens that stand for images would need images.
     special = {getattr(config, name, None) for name in vars(config) if name.endswith("_token_id")}
     tokens = [token for token in range(min(config.get_text_config().vocab_size, 1024)) if token not in special]
-    predicts = type(inner).__name__.endswith(LANGUAGE_MODELS)
-    columns, samples = getattr(collator, "token_columns", ()), []
+    others = getattr(collator, "token_columns", ())
+    samples = []
     for length in lengths:
         ids = [tokens[at % len(tokens)] for at in range(length)]
-        samples.append(
-            {"input_ids": ids} | ({"labels": ids} if predicts else {}) | {name: [0] * length for name in columns}
-        )
-    return samples
-
-
-def _to(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:
+        samples.append({"input_ids": ids, "labels": ids} | {name: [0] * length for name in others})
+    batch = collator(samples)
+    if not type(inner).__name__.endswith(LANGUAGE_MODELS):
+        batch = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
