@@ -289,7 +289,9 @@ class TrainerTest(KernelsTestCase):
                 self.events.append("own loss")
                 return PackedTrainer.compute_loss(trainer, model, inputs, *args, **kwargs)
 
-        self.assertEqual(self.train(self.build(Own, padding_free=True)), ["warm up", "step", "own loss", "step", "own loss"])
+        self.assertEqual(
+            self.train(self.build(Own, padding_free=True)), ["warm up", "step", "own loss", "step", "own loss"]
+        )
 
     def test_plain_arguments(self):
         trainer = self.build(arguments=TrainingArguments)
