@@ -34,6 +34,7 @@ from transformers_packed.ops import implementations_used
 from transformers_packed.ops.compilations import Compilation, compilations
 
 
+OURS = [name for name, kind in ARMS.items() if kind.model == "ours" and kind.packed]
 # Environment variables of the disk caches.
 CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -170,7 +171,7 @@ def alone(model: str, arm: str, args) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.8B"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["ours", "ours+lora"])
+    parser.add_argument("--arms", nargs="+", choices=OURS, default=["ours", "ours+lora"])
     parser.add_argument("--layers", type=int, help="layers of each model, instead of its own number")
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a row")
     parser.add_argument("--documents", type=int, default=200, help="most documents of a row")

@@ -32,6 +32,7 @@ from ..models.float8 import use_float8
 from ..models.registry import registered
 from ..ops import implementations_used
 from ..ops.float8 import MULTIPLE, verify
+from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.run_folder import (
     SETTINGS_FILE,
     RunFolderTrainer,
@@ -239,6 +240,7 @@ def make_trainer(
         callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
 
 

@@ -52,6 +52,7 @@ def warm_up(
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     loss: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None,
     evaluation: bool = True,
+    progress: bool = True,
 ) -> list[Compilation]:
     """Compile every kernel that training on packed rows of up to `max_length` tokens needs.
 
@@ -77,6 +78,8 @@ def warm_up(
             if you train under autocast. Defaults to the model's own loss.
         evaluation (`bool`, *optional*, defaults to `True`):
             Also compile the kernels of an evaluation, a forward without gradients.
+        progress (`bool`, *optional*, defaults to `True`):
+            Show a progress bar if the output of errors is a terminal.
 
     Returns:
         `list`: a record for each kernel that was compiled, or loaded from a disk cache.
@@ -109,7 +112,13 @@ def warm_up(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
     loss = loss or _loss
-    bar = tqdm(total=len(rows) + evaluation, desc="Compiling kernels", unit="row", leave=False)
+    bar = tqdm(
+        total=len(rows) + evaluation,
+        desc="Compiling kernels",
+        unit="row",
+        leave=False,
+        disable=None if progress else True,
+    )
 
     def tell(compilation: Compilation) -> None:
         found.append(compilation)

@@ -27,24 +27,32 @@ class WarmUpCallback(TrainerCallback):
     weights on all of them. DDP would synchronize gradients that are not needed, so its inner model runs.
     """
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, progress: bool | None = None):
+        self.trainer, self.progress = trainer, not trainer.args.disable_tqdm if progress is None else progress
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
-        if not compiles_kernels(args.device):
+        if not compiles_kernels(args.device) or state.global_step >= state.max_steps:
             return
-        if not args.padding_free or trainer.is_deepspeed_enabled or args.n_gpu > 1:
-            what = "batches are padded" if not args.padding_free else "DeepSpeed or DataParallel runs the model"
+        # Stock arguments of a collator that packs have no such option.
+        padded = not getattr(args, "padding_free", True)
+        if padded or trainer.is_deepspeed_enabled or args.n_gpu > 1:
+            what = "batches are padded" if padded else "DeepSpeed or DataParallel runs the model"
             logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps.")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         compared = getattr(trainer, "_compared_rows", None)
         tokens, documents = largest_row(trainer)
-        evaluates = args.eval_strategy != "no" or args.eval_on_start
-        options = {"max_documents": documents, "collator": trainer.data_collator, "evaluation": evaluates}
-        warm_up(model, tokens, loss=self._loss, **options)
+        warm_up(
+            model,
+            tokens,
+            max_documents=documents,
+            collator=trainer.data_collator,
+            loss=self._loss,
+            evaluation=_evaluates(trainer),
+            progress=self.progress and state.is_local_process_zero,
+        )
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
@@ -66,8 +74,7 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
     dataset, rows = trainer.train_dataset, trainer._train_batch_size
     if isinstance(dataset, PackingDataset):
         documents = int(np.sort(np.diff(dataset.plan.row_offsets))[-rows:].sum())
-        evaluates = trainer.args.eval_strategy != "no" or trainer.args.eval_on_start
-        return dataset.plan.max_length * rows, max(documents, trainer.args.eval_batch_size if evaluates else 1)
+        return dataset.plan.max_length * rows, max(documents, trainer.args.eval_batch_size * _evaluates(trainer))
     if isinstance(dataset, IterableDataset):
         tokens = getattr(dataset, "max_length", None)
         return _SHORT_ROW if tokens is None else tokens * rows, None
@@ -76,3 +83,7 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
         numbers = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLES).astype(int))
         lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
     return max(int(np.sort(lengths)[-rows:].sum()), 2), None
+
+
+def _evaluates(trainer: Trainer) -> bool:
+    return trainer.args.eval_strategy != "no" or trainer.args.eval_on_start
