@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 from .backends import flash_qla
 from .dispatch import logger
@@ -94,12 +93,25 @@ def _triton(tell) -> Iterator[None]:
         measured.append(self)
         return bench(self, *args, **kwargs)
 
-    with patch.object(Autotuner, "run", tuned), patch.object(Autotuner, "_bench", counted):
+    with _replaced(Autotuner, run=tuned, _bench=counted):
         knobs.compilation.listener = listen
         try:
             yield
         finally:
             knobs.compilation.listener = before
+
+
+@contextmanager
+def _replaced(cls: type, **methods: Callable) -> Iterator[None]:
+    """Replace methods of a class while the block runs."""
+    before = {name: getattr(cls, name) for name in methods}
+    try:
+        for name, method in methods.items():
+            setattr(cls, name, method)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(cls, name, method)
 
 
 def _triton_key(source) -> str:
@@ -144,7 +156,7 @@ def _tilelang(tell) -> Iterator[None]:
             built.append(self)
         return init(self, *args, from_database=from_database, **kwargs)
 
-    with patch.object(JITImpl, "compile", compiled), patch.object(JITKernel, "__init__", counted):
+    with _replaced(JITImpl, compile=compiled), _replaced(JITKernel, __init__=counted):
         yield
 
 
