@@ -10,9 +10,12 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
+from common.processes import run_once
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from scripts.trainer_arms import CONFIGS, Samples, collate_padded
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import (
@@ -24,6 +27,7 @@ from transformers_packed import (
     use_float8,
     warm_up,
 )
+from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.warm_up import rows_to_run
@@ -307,3 +311,81 @@ class TrainerTest(KernelsTestCase):
     def test_a_stock_trainer_is_unchanged(self):
         trainer = self.build(Trainer, arguments=TrainingArguments, per_device_train_batch_size=1)
         self.assertFalse([x for x in trainer.callback_handler.callbacks if type(x) is callback.WarmUpCallback])
+
+
+def train_in_processes(size, compiles):
+    """Return the updates of a training in two processes, the rows that they compared, and the rows of `warm_up`."""
+    ran, compared, rank = [], [], torch.distributed.get_rank()
+    check = sequence_parallel._check_same_row
+
+    def recorded(model, *args, loss, **kwargs):
+        def counted(model, batch):
+            ran.append((type(model).__name__, batch["input_ids"].shape[1]))
+            return loss(model, batch)
+
+        return warm_up(model, *args, loss=counted, **kwargs)
+
+    with (
+        mock.patch.object(module, "compiles_kernels", lambda device: True),
+        mock.patch.object(callback, "compiles_kernels", lambda device: compiles),
+        mock.patch.object(callback, "warm_up", recorded),
+        mock.patch.object(sequence_parallel, "_check_same_row", lambda x: (compared.append(len(ran)), check(x))),
+        tempfile.TemporaryDirectory() as directory,
+        quiet(),
+    ):
+        options = OPTIONS | {"max_steps": 3, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+        args = PackedTrainingArguments(directory, sequence_parallel_size=size, padding_free=True, **options)
+        trainer = PackedTrainer(small(num_attention_heads=4), args, train_dataset=Samples(24))
+        before = [x.detach().clone() for x in trainer.model.parameters()]
+        trainer.train()
+    updates = [x.detach() - y for x, y in zip(trainer.model.parameters(), before, strict=True)]
+    return rank, updates, compared, ran, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def shard_and_train(compiles):
+    """Return the weights of a model under FSDP2 after a step, and the losses of `warm_up`."""
+    model, mesh, losses = small(), init_device_mesh("cpu", (2,)), []
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def loss(model, batch):
+        losses.append(model(**batch).loss)
+        return losses[-1]
+
+    if compiles:
+        with mock.patch.object(module, "compiles_kernels", lambda device: True):
+            warm_up(model, 24, max_documents=3, loss=loss)
+    assert all(x.grad is None for x in model.parameters())
+    rows = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)(list(Samples(2)))
+    model.train()(**rows).loss.backward()
+    with torch.no_grad():
+        weights = [(x - 0.1 * x.grad).full_tensor() for x in model.parameters()]
+    return weights, [float(x.detach()) for x in losses]
+
+
+class ProcessesTest(unittest.TestCase):
+    @parameterized.expand([("ddp", 1), ("sequence parallel", 2)])
+    def test_training_is_the_same_afterwards(self, _, size):
+        expected, found = (run_once(train_in_processes, 2, size, compiles) for compiles in (False, True))
+        for without, with_it in zip(expected, found, strict=True):
+            self.assertEqual(without[3], [])
+            # DDP is not part of it, and each process runs its part of the same rows.
+            self.assertEqual({name for name, _ in with_it[3]}, {"Qwen3_5ForCausalLM"})
+            self.assertEqual(with_it[3], found[0][3])
+            self.assertGreater(len(with_it[3]), 5)
+            # The first row of the dataset is compared after it, as without it.
+            self.assertEqual(len(without[2]), size - 1)
+            self.assertEqual(with_it[2][1:], [len(with_it[3])] * (size - 1))
+            self.assertEqual(without[4], with_it[4])
+            for a, b in zip(without[1], with_it[1], strict=True):
+                self.assertTrue(torch.equal(a, b))
+
+    def test_a_sharded_model(self):
+        (expected, _), _ = run_once(shard_and_train, 2, False)
+        results = run_once(shard_and_train, 2, True)
+        self.assertEqual(results[0][1], results[1][1])
+        self.assertEqual(len(results[0][1]), len(rows_to_run(24, 3)) + 1)
+        for weights, _ in results:
+            for a, b in zip(expected, weights, strict=True):
+                self.assertTrue(torch.equal(a, b))
