@@ -12,11 +12,20 @@ from unittest import mock
 import torch
 from common.processes import run_once
 from mixins.triton import InterpretedKernelsTest
+from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Qwen3_5Config,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -27,6 +36,7 @@ from transformers_packed import (
     use_float8,
     warm_up,
 )
+from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
@@ -164,6 +174,26 @@ class StateTest(KernelsTestCase):
 
     def test_a_model_without_a_head(self):
         warm_up(small().model, 16)
+
+    @parameterized.expand([("vision",), ("llama",), ("mamba2",), ("bloom",), ("classifier",)])
+    def test_other_models(self, kind):
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
+            if kind == "vision":
+                config = Qwen3_5Config(**vision_config(TEXT))
+                # The first tokens stand for images and videos, which the rows do not have.
+                config.image_token_id, config.video_token_id, config.vision_start_token_id = 1, 2, 3
+                model = AutoModelForImageTextToText.from_config(config)
+            elif kind == "classifier":
+                model = AutoModelForSequenceClassification.from_config(CONFIGS["qwen3_5"]())
+            else:
+                model = AutoModelForCausalLM.from_config(tiny_config(kind))
+            tokens = []
+            embeddings = model.get_input_embeddings()
+            embeddings.register_forward_pre_hook(lambda module, inputs: tokens.extend(inputs[0].flatten().tolist()))
+            warm_up(patch_model(model), 24, max_documents=2)
+        self.assertTrue(tokens)
+        if kind == "vision":
+            self.assertFalse({1, 2, 3} & {*tokens})
 
     def test_nothing_runs_on_a_device_without_kernels(self):
         with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):

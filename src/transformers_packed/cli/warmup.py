@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.float8:
         use_float8(model)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if args.graphs:
         use_cuda_graphs(model, -(-args.max_length // 64) * 64)
 
