@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .training.configure import configure_packing
     from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
     from .training.trainer import PackedTrainer, PackedTrainingArguments
+    from .training.warm_up import warm_up
 
 
 # Lazy imports: torch and Transformers take seconds to import, and the command line must respond before that.
@@ -45,6 +46,7 @@ _MODULES = {
     "training.callbacks.metrics": ("PackingMetricsCallback",),
     "training.trainer": ("PackedTrainer", "PackedTrainingArguments"),
     "training.callbacks.resume": ("PackingStateCallback",),
+    "training.warm_up": ("warm_up",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _PACKAGES = ("audit", "boundaries", "cli", "data", "errors", "models", "ops", "parallel", "training")
@@ -86,4 +88,5 @@ __all__ = [
     "unregister",
     "use_cuda_graphs",
     "use_float8",
+    "warm_up",
 ]

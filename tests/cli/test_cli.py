@@ -61,7 +61,7 @@ class CommandLineTest(unittest.TestCase):
             self.assertEqual([path.name for path in self.root.iterdir()], ["data.jsonl"])
 
     def test_help_without_torch(self):
-        for command in ([], ["demo"], ["train"], ["plan"], ["memory"], ["audit"], ["doctor"], ["env"]):
+        for command in ([], ["demo"], ["train"], ["warmup"], ["plan"], ["memory"], ["audit"], ["doctor"], ["env"]):
             code = INTERRUPTED.replace("raise KeyboardInterrupt", "raise AssertionError('torch is imported')")
             result = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True)
             self.assertEqual((result.returncode, result.stderr), (0, ""))
@@ -76,6 +76,7 @@ class CommandLineTest(unittest.TestCase):
             (PLAN,),
             (["memory", "--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"],),
             (["train", "--model", "m", "--data", "d", "--output", "o"],),
+            (["warmup", "--model", "m", "--max-length", "9"],),
             (["audit", "llama"],),
             (["demo"],),
         ]
@@ -100,6 +101,7 @@ class CommandLineTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("train", ["--model", "m", "--data", "d", "--output", "o"]),
+            ("warmup", ["--model", "m", "--max-length", "9"]),
             ("memory", ["--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"]),
             ("plan", ["--data", "d", "--max-length", "9"]),
             ("audit", ["llama"]),

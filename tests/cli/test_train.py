@@ -30,6 +30,7 @@ from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.ops import dispatch
 from transformers_packed.training import run_folder
+from transformers_packed.training.callbacks import warm_up
 
 
 TEXT_CONFIG = {**TINY, "vocab_size": 264, "eos_token_id": 1}
@@ -136,6 +137,22 @@ class CommandTest(unittest.TestCase):
         status, out, err = self.run_command("--max-steps=1", data=path)
         self.assertEqual(status, 0, err)
         self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
+
+    def test_kernels_are_compiled_before_the_first_step(self):
+        calls = []
+        with (
+            mock.patch.object(warm_up, "compiles_kernels", lambda device: True),
+            mock.patch.object(warm_up, "warm_up", lambda model, *args, **kwargs: calls.append((args, kwargs))),
+        ):
+            status, _, err = self.run_command("--max-steps=1", "--batch-size=2")
+        self.assertEqual(status, 0, err)
+        longest = sorted(len(sample["input_ids"]) for sample in self.samples())[-2:]
+        self.assertEqual([args for args, _ in calls], [(sum(longest),)])
+        self.assertTrue(calls[0][1]["progress"])
+        # A run that is over compiles nothing.
+        (trainer,) = self.trainers
+        with mock.patch.object(warm_up, "compiles_kernels", lambda device: True):
+            trainer.callback_handler.callbacks[0].on_train_begin(trainer.args, trainer.state, trainer.control)
 
     def test_bad_models(self):
         config = LlamaConfig(

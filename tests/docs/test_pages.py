@@ -32,7 +32,7 @@ WITH_PYTHON = [
     for name, text in PAGES.items()
     if any(block.language == "python" and block.not_run is None for block in pages.blocks(text))
 ]
-COMMANDS = (cli.demo, cli.train, cli.plan, cli.memory, cli.audit, cli.doctor, cli.env)
+COMMANDS = (cli.demo, cli.train, cli.warmup, cli.plan, cli.memory, cli.audit, cli.doctor, cli.env)
 # Scripts that readers write themselves.
 OWN_SCRIPTS = {"train.py"}
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))

@@ -84,6 +84,8 @@ def train(options: dict) -> dict:
         report_to="none",
         disable_tqdm=True,
         bf16=True,
+        # The rows need few kernels.
+        compile_before_training=False,
         **options,
     )
     register()

@@ -33,6 +33,7 @@ from transformers_packed import (
     unregister,
     use_cuda_graphs,
     use_float8,
+    warm_up,
 )
 
 
@@ -46,6 +47,11 @@ def models(model: LlamaForCausalLM) -> None:
     assert_type(use_cuda_graphs(use_float8(patch_model(model)), 64), LlamaForCausalLM)
     assert_type(use_float8(model, lambda module, name: "mlp" in name), LlamaForCausalLM)
     assert_type(unpatch_model(model), LlamaForCausalLM)
+    seconds = [
+        compiled.seconds
+        for compiled in warm_up(model, 2048, max_documents=8, loss=lambda model, batch: model(**batch).loss)
+    ]
+    assert_type(seconds, list[float])
     report = audit_model(model, lengths=[3, 4], inputs=("position_ids",))
     assert_type(report, AuditReport)
     assert_type(report.ok, bool)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from card import table
 from data_parallel import data_parallel
+from first_steps import first_steps
 from float8 import float8
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
 from lora import lora
@@ -32,6 +33,7 @@ CARDS = {
     "moe": moe,
     "preference": preference,
     "float8": float8,
+    "first_steps": first_steps,
     "memory_4b": memory_4b,
     "long_rows": long_rows,
     "profile": profile,

@@ -33,6 +33,7 @@ from ..models.registry import registered
 from ..models.releases import checkpointing_argument
 from ..ops import implementations_used
 from ..ops.float8 import MULTIPLE, verify
+from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.run_folder import (
     SETTINGS_FILE,
     RunFolderTrainer,
@@ -60,8 +61,7 @@ def finetune(settings: Namespace) -> int:
     """
     checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
-    if settings.lora and find_spec("peft") is None:
-        raise ImportError("--lora needs peft: pip install peft")
+    check_peft(settings.lora)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
@@ -113,6 +113,12 @@ def finetune(settings: Namespace) -> int:
         _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0
+
+
+def check_peft(lora: bool) -> None:
+    """Raise an `ImportError` if adapters are requested and PEFT is missing."""
+    if lora and find_spec("peft") is None:
+        raise ImportError("--lora needs peft: pip install peft")
 
 
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
@@ -171,11 +177,13 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
     options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     with registered():
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-    if not settings.lora:
-        return model
+    return with_adapters(model, settings.lora_rank) if settings.lora else model
+
+
+def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    """Add LoRA adapters to all linear layers."""
     from peft import LoraConfig, get_peft_model
 
-    rank = settings.lora_rank
     adapters = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     return get_peft_model(model, adapters)
 
@@ -233,6 +241,7 @@ def make_trainer(
         callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
 
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import input_error
 from ..models.cuda_graphs import use_cuda_graphs
 from ..models.releases import checkpointing_argument
+from .callbacks.warm_up import WarmUpCallback
 from .configure import after_model_init, configure_packing
 from .sequence_parallel import SequenceParallelMixin
 
@@ -44,6 +45,8 @@ class PackedTrainingArguments(TrainingArguments):
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
+        compile_before_training (`bool`, *optional*, defaults to `True`):
+            On a GPU, compile all kernels before the first step ([`warm_up`]), so that no step waits for one.
 
     Raises:
         `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
@@ -58,6 +61,9 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
     cuda_graphs: bool = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
+    compile_before_training: bool = field(
+        default=True, metadata={"help": "Compile all kernels before the first step."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +89,7 @@ class PackedTrainingArguments(TrainingArguments):
 
 
 class PackedTrainer(SequenceParallelMixin, Trainer):
-    """`Trainer` with [`configure_packing`] built in.
+    """`Trainer` with [`configure_packing`] and [`warm_up`] built in.
 
     Takes the arguments of `Trainer`. [`PackedTrainingArguments`] select the mode; plain `TrainingArguments` use
     `packing="auto"`. Evaluation averages the loss over all target tokens of the dataset, while `Trainer` averages the
@@ -138,6 +144,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             graph = partial(use_cuda_graphs, row_length=-(-tokens // 64) * 64)
             graph(self.model)
             after_model_init(self, graph)
+        if getattr(self.args, "compile_before_training", True):
+            self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)

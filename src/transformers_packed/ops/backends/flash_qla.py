@@ -35,6 +35,11 @@ def verify_gated_delta_rule(
     return not _problem(), _problem()
 
 
+def is_usable() -> bool:
+    """Whether FlashQLA can run on this machine, on a GPU that it supports."""
+    return not _problem()
+
+
 def _prepared(boundaries: SequenceBoundaries) -> torch.Tensor:
     """Attach to `cu_seqlens` the metadata that FlashQLA would otherwise compute with a host sync."""
     from flash_qla.utils.index import prepare_varlen_metadata

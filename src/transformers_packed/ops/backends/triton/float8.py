@@ -144,7 +144,7 @@ def _maxima(
     tl.atomic_max(columns_ptr + column, bits(tl.max(largest, 0)), mask=column < C, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["R", "quads"])
+@triton.jit(do_not_specialize=["R", "quads", "t_stride"])
 def _cast_both(
     x_ptr, row_factor_ptr, column_factor_ptr, rows_ptr, columns_ptr, q_ptr, q_stride, row_scale_ptr, t_ptr, t_stride,
     column_scale_ptr, stride, R, quads, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -170,7 +170,7 @@ def _cast_both(
     store_transposed(t_ptr, t_stride, packed, start, column, quads, C, ROWS)
 
 
-@triton.jit(do_not_specialize=["R", "quads"])
+@triton.jit(do_not_specialize=["R", "quads", "t_stride"])
 def _transpose(
     x_ptr, scale_ptr, t_ptr, stride, t_stride, R, quads, C, SCALED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

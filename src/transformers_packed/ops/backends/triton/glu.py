@@ -81,7 +81,7 @@ def _gate_backward(
         tl.store(y_ptr + at, y, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["R", "quads"])
+@triton.jit(do_not_specialize=["R", "quads", "t_stride"])
 def _gate_backward_float8(
     dy_ptr, gate_ptr, x_ptr, dgate_ptr, dx_ptr, scale_ptr, t_ptr, t_stride, R, quads, C, SILU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

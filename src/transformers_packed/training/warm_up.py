@@ -1,0 +1,222 @@
+"""Compile every kernel that training needs before its first step.
+
+A kernel is compiled when a row needs it for the first time, which can stop training for seconds at any step. Most of
+what selects the variant of a kernel is fixed by a model and its options: widths, numbers of heads, dtypes, trained
+parameters, adapters, and whether rows are packed. The rest depends on the row. These are all properties of a row that
+select a variant:
+
+* FlashQLA: one of three forward kernels, by documents times value heads relative to 0.35 and 0.7 times the number of
+  multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels.
+* Triton: whether an integer argument is a multiple of 16, and whether it needs 64 bits. Kernels of this package take
+  the number of tokens without either. Their exceptions are numbers of elements, which are multiples of 16 if the width
+  of the tensor is one. The convolution of flash-linear-attention takes the number of tokens. Rows with and without a
+  multiple of 64 tokens select both, and a row of full length selects 64-bit integers.
+* flash-linear-attention: nothing else. The keys of its measurements contain no number of tokens or documents.
+* CUDA graphs: one graph for up to 6, 30, 126, 510, ... documents.
+* This package: kernels that cast to float8 or compute an input again run from a number of tokens on.
+* Evaluation: kernels of a forward without gradients.
+
+`varlen_attn` and cuBLAS are compiled in advance. [`rows_to_run`] has a row for each of these properties.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from ..data.collator import DataCollatorWithFlattening
+from ..errors import input_error
+from ..models.families import LANGUAGE_MODELS
+from ..models.registry import transformers_model
+from ..ops.compilations import Compilation, compilations
+
+
+logger = logging.get_logger(__name__)
+
+# Documents of the rows, if the caller does not know better.
+_MOST_DOCUMENTS = 128
+# Tokens of a document in the short rows, and the most in the row of full length. A document of two chunks of 64 tokens
+# has both a full chunk and the state between chunks.
+_SHORT, _LONG = 128, 4096
+
+
+def warm_up(
+    model: torch.nn.Module,
+    max_length: int,
+    *,
+    max_documents: int | None = None,
+    collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+    loss: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None,
+    evaluation: bool = True,
+    progress: bool = True,
+) -> list[Compilation]:
+    """Compile every kernel that training on packed rows of up to `max_length` tokens needs.
+
+    Runs forward and backward of a few synthetic rows on the model itself. Weights, gradients, buffers, the training mode
+    and the states of the random number generators remain as they were. On a device without compiled kernels, such as a
+    CPU, nothing runs. [`PackedTrainer`] calls this function before its first step.
+
+    Compiled kernels stay in the process, and in the disk caches of their packages: the next process loads them from
+    there. In a process group, call it on all processes: a sharded model (FSDP) exchanges its weights in each forward.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model to train, on its device, with everything that changes it: adapters, gradient checkpointing,
+            [`use_float8`], [`use_cuda_graphs`], FSDP.
+        max_length (`int`):
+            Maximum number of tokens per row.
+        max_documents (`int`, *optional*):
+            Maximum number of documents per row. Defaults to 128. More matter only for CUDA graphs.
+        collator (`Callable`, *optional*):
+            Collator that makes a row from samples. Defaults to [`DataCollatorWithFlattening`] with all boundaries.
+        loss (`Callable`, *optional*):
+            Function of the model and a batch on its device that returns the loss, as training will compute it. Pass one
+            if you train under autocast. Defaults to the model's own loss.
+        evaluation (`bool`, *optional*, defaults to `True`):
+            Also compile the kernels of an evaluation, a forward without gradients.
+        progress (`bool`, *optional*, defaults to `True`):
+            Show a progress bar if the output of errors is a terminal.
+
+    Returns:
+        `list`: a record for each kernel that was compiled, or loaded from a disk cache.
+
+    Raises:
+        `ValueError`: `max_length` is less than 2, or `max_documents` less than 1.
+        `KeyboardInterrupt`: Ctrl-C. The message tells how many kernels were ready.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import patch_model, warm_up
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> model = patch_model(Qwen3_5ForCausalLM(config))
+    >>> warm_up(model, max_length=2048)  # on a CPU, no kernel is compiled
+    []
+
+    ```
+    """
+    if max_length < 2 or (max_documents is not None and max_documents < 1):
+        got = f"max_length={max_length}, max_documents={max_documents}"
+        raise input_error("max_length of at least 2 and max_documents of at least 1", got)
+    device = next(model.parameters()).device
+    if not compiles_kernels(device):
+        logger.info(f"warm_up: skipped on {device.type}, where no kernel is compiled.")
+        return []
+    rows, found, start = rows_to_run(max_length, max_documents), [], time.perf_counter()
+    collator = collator or DataCollatorWithFlattening(
+        return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
+    )
+    loss = loss or _loss
+    bar = tqdm(
+        total=len(rows) + evaluation,
+        desc="Compiling kernels",
+        unit="row",
+        leave=False,
+        disable=None if progress else True,
+    )
+
+    def tell(compilation: Compilation) -> None:
+        found.append(compilation)
+        bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel}")
+
+    try:
+        with bar, _as_before(model, device), compilations(tell):
+            for lengths in rows:
+                loss(model, _batch(model, lengths, collator, device)).backward()
+                _drop_gradients(model)
+                bar.update()
+            if evaluation:
+                model.eval()
+                with torch.no_grad():
+                    loss(model, _batch(model, rows[0], collator, device))
+                bar.update()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
+    built = sum(not one.from_disk for one in found)
+    logger.info(
+        f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
+    )
+    return found
+
+
+def rows_to_run(max_length: int, max_documents: int | None = None) -> list[list[int]]:
+    """Return the lengths of the documents of each row that [`warm_up`] runs.
+
+    Numbers of documents double from 1 to `max_documents`. Rows with a multiple of 64 tokens and with an odd number of
+    tokens take turns. The first and the last two rows have one document, or few, and as few and as many tokens as
+    `max_length` permits.
+    """
+    most = min(_MOST_DOCUMENTS if max_documents is None else max_documents, max_length // 2)
+    numbers = [1]
+    while numbers[-1] < most:
+        numbers.append(min(2 * numbers[-1], most))
+    rows = []
+    for at, number in enumerate([1, *numbers]):
+        tokens = min(max(_SHORT, 4 * -(-number // 16) * 16), max_length)
+        rows.append(_split(tokens - at % 2, number))
+    rows += [_split(tokens, -(-max_length // _LONG)) for tokens in (max_length - 1, max_length)]
+    return [row for at, row in enumerate(rows) if row not in rows[:at]]
+
+
+def _split(tokens: int, number: int) -> list[int]:
+    """Return `number` lengths that differ by at most one and add up to `tokens`."""
+    return [(at + 1) * tokens // number - at * tokens // number for at in range(number)]
+
+
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether kernels for this device are compiled when they are first needed."""
+    return device.type == "cuda"
+
+
+def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return model(**batch).loss if "labels" in batch else model(**batch)[0].float().sum()
+
+
+def _batch(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
+    """Return a row with documents of these lengths. It has labels only if the model predicts tokens."""
+    inner = transformers_model(model)
+    config = inner.config
+    # Tokens that stand for images would need images.
+    special = {getattr(config, name, None) for name in vars(config) if name.endswith("_token_id")}
+    tokens = [token for token in range(min(config.get_text_config().vocab_size, 1024)) if token not in special]
+    others = getattr(collator, "token_columns", ())
+    samples = []
+    for length in lengths:
+        ids = [tokens[at % len(tokens)] for at in range(length)]
+        samples.append({"input_ids": ids, "labels": ids} | {name: [0] * length for name in others})
+    batch = collator(samples)
+    if not type(inner).__name__.endswith(LANGUAGE_MODELS):
+        batch = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+def _drop_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def _as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(x, x.detach().clone()) for x in model.buffers() if not x.is_meta]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            _drop_gradients(model)
+            model.train()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, content in buffers:
+                    if not torch.equal(buffer, content):
+                        buffer.copy_(content)

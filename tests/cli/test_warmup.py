@@ -1,0 +1,149 @@
+"""`transformers-packed warmup`. The CPU counts as a device for which kernels are compiled."""
+
+import contextlib
+import io
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+from scripts.trainer_arms import CONFIGS, TINY
+from transformers import LlamaConfig, Qwen3_5TextConfig
+
+from transformers_packed.cli import main
+from transformers_packed.models import float8
+from transformers_packed.ops import compilations as records
+from transformers_packed.ops.compilations import Compilation
+from transformers_packed.training import warm_up as module
+from transformers_packed.training.warm_up import warm_up
+
+
+FOUND = [
+    Compilation("tilelang", "forward", "16", 61.0, False),
+    Compilation("tilelang", "backward", "16", 9.04, False),
+    Compilation("triton", "norm", "64", 1.25, False),
+    Compilation("triton", "norm", "128", 0.5, False),
+    Compilation("triton", "glu", "64", 0.01, True),
+]
+CACHES = {"triton": ("/root/.triton/cache", "TRITON_CACHE_DIR"), "tilelang": ("/tl", "TILELANG_CACHE_DIR")}
+
+
+class WarmupCommandTest(unittest.TestCase):
+    def setUp(self):
+        self.path = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        # Deeper than the model that runs.
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        Qwen3_5TextConfig(**TINY | {"num_hidden_layers": 8, "layer_types": 2 * kinds}).save_pretrained(self.path)
+        self.calls = []
+        self.enterContext(mock.patch.object(module, "compiles_kernels", lambda device: True))
+        self.enterContext(mock.patch.object(module, "warm_up", self.record))
+        self.enterContext(mock.patch.object(records, "caches", lambda: CACHES))
+
+    def record(self, model, max_length, **options):
+        self.calls.append((model, max_length, options["max_documents"]))
+        warm_up(model, max_length, **options)
+        return FOUND
+
+    def command(self, *arguments):
+        """Return the exit status, and the output to stdout and stderr."""
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
+            try:
+                status = main(["warmup", "--model", str(self.path), *map(str, arguments)])
+            except SystemExit as stop:
+                status = stop.code
+        return status, stdout.getvalue(), stderr.getvalue()
+
+    def test_what_it_prints(self):
+        status, stdout, _ = self.command("--max-length", 24, "--max-documents", 3)
+        self.assertEqual(status, 0)
+        lines = [
+            "tilelang: 2 compiled in 70.0 s, 0 loaded from disk",
+            "  backward: 1",
+            "  forward: 1",
+            "triton: 2 compiled in 1.8 s, 1 loaded from disk",
+            "  norm: 2",
+            "The kernels are in these directories. Copy them to machines with the same GPUs and the same packages:",
+            "  /root/.triton/cache (TRITON_CACHE_DIR)",
+            "  /tl (TILELANG_CACHE_DIR)",
+        ]
+        self.assertEqual(stdout.splitlines(), lines)
+        self.assertEqual(self.calls[0][1:], (24, 3))
+
+    @parameterized.expand(
+        [
+            ([], 3, torch.float32, 0),
+            (["--weights", "bfloat16"], 3, torch.bfloat16, 0),
+            (["--lora", "--lora-rank", 4, "--dtype", "bfloat16"], 3, torch.bfloat16, 0),
+            (["--float8", "--gradient-checkpointing"], 5, torch.float32, 3),
+        ]
+    )
+    def test_the_model_that_runs(self, options, layers, dtype, in_float8):
+        status, _, stderr = self.command("--max-length", 24, "--max-documents", 2, *options)
+        self.assertEqual(status, 0, stderr)
+        ((model, _, _),) = self.calls
+        base = model.get_base_model() if "--lora" in options else model
+        self.assertEqual(len(base.model.layers), layers)
+        self.assertTrue(type(base).__module__.startswith("transformers_packed."))
+        self.assertEqual(base.model.layers[0].mlp.gate_proj.weight.dtype, dtype)
+        if "--lora" in options:
+            adapters = [x for name, x in model.named_parameters() if "lora_A" in name]
+            self.assertEqual({(len(x), x.requires_grad) for x in adapters}, {(4, True)})
+        chosen = {name.split(".")[2] for name, x in base.named_modules() if vars(x).get(float8._MARK) is not None}
+        self.assertEqual(len(chosen), in_float8)
+        # Both kinds of layers, also among those in float8, and a first kind that gets a gradient of its input.
+        self.assertEqual({*base.config.layer_types[1:]}, {"linear_attention", "full_attention"})
+        self.assertEqual(
+            {x.gradient_checkpointing for x in base.model.layers}, {"--gradient-checkpointing" in options}
+        )
+
+    @parameterized.expand(
+        [
+            ([], 2, "the following arguments are required: --max-length"),
+            (["--max-length", 1], 2, "--max-length: expected a whole number of at least 2, got '1'"),
+            (["--max-length", 24, "--max-documents", 0], 2, "--max-documents: expected a whole number of at least 1"),
+            (["--max-length", 24, "--data", "x"], 2, "unrecognized arguments: --data"),
+            (
+                ["--max-length", 24, "--model", "missing"],
+                1,
+                "--model: expected a local directory or a model on the Hub",
+            ),
+        ]
+    )
+    def test_wrong_arguments(self, arguments, expected, part):
+        status, _, stderr = self.command(*arguments)
+        self.assertEqual(status, expected)
+        self.assertIn(part, stderr)
+        self.assertEqual(self.calls, [])
+
+    def test_a_machine_without_a_gpu(self):
+        with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):
+            status, stdout, stderr = self.command("--max-length", 24)
+        self.assertEqual((status, stdout), (1, ""))
+        self.assertIn("expected a CUDA device, for which kernels are compiled, got cpu. Run the command where", stderr)
+
+    def test_another_family(self):
+        LlamaConfig().save_pretrained(self.path)
+        status, _, stderr = self.command("--max-length", 24)
+        self.assertEqual(status, 1)
+        self.assertIn("--model: expected a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next", stderr)
+
+    def test_ctrl_c(self):
+        def stopped(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with mock.patch("transformers_packed.models.qwen3_5.modeling_qwen3_5.Qwen3_5ForCausalLM.forward", stopped):
+            status, _, stderr = self.command("--max-length", 24)
+        self.assertEqual(status, 130)
+        last = "transformers-packed warmup: interrupted while compiling kernels, before the first step; 0 are ready"
+        self.assertEqual(stderr.splitlines()[-1], last)
+
+    def test_other_families_of_this_package(self):
+        for name in ("qwen3_next", "qwen3_next_moe"):
+            CONFIGS[name]().save_pretrained(self.path)
+            status, _, stderr = self.command("--max-length", 24, "--max-documents", 2)
+            self.assertEqual(status, 0, stderr)

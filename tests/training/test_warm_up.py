@@ -1,0 +1,421 @@
+"""`warm_up` leaves the model as it was, its rows select all variants, and `PackedTrainer` calls it before its first step."""
+
+import contextlib
+import io
+import itertools
+import random
+import tempfile
+import unittest
+from functools import lru_cache
+from unittest import mock
+
+import torch
+from common.processes import run_once
+from mixins.triton import InterpretedKernelsTest
+from mixins.vision import TEXT, vision_config
+from parameterized import parameterized
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Qwen3_5Config,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
+    SequenceBoundaries,
+    patch_model,
+    use_float8,
+    warm_up,
+)
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.training import sequence_parallel
+from transformers_packed.training import warm_up as module
+from transformers_packed.training.callbacks import warm_up as callback
+from transformers_packed.training.warm_up import rows_to_run
+
+
+def small(family="qwen3_5", **options):
+    """A patched model with two layers, with other sizes in `options`."""
+    set_seed(0)
+    config = CONFIGS[family]()
+    for name, value in options.items():
+        setattr(config, name, value)
+    return patch_model(AutoModelForCausalLM.from_config(config))
+
+
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+class KernelsTestCase(unittest.TestCase):
+    """The CPU counts as a device for which kernels are compiled."""
+
+    def setUp(self):
+        for place in (module, callback):
+            self.enterContext(mock.patch.object(place, "compiles_kernels", lambda device: True))
+
+
+class RowsTest(unittest.TestCase):
+    @parameterized.expand(list(itertools.product((2, 3, 17, 64, 100, 2048, 16384), (None, 1, 5, 300))))
+    def test_they_fit(self, max_length, max_documents):
+        rows = rows_to_run(max_length, max_documents)
+        most = min(max_documents or 128, max_length // 2)
+        self.assertEqual(max(map(len, rows)), max(most, -(-max_length // 4096)))
+        self.assertEqual(max(map(sum, rows)), max_length)
+        self.assertGreaterEqual(min(map(min, rows)), 1)
+        self.assertEqual(len({tuple(row) for row in rows}), len(rows))
+
+    def test_each_kernel_of_flash_qla_has_a_row(self):
+        numbers = sorted({len(row) for row in rows_to_run(4096)})
+        for multiprocessors, heads in itertools.product((132, 148, 160), range(1, 129)):
+            limit = int(0.7 * multiprocessors)
+            kernel = {n: (n * heads >= limit) + (2 * n * heads >= limit) for n in range(1, 129)}
+            self.assertEqual({kernel[n] for n in numbers}, set(kernel.values()))
+
+    @parameterized.expand([(128,), (4096,), (5000,)])
+    def test_short_and_long_rows_are_multiples_and_not(self, max_length):
+        totals = [sum(row) for row in rows_to_run(max_length)]
+        self.assertTrue({total % 16 == 0 for total in totals} == {True, False})
+        self.assertEqual({max_length, max_length - 1} - {*totals}, set())
+        self.assertTrue(min(totals) <= 128)
+
+    def test_each_graph_has_a_row(self):
+        """Graphs serve fewer than 8, 32, 128, 512 slots: one for each document, one for padding, and an empty one."""
+
+        def slots(documents):
+            return next(x for x in (8, 32, 128, 512, 2048) if x >= documents + 2)
+
+        for most in (1, 6, 7, 30, 31, 126, 127, 200, 510, 511):
+            ran = {slots(len(row)) for row in rows_to_run(4096, most)}
+            self.assertEqual(ran, {slots(documents) for documents in range(1, most + 1)})
+
+    @parameterized.expand([({"max_length": 1},), ({"max_length": 64, "max_documents": 0},)])
+    def test_contradictions(self, options):
+        with self.assertRaisesRegex(ValueError, "expected max_length of at least 2 and max_documents of at least 1"):
+            warm_up(small(), **options)
+
+
+class StateTest(KernelsTestCase):
+    def state(self, model):
+        gradients = [None if x.grad is None else x.grad.clone() for x in model.parameters()]
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()]
+        tensors = [x.clone() for x in (*model.parameters(), *model.buffers())]
+        return gradients, tensors, hooks, [m.training for m in model.modules()], torch.get_rng_state()
+
+    def check(self, before, after):
+        for a, b in zip(before[0], after[0], strict=True):
+            self.assertEqual(a is None, b is None)
+            if a is not None:
+                self.assertTrue(torch.equal(a, b))
+        for a, b in zip(before[1], after[1], strict=True):
+            self.assertTrue(torch.equal(a, b))
+        self.assertEqual(before[2:4], after[2:4])
+        self.assertTrue(torch.equal(before[4], after[4]))
+
+    @parameterized.expand([("stopped",), ("plain",), ("lora",), ("checkpointing",), ("float8",), ("experts",)])
+    def test_it_leaves_the_model_as_it_was(self, kind):
+        model = small("qwen3_next_moe" if kind == "experts" else "qwen3_5")
+        if kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.5))
+        if kind == "checkpointing":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if kind == "float8":
+            use_float8(model)
+        # Modes and gradients that a restored `train` or `None` would not give.
+        model.train()
+        next(model.children()).eval()
+        trained = [x for x in model.parameters() if x.requires_grad]
+        trained[0].grad = torch.ones_like(trained[0])
+        model.register_buffer("seen", torch.zeros(()))
+        model.register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
+        before, losses = self.state(model), []
+
+        def loss(model, batch):
+            self.assertTrue(all(x.training for x in model.modules()) or not torch.is_grad_enabled())
+            losses.append(model(**batch).loss)
+            if kind == "stopped" and len(losses) == 2:
+                raise KeyboardInterrupt
+            return losses[-1]
+
+        if kind == "stopped":
+            with self.assertRaisesRegex(KeyboardInterrupt, "while compiling kernels, before the first step"):
+                warm_up(model, 24, max_documents=3, loss=loss)
+        else:
+            warm_up(model, 24, max_documents=3, loss=loss)
+            self.assertEqual(len(losses), len(rows_to_run(24, 3)) + 1)
+            self.assertEqual([x.requires_grad for x in losses], [True] * (len(losses) - 1) + [False])
+            self.assertTrue(all(x.isfinite() for x in losses))
+        self.check(before, self.state(model))
+
+    def test_it_runs_the_rows_that_it_promises(self):
+        rows = []
+
+        def loss(model, batch):
+            boundaries = SequenceBoundaries.from_cu_seqlens(batch["cu_seq_lens_q"])
+            rows.append(boundaries.lengths)
+            return model(**batch).loss
+
+        warm_up(small(), 24, loss=loss)
+        self.assertEqual([list(row) for row in rows], [*rows_to_run(24), rows_to_run(24)[0]])
+        rows.clear()
+        warm_up(small(), 24, loss=loss, evaluation=False)
+        self.assertEqual([list(row) for row in rows], rows_to_run(24))
+
+    def test_a_model_without_a_head(self):
+        warm_up(small().model, 16)
+
+    @parameterized.expand([("vision",), ("llama",), ("mamba2",), ("bloom",), ("classifier",)])
+    def test_other_models(self, kind):
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):
+            if kind == "vision":
+                config = Qwen3_5Config(**vision_config(TEXT))
+                # The first tokens stand for images and videos, which the rows do not have.
+                config.image_token_id, config.video_token_id, config.vision_start_token_id = 1, 2, 3
+                model = AutoModelForImageTextToText.from_config(config)
+            elif kind == "classifier":
+                model = AutoModelForSequenceClassification.from_config(CONFIGS["qwen3_5"]())
+            else:
+                model = AutoModelForCausalLM.from_config(tiny_config(kind))
+            tokens = []
+            embeddings = model.get_input_embeddings()
+            embeddings.register_forward_pre_hook(lambda module, inputs: tokens.extend(inputs[0].flatten().tolist()))
+            warm_up(patch_model(model), 24, max_documents=2)
+        self.assertTrue(tokens)
+        if kind == "vision":
+            self.assertFalse({1, 2, 3} & {*tokens})
+
+    def test_nothing_runs_on_a_device_without_kernels(self):
+        with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):
+            self.assertEqual(warm_up(small(), 16, loss=None, collator=self.fail), [])
+
+
+class OurKernelsTest(InterpretedKernelsTest, KernelsTestCase):
+    """The specializations of this package's Triton kernels, by the types and values that Triton would compile for."""
+
+    def setUp(self):
+        InterpretedKernelsTest.setUp(self)
+        KernelsTestCase.setUp(self)
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+        from triton.runtime import interpreter
+        from triton.runtime.jit import JITFunction, create_function_from_signature
+
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+
+        @lru_cache
+        def binder(function, unspecialized):
+            kernel = JITFunction(function, do_not_specialize=unspecialized)
+            return create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def run(kernel, *args, grid, warmup, **kwargs):
+            unspecialized = tuple(kernel.kwargs.get("do_not_specialize") or ())
+            _, specialization, options = binder(kernel.fn, unspecialized)(*args, **kwargs)
+            self.found.add((kernel.fn.__name__, str(specialization), str(sorted(options.items()))))
+
+        self.found = set()
+        # Kernels only record their arguments, and their outputs are zeros.
+        for place, name, value in (
+            (interpreter.InterpretedFunction, "run", run),
+            (torch, "empty", torch.zeros),
+            (torch, "empty_like", torch.zeros_like),
+            (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+        ):
+            self.enterContext(mock.patch.object(place, name, value))
+
+    @parameterized.expand([("plain",), ("float8",), ("lora",), ("experts",)])
+    def test_no_row_needs_another_kernel(self, kind):
+        # Multiples of 16, as in released models.
+        widths = {"intermediate_size": 96, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        model = small("qwen3_next_moe" if kind == "experts" else "qwen3_5", **widths)
+        if kind == "float8":
+            use_float8(model, lambda layer, name: "mlp" in name or name.endswith("o_proj"))
+        if kind == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.1))
+        warm_up(model, 128, max_documents=4)
+        known = set(self.found)
+        self.assertGreaterEqual(len({name for name, *_ in known}), 11)
+        collator, draw = DataCollatorWithFlattening(model=model, return_cu_seqlens=True), random.Random(0)
+        model.train()
+        for total in (2, 3, 16, 33, 48, 65, 80, 100, 128):
+            cut = draw.randint(1, total - 1)
+            lengths = [cut, total - cut]
+            model(**collator([{"input_ids": [5] * n, "labels": [5] * n} for n in lengths])).loss.backward()
+            self.assertEqual(self.found - known, set())
+
+
+class TrainerTest(KernelsTestCase):
+    def setUp(self):
+        super().setUp()
+        self.directory = self.enterContext(tempfile.TemporaryDirectory())
+        self.events = []
+
+    def build(self, cls=PackedTrainer, model=None, arguments=PackedTrainingArguments, **options):
+        defaults = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}
+        args = arguments(
+            self.directory, **defaults | {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1} | options
+        )
+        with quiet():
+            trainer = cls(model or small(), args, train_dataset=Samples(24), eval_dataset=Samples(8))
+        trainer.training_step = self.noted("step", trainer.training_step)
+        return trainer
+
+    def noted(self, event, function):
+        def wrapped(*args, **kwargs):
+            self.events.append(event)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def train(self, trainer, **options):
+        with mock.patch.object(callback, "warm_up", self.noted("warm up", warm_up)), quiet():
+            trainer.train(**options)
+        return self.events
+
+    @parameterized.expand([({"packing": True, "max_length": 96},), ({"padding_free": True},), ({},)])
+    def test_it_runs_once_before_the_first_step_and_changes_nothing(self, options):
+        trainer = self.build(**options)
+        self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
+        other = self.build(compile_before_training=False, **options)
+        self.events.clear()
+        self.assertEqual(self.train(other), ["step", "step"])
+        for a, b in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
+            self.assertTrue(torch.equal(a, b))
+        keys = ("loss", "grad_norm", "documents_per_row", "padding_avoided")
+        for a, b in zip(trainer.state.log_history[:2], other.state.log_history[:2], strict=True):
+            self.assertEqual([a[key] for key in keys], [b[key] for key in keys])
+
+    def test_a_resumed_run_does_it_too(self):
+        self.train(self.build(save_strategy="steps", save_steps=1))
+        self.events.clear()
+        trainer = self.build(max_steps=3)
+        self.assertEqual(
+            self.train(trainer, resume_from_checkpoint=f"{self.directory}/checkpoint-2"), ["warm up", "step"]
+        )
+
+    def test_it_does_not_run_on_a_cpu(self):
+        trainer = self.build()
+        with mock.patch.object(callback, "compiles_kernels", lambda device: device.type == "cuda"):
+            self.assertEqual(self.train(trainer), ["step", "step"])
+
+    def test_it_does_not_run_for_padded_batches(self):
+        trainer = self.build(padding_free=False)
+        trainer.data_collator = collate_padded
+        with self.assertLogs("transformers_packed", "INFO") as logs:
+            self.assertEqual(self.train(trainer), ["step", "step"])
+        self.assertIn("skipped, because batches are padded", "".join(logs.output))
+
+    def test_a_loss_of_a_subclass_does_not_see_its_rows(self):
+        class Own(PackedTrainer):
+            def compute_loss(trainer, model, inputs, *args, **kwargs):
+                self.events.append("own loss")
+                return PackedTrainer.compute_loss(trainer, model, inputs, *args, **kwargs)
+
+        self.assertEqual(
+            self.train(self.build(Own, padding_free=True)), ["warm up", "step", "own loss", "step", "own loss"]
+        )
+
+    def test_plain_arguments(self):
+        trainer = self.build(arguments=TrainingArguments)
+        self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
+
+    def test_the_largest_row(self):
+        trainer = self.build(packing=True, max_length=96)
+        documents = sorted(len(row) for row in trainer.train_dataset)
+        self.assertEqual(callback.largest_row(trainer), (192, sum(documents[-2:])))
+        lengths = sorted(len(sample["input_ids"]) for sample in Samples(24))
+        self.assertEqual(callback.largest_row(self.build()), (sum(lengths[-2:]), None))
+
+    def test_a_stock_trainer_is_unchanged(self):
+        trainer = self.build(Trainer, arguments=TrainingArguments, per_device_train_batch_size=1)
+        self.assertFalse([x for x in trainer.callback_handler.callbacks if type(x) is callback.WarmUpCallback])
+
+
+def train_in_processes(size, compiles):
+    """Return the updates of a training in two processes, the rows that they compared, and the rows of `warm_up`."""
+    ran, compared, rank = [], [], torch.distributed.get_rank()
+    check = sequence_parallel._check_same_row
+
+    def recorded(model, *args, loss, **kwargs):
+        def counted(model, batch):
+            ran.append((type(model).__name__, batch["input_ids"].shape[1]))
+            return loss(model, batch)
+
+        return warm_up(model, *args, loss=counted, **kwargs)
+
+    with (
+        mock.patch.object(module, "compiles_kernels", lambda device: True),
+        mock.patch.object(callback, "compiles_kernels", lambda device: compiles),
+        mock.patch.object(callback, "warm_up", recorded),
+        mock.patch.object(sequence_parallel, "_check_same_row", lambda x: (compared.append(len(ran)), check(x))),
+        tempfile.TemporaryDirectory() as directory,
+        quiet(),
+    ):
+        options = OPTIONS | {"max_steps": 3, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+        args = PackedTrainingArguments(directory, sequence_parallel_size=size, padding_free=True, **options)
+        trainer = PackedTrainer(small(num_attention_heads=4), args, train_dataset=Samples(24))
+        before = [x.detach().clone() for x in trainer.model.parameters()]
+        trainer.train()
+    updates = [x.detach() - y for x, y in zip(trainer.model.parameters(), before, strict=True)]
+    return rank, updates, compared, ran, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def shard_and_train(compiles):
+    """Return the weights of a model under FSDP2 after a step, and the losses of `warm_up`."""
+    model, mesh, losses = small(), init_device_mesh("cpu", (2,)), []
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def loss(model, batch):
+        losses.append(model(**batch).loss)
+        return losses[-1]
+
+    if compiles:
+        with mock.patch.object(module, "compiles_kernels", lambda device: True):
+            warm_up(model, 24, max_documents=3, loss=loss)
+    assert all(x.grad is None for x in model.parameters())
+    rows = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)(list(Samples(2)))
+    model.train()(**rows).loss.backward()
+    with torch.no_grad():
+        weights = [(x - 0.1 * x.grad).full_tensor() for x in model.parameters()]
+    return weights, [float(x.detach()) for x in losses]
+
+
+class ProcessesTest(unittest.TestCase):
+    @parameterized.expand([("ddp", 1), ("sequence parallel", 2)])
+    def test_training_is_the_same_afterwards(self, _, size):
+        expected, found = (run_once(train_in_processes, 2, size, compiles) for compiles in (False, True))
+        for without, with_it in zip(expected, found, strict=True):
+            self.assertEqual(without[3], [])
+            # DDP is not part of it, and each process runs its part of the same rows.
+            self.assertEqual({name for name, _ in with_it[3]}, {"Qwen3_5ForCausalLM"})
+            self.assertEqual(with_it[3], found[0][3])
+            self.assertGreater(len(with_it[3]), 5)
+            # The first row of the dataset is compared after it, as without it.
+            self.assertEqual(len(without[2]), size - 1)
+            self.assertEqual(with_it[2][1:], [len(with_it[3])] * (size - 1))
+            self.assertEqual(without[4], with_it[4])
+            for a, b in zip(without[1], with_it[1], strict=True):
+                self.assertTrue(torch.equal(a, b))
+
+    def test_a_sharded_model(self):
+        (expected, _), _ = run_once(shard_and_train, 2, False)
+        results = run_once(shard_and_train, 2, True)
+        self.assertEqual(results[0][1], results[1][1])
+        self.assertEqual(len(results[0][1]), len(rows_to_run(24, 3)) + 1)
+        for weights, _ in results:
+            for a, b in zip(expected, weights, strict=True):
+                self.assertTrue(torch.equal(a, b))
