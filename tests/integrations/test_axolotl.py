@@ -20,6 +20,7 @@ from common import axolotl_parts
 from common.records import make_tokenizer
 from mixins.vision import TEXT
 from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
@@ -112,6 +113,7 @@ class PluginTest(unittest.TestCase):
             ("axolotl.integrations.liger.models.qwen3_5", "Set liger_fused_linear_cross_entropy: false."),
             ("cut_cross_entropy.transformers.qwen3_5", "Set cut_cross_entropy: false."),
             ("axolotl.monkeypatch.models.qwen3_5.fused_attn", "Set fused_attn_kernel: false."),
+            ("axolotl.monkeypatch.models.falcon_h1.modeling", "Set sample_packing: false, or remove PackedPlugin."),
             ("another", "Turn off what sets it, and train in a new process."),
         ]
     )
@@ -180,7 +182,7 @@ CONFIG = {
 }
 PADDED = {"micro_batch_size": 3, "pad_to_sequence_len": False}
 PACKED = {"sample_packing": True, "sample_packing_sequentially": True}
-LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+LORA = {"adapter": "lora", "lora_model_dir": "adapter", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 # On a CPU and for checkpoints without a vision tower, Axolotl does not support these options.
 LORA |= {f"lora_{part}_kernel": False for part in ("qkv", "o", "mlp", "embedding")}
 # The changes that Axolotl makes on a machine with CUDA, in the same places: immediately before and after these hooks.
@@ -254,7 +256,11 @@ def folder() -> Path:
     sizes = TEXT | {"vocab_size": len(tokenizer), "num_hidden_layers": 4, "initializer_range": 0.15}
     sizes |= {"layer_types": ["linear_attention", "full_attention"] * 2, "eos_token_id": 1}
     torch.manual_seed(0)
-    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).save_pretrained(root / "model")
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
+    model.save_pretrained(root / "model")
+    # Adapters that already change the output, and are the same in all runs.
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(model, adapters).save_pretrained(root / "adapter")
     with open(root / "data.jsonl", "w") as file:
         for n in (30, 21, 11, 9, 35, 17) * (STEPS // 2):
             tokens = [draw.randrange(3, 97) for _ in range(n)]

@@ -29,15 +29,17 @@ _REFUSED = {
     "reward_model": (False, "labels per token"),
     "process_reward_model": (False, "labels per token"),
 }
-# Modules that change methods of Transformers' classes, and the option to set for each.
-_OPTIONS = {
-    "axolotl.integrations.liger": "liger_fused_linear_cross_entropy: false",
-    "liger_kernel": "liger_fused_linear_cross_entropy: false",
-    "cut_cross_entropy": "cut_cross_entropy: false",
-    "axolotl.integrations.cut_cross_entropy": "cut_cross_entropy: false",
-    "axolotl.monkeypatch.tiled_mlp": "tiled_mlp: false",
-    "axolotl.monkeypatch.models.qwen3_5.fused_attn": "fused_attn_kernel: false",
-    "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "fused_attn_kernel: false",
+# Modules that change methods of Transformers' classes, and the fix for each.
+_FIXES = {
+    "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
+    "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
+    "cut_cross_entropy": "Set cut_cross_entropy: false.",
+    "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
+    "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
+    "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
+    "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
+    # Axolotl's own way to pack some other families.
+    "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
 }
 # Modules with wrappers that Transformers itself applies to its methods.
 _WRAPPERS = ("transformers.", "kernels.", "huggingface_hub.")
@@ -165,8 +167,8 @@ def restore_stock_methods(model: torch.nn.Module) -> None:
                 setattr(cls, name, stock)
                 logger.warning_once(f"PackedPlugin: {cls.__name__}.{name} of {source} is not used.")
                 continue
-            option = next((fix for prefix, fix in _OPTIONS.items() if source.startswith(prefix)), None)
-            fix = f"Set {option}." if option else "Turn off what sets it, and train in a new process."
+            fixes = (fix for prefix, fix in _FIXES.items() if source.startswith(prefix) and source not in _UNDONE)
+            fix = next(fixes, "Turn off what sets it, and train in a new process.")
             got = f"{cls.__name__}.{name} of {source}"
             raise input_error("Transformers' own methods in the model to patch", got, fix)
         # Axolotl marks an attention class that it has changed, and would not change it again.
