@@ -8,3 +8,9 @@ RELEASE = Version(transformers.__version__)
 # The stock gated delta rule of 5.16 computes the gradients of the decay with larger rounding errors.
 DECAY_ROUNDING = 10 if RELEASE < Version("5.17") else 1
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
+# How a stock model on a CPU refuses a packed row with boundaries.
+STOCK_REFUSAL = (
+    (TypeError, "multiple values for keyword argument 'cu_seqlens'")
+    if RELEASE < Version("5.19")
+    else (ValueError, "packed sequences apart")
+)

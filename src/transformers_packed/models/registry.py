@@ -25,7 +25,7 @@ from ..errors import input_error
 from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
-from .releases import check_names, check_signatures
+from .releases import check_names, check_signatures, recorder_key
 
 
 logger = logging.get_logger(__name__)
@@ -79,9 +79,9 @@ def has_our_classes(model: torch.nn.Module) -> bool:
 def become(module: torch.nn.Module, cls: type) -> None:
     """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
     module.__class__ = cls
-    # Transformers looks up recordable outputs by the model's class. An existing entry stays.
-    if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(module):
-        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+    # Transformers looks up recordable outputs by the model. An existing entry stays.
+    if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(recorder_key(module)):
+        _CAN_RECORD_REGISTRY[recorder_key(module)] = module._can_record_outputs
 
 
 def convert(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from types import FunctionType
 import torch
 import transformers
 from transformers.cache_utils import Cache
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 # The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
@@ -108,3 +109,8 @@ def checkpointing_argument() -> str:
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:
     """Whether a mixture normalizes the outputs of its experts, for which 5.20 added an attribute."""
     return getattr(experts, "has_post_expert_norm", False)
+
+
+def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
+    """Return the key of a model in the registry of recordable outputs. Before 5.23 it is the name of its class."""
+    return str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
