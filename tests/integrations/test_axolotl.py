@@ -259,7 +259,9 @@ def folder() -> Path:
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes))
     model.save_pretrained(root / "model")
     # Adapters that already change the output, and are the same in all runs.
-    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    adapters = LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     get_peft_model(model, adapters).save_pretrained(root / "adapter")
     with open(root / "data.jsonl", "w") as file:
         for n in (30, 21, 11, 9, 35, 17) * (STEPS // 2):
