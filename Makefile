@@ -12,10 +12,16 @@ FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests
 NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_guard.py tests/data/test_neftune.py
 # torchao's compiled extensions need CUDA. On a CPU, each process would log that they cannot be loaded.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
+# Model families with dedicated classes, how they take the stock classes' place, and the trainers.
+CORE := tests/test_boundaries.py tests/models/qwen3_5 tests/models/qwen3_next tests/models/qwen3_5_moe \
+	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py signatures.py checkpoints.py shared_prompts.py verdict.py) \
+	$(addprefix tests/data/test_,collator.py guard.py) \
+	$(addprefix tests/training/test_,checks.py configure.py trainer.py stock_trainer.py lora.py)
+RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2
 SEED ?= 0
 SECONDS ?= 120
 
-.PHONY: demo test test-fast test-lowest test-gpu fuzz bench support-matrix upstream-patches test-upstream test-integrations docs dist style quality modular check-modular help
+.PHONY: demo test test-fast test-lowest test-newest test-matrix test-gpu fuzz bench support-matrix upstream-patches test-upstream test-integrations docs dist style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -31,11 +37,11 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
-# Every bound "package>=x" of setup.py becomes "package==x".
+# Every bound "package>=x" of setup.py becomes "package==x", except that the whole suite runs from Transformers 5.20 on.
 .venv-lowest/.installed: setup.py
 	@$(PYTHON) $(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .venv-lowest
-	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/' > .venv-lowest/constraints.txt
+	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/; s/^transformers==.*/transformers==5.20.0/' > .venv-lowest/constraints.txt
 	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"
 	touch $@
 
@@ -46,6 +52,12 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	$(PYTHON) -m venv --clear .venv-axolotl
 	.venv-axolotl/bin/pip install -q "$(TORCH)" "$(AXOLOTL)" "triton==3.7.1" pytest parameterized
 	.venv-axolotl/bin/pip install -q --no-deps -e .
+	touch $@
+
+.venv-newest/.installed: setup.py
+	@$(PYTHON) $(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/pip install -q -U -e ".[dev]"
 	touch $@
 
 demo: .venv/.installed  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
@@ -59,6 +71,16 @@ test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, dat
 
 test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest supported release of every dependency.
 	.venv-lowest/bin/python $(PYTEST) $(TESTS)
+
+test-newest: .venv-newest/.installed  ## Run the test suite (CPU) on the newest release of every dependency.
+	.venv-newest/bin/python $(PYTEST) $(TESTS)
+
+test-matrix: .venv/.installed  ## Run the core tests (CPU) on RELEASES of Transformers (the last of 5.16 to 5.22).
+	@failed=; for release in $(RELEASES); do \
+		test -d .venv-matrix/$$release/transformers-$$release.dist-info || $(BIN)/pip install -q --target .venv-matrix/$$release transformers==$$release || exit; \
+		echo "Transformers $$release"; \
+		PYTHONPATH=$(CURDIR)/.venv-matrix/$$release $(BIN)/python $(PYTEST) -q $(CORE) || failed="$$failed $$release"; \
+	done; test -z "$$failed" || { echo "failed on$$failed"; exit 1; }
 
 test-gpu: .venv/.installed  ## Run the tests that need a CUDA device; puts the figures into benchmarks/results/gpu_tests.json.
 	TRANSFORMERS_PACKED_GPU_SUMMARY=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m gpu $(TESTS)

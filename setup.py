@@ -71,7 +71,7 @@ setup(
     packages=find_packages("src"),
     package_data={"transformers_packed": ["py.typed"], "transformers_packed.models": ["support_matrix.json"]},
     python_requires=">=3.11",
-    install_requires=["accelerate>=1.3", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.23,<6"],
+    install_requires=["accelerate>=1.3", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.16.1,<6"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
 )

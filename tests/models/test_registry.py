@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import transformers
+from common.families import tiny_model
 from common.releases import RELEASE, STOCK_REFUSAL
 from mixins.model import VOCAB_SIZE, packed_batch, relative_error
 from mixins.vision import TINY as TINY_TEXT
@@ -180,6 +181,16 @@ class RegisterTest(unittest.TestCase):
                 transformers_packed.register()
             with self.assertRaisesRegex(ImportError, "argument window"):
                 transformers_packed.patch_model(modeling_qwen3_5.Qwen3_5ForCausalLM(CONFIGS["qwen3_5"]))
+
+    def test_other_families_need_a_release_that_they_are_tested_with(self):
+        model, registered = tiny_model("mamba"), AutoModelForCausalLM._model_mapping._extra_content
+        with mock.patch.object(releases, "OTHER_FAMILIES", "99"):
+            transformers_packed.register()
+            self.assertIn(Qwen3_5TextConfig, registered)
+            self.assertNotIn(transformers.MambaConfig, registered)
+            with self.assertRaisesRegex(ValueError, "expected transformers >= 99 for packed rows of mamba, got"):
+                transformers_packed.patch_model(model)
+        transformers_packed.patch_model(model)
 
     def test_experts_implementation_in_a_fresh_process(self):
         """The stock check reads a module's source and caches the answer, so run it before any stock model."""

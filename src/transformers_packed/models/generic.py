@@ -43,6 +43,7 @@ from .inputs import (
     resolve_boundaries,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
+from .releases import check_other_families
 
 
 _AUTO_CLASSES = (
@@ -74,6 +75,8 @@ def announce(family: str) -> None:
 def announce_families_of(model: torch.nn.Module) -> None:
     """Add our classes for the families of `model` to `registry.REPLACEMENTS`."""
     families = families_of(model) & {*MIXERS, *UNPACKED}
+    if families:
+        check_other_families(min(families))
     for family in families:
         announce(family)
     # An enclosing model, such as a vision-language model, masks targets and creates position ids.

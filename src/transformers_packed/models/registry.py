@@ -25,7 +25,7 @@ from ..errors import input_error
 from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
-from .releases import check_names, check_signatures, recorder_key
+from .releases import check_names, check_signatures, recorder_key, supports_other_families
 
 
 logger = logging.get_logger(__name__)
@@ -246,7 +246,8 @@ def _entries() -> Iterator[tuple]:
             for auto_name, class_name in classes.items():
                 mapping = getattr(modeling_auto, auto_name)._model_mapping
                 yield mapping, getattr(transformers, config_name), getattr(modeling, class_name)
-    yield from _generic().auto_entries()
+    if supports_other_families():
+        yield from _generic().auto_entries()
 
 
 def modeling_module(family: str) -> ModuleType:

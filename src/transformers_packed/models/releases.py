@@ -10,8 +10,11 @@ from types import FunctionType
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from ..errors import input_error
 
 
 # The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
@@ -45,6 +48,8 @@ _REQUIRED = {
     ),
     "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
 }
+# The first release with which the families without dedicated classes are tested.
+OTHER_FAMILIES = "5.20"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -114,3 +119,15 @@ def has_post_expert_norm(experts: torch.nn.Module) -> bool:
 def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
     """Return the key of a model in the registry of recordable outputs. Before 5.23 it is the name of its class."""
     return str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
+
+
+def supports_other_families() -> bool:
+    """Whether this release is new enough for the families in `families.MIXERS` and `families.UNPACKED`."""
+    return Version(transformers.__version__) >= Version(OTHER_FAMILIES)
+
+
+def check_other_families(family: str) -> None:
+    """Raise a `ValueError` unless this release is new enough for `family`."""
+    if not supports_other_families():
+        expected = f"transformers >= {OTHER_FAMILIES} for packed rows of {family}"
+        raise input_error(expected, transformers.__version__, "Update it, or use padded batches.")
