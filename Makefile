@@ -1,6 +1,7 @@
 # `make demo` and `make test` are all a new user needs; each builds .venv when it is missing.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+AXOLOTL ?= axolotl==0.19.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
@@ -20,7 +21,7 @@ RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2
 SEED ?= 0
 SECONDS ?= 120
 
-.PHONY: demo test test-fast test-lowest test-newest test-matrix test-gpu fuzz bench support-matrix upstream-patches test-upstream docs dist style quality modular check-modular help
+.PHONY: demo test test-fast test-lowest test-newest test-matrix test-gpu fuzz bench support-matrix upstream-patches test-upstream test-integrations docs dist style quality modular check-modular help
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -42,6 +43,15 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	$(PYTHON) -m venv --clear .venv-lowest
 	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/; s/^transformers==.*/transformers==5.20.0/' > .venv-lowest/constraints.txt
 	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"
+	touch $@
+
+# The build of torch for CPUs leaves the version of triton open. With newer ones, Axolotl's flash-linear-attention cannot
+# be imported. This package goes in last and without its dependencies, which Axolotl has in other versions.
+.venv-axolotl/.installed: setup.py
+	@$(PYTHON) $(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .venv-axolotl
+	.venv-axolotl/bin/pip install -q "$(TORCH)" "$(AXOLOTL)" "triton==3.7.1" pytest parameterized
+	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
 .venv-newest/.installed: setup.py
@@ -92,6 +102,9 @@ upstream-patches: .venv/.installed  ## Write patches for Transformers into build
 
 test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
 	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+
+test-integrations: .venv-axolotl/.installed  ## Train with the plugins for other frameworks, in their environments (CPU, minutes).
+	.venv-axolotl/bin/python -m pytest tests/integrations
 
 # Zensical itself fails on a broken link, not on a warning about a docstring.
 docs: .venv/.installed  ## Build the documentation into site/; fails on broken links and on warnings.

@@ -11,10 +11,11 @@ from transformers_packed.models.families import FAMILIES
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
 from transformers_packed.models.registry import REPLACEMENTS, modeling_module
+from transformers_packed.models.releases import supports_other_families
 
 
 # Two classes of each kind that a table generates.
-BY_TABLE = ("bamba", "mamba2", "kimi_linear", "recurrent_gemma")
+BY_TABLE = ("bamba", "mamba2", "kimi_linear", "recurrent_gemma") if supports_other_families() else ()
 # Our arguments that the stock method does not have. They come last.
 ADDED = {
     "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],

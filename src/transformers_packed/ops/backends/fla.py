@@ -34,7 +34,10 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, *
 
 
 def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
-    from fla.modules.causal_conv1d.ops import causal_conv1d
+    try:
+        from fla.modules.causal_conv1d.ops import causal_conv1d
+    except ImportError:  # before 0.6
+        from fla.modules.conv.causal_conv1d import causal_conv1d
 
     boundaries = _boundaries(boundaries)
     return causal_conv1d(hidden_states, weight, bias, activation=activation, backend="triton", **boundaries)[0]
@@ -59,10 +62,13 @@ def _needs_backward(*tensors: torch.Tensor | None) -> bool:
 @lru_cache
 def _backward_problem() -> str:
     """Return why flash-linear-attention cannot run the backward on this machine, or an empty string."""
-    from fla.ops.common.backends.tilelang import CommonTileLangBackend
+    try:
+        from fla.ops.common.backends.tilelang import CommonTileLangBackend as Backend
+    except ImportError:  # before 0.6
+        from fla.ops.common.backends.tilelang import TileLangBackend as Backend
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
-    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or CommonTileLangBackend.can_use():
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1 or Backend.can_use():
         return ""
     reason = "computes a wrong backward on Hopper GPUs with this version of triton"
     return f"{reason}; needs triton >= 3.7.1 or tilelang (pip install tilelang)"

@@ -1,0 +1,176 @@
+"""Plugin for Axolotl: `plugins: [transformers_packed.integrations.axolotl.PackedPlugin]` in the configuration.
+
+It patches the model once Axolotl has built it, and collates the rows of `sample_packing: true` with their boundaries.
+Axolotl itself changes methods of Transformers' classes before it builds a model. The plugin restores the methods whose
+work it does itself, and refuses the options that would change others.
+"""
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.collators import V2BatchSamplerDataCollatorForSeq2Seq
+from transformers.utils import logging
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from ..models.families import FAMILIES, MIXERS, UNPACKED, families_of
+from ..models.registry import REPLACEMENTS, modeling_module, patch_model
+
+
+logger = logging.get_logger(__name__)
+
+# Options that make documents depend on more than their own row, with the value that turns them off.
+_REFUSED = {
+    "context_parallel_size": (1, "whole rows"),
+    "use_pose": (False, "positions that count every token of a document"),
+    "pretraining_dataset": (None, "a dataset that is tokenized before training"),
+    "reward_model": (False, "labels per token"),
+    "process_reward_model": (False, "labels per token"),
+}
+# Modules that change methods of Transformers' classes, and the fix for each.
+_FIXES = {
+    "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
+    "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
+    "cut_cross_entropy": "Set cut_cross_entropy: false.",
+    "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
+    "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
+    "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
+    "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
+    # Axolotl's own way to pack some other families.
+    "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
+}
+# Modules with wrappers that Transformers itself applies to its methods.
+_WRAPPERS = ("transformers.", "kernels.", "huggingface_hub.")
+# Modules whose changes are undone. Our classes isolate documents and compute LoRA adapters without them.
+_UNDONE = (
+    "axolotl.monkeypatch.lora_kernels",
+    "axolotl.monkeypatch.models.qwen3_5.modeling",
+    "axolotl.monkeypatch.models.qwen3_next.modeling",
+)
+
+
+def _methods(cls: type) -> dict[str, FunctionType]:
+    return {name: method for name, method in vars(cls).items() if isinstance(method, FunctionType)}
+
+
+for family in FAMILIES:
+    modeling_module(family)
+# Axolotl imports its plugins when it reads the configuration, before it changes any class.
+_STOCK = {stock: _methods(stock) for stock in REPLACEMENTS}
+
+
+class PackedPlugin(BasePlugin):
+    """Axolotl plugin: keep the documents of a packed row apart, with the kernels of this package.
+
+    Add one line to the configuration. With `sample_packing: true`, the model gets one row per batch, with the
+    boundaries of its documents. Without, the model computes padded batches as packed rows. A model that Axolotl already
+    trains correctly on packed rows, such as Llama, stays unchanged.
+
+    ```yaml
+    plugins:
+      - transformers_packed.integrations.axolotl.PackedPlugin
+    sample_packing: true
+    attn_implementation: sdpa
+    ```
+
+    Raises:
+        `ValueError`: an option of Axolotl that would change the same modules or cut the rows. The message names it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._is_patched = False
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Raise a `ValueError` for options with which rows could not be kept whole."""
+        for name, (off, expected) in _REFUSED.items() if cfg.sample_packing else ():
+            if (value := cfg.get(name)) not in (None, off):
+                fix = f"Remove {name}, or set sample_packing: false."
+                raise input_error(f"{expected} for sample_packing: true", f"{name}: {value}", fix)
+
+    def post_model_build(self, cfg: Any, model: torch.nn.Module) -> None:
+        """Patch the model, before Axolotl adds adapters, checkpointing and FSDP."""
+        self._is_patched = not families_of(model).isdisjoint({*FAMILIES, *MIXERS, *UNPACKED})
+        if self._is_patched:
+            restore_stock_methods(model)
+        patch_model(model)
+
+    def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
+        """Return the collator of packed rows, and `None` for padded batches."""
+        is_packed = cfg.eval_sample_packing if is_eval else cfg.sample_packing
+        return (PackedCollator, {}) if is_packed and self._is_patched else None
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Raise a `ValueError` if packed rows would reach the model without boundaries."""
+        if not (self._is_patched and cfg.sample_packing) or isinstance(trainer.data_collator, PackedCollator):
+            return
+        got, fix = type(trainer.data_collator).__name__, "List this plugin before others that set a collator."
+        raise input_error("the collator of PackedPlugin for sample_packing: true", got, fix)
+
+
+class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):
+    """Axolotl's collator of packed rows, with one row per batch and the boundaries of the samples.
+
+    Returns `input_ids`, `labels` and other columns `[1, T]` with one value per token, `position_ids` `[1, T]` and
+    `cu_seqlens` `[N+1]`. All padding is at the end of the row, as its last document, and `padding_tokens` (`int`) is its
+    length. There is no `attention_mask`.
+    """
+
+    def __call__(self, features: list, return_tensors: str | None = None) -> dict[str, Any]:
+        """Collate samples, or rows of samples, into one row."""
+        rows = features if isinstance(features[0], list) else [features]
+        batch = dict(super().__call__(features, return_tensors))
+        batch.pop("position_ids", None)
+        mask = batch.pop("attention_mask", None)
+        lengths = [[len(sample["input_ids"]) for sample in row] for row in rows]
+        shape = batch["input_ids"].shape
+        for name, column in batch.items():
+            if column.shape != shape:
+                got = f"column {name} of shape {tuple(column.shape)}"
+                raise input_error("columns with one value per token", got, "Remove it, or set sample_packing: false.")
+        is_real = torch.arange(shape[1]) < torch.tensor([sum(row) for row in lengths])[:, None]
+        if self.tokenizer.padding_side == "left":
+            is_real = is_real.flip(1)
+        if mask is not None and bool((mask[is_real] == 0).any()):
+            raise input_error("samples without padding", "an attention_mask with zeros", "Remove the padding tokens.")
+        # A stable sort keeps the order of the real tokens, and moves all padding behind them.
+        order = (~is_real).flatten().to(torch.uint8).argsort(stable=True)
+        batch = {name: column.flatten()[order][None] for name, column in batch.items()}
+        padding = int((~is_real).sum())
+        documents = [length for row in lengths for length in row] + [padding] * bool(padding)
+        boundaries = SequenceBoundaries.from_lengths(documents)
+        if "labels" in batch:
+            # No token of the same document predicts its first token.
+            batch["labels"][0, boundaries.cu_seqlens[:-1].long()] = -100
+        batch |= {"position_ids": boundaries.position_ids, "cu_seqlens": boundaries.cu_seqlens}
+        return batch | ({"padding_tokens": padding} if padding else {})
+
+
+def restore_stock_methods(model: torch.nn.Module) -> None:
+    """Undo Axolotl's changes to the classes of a model's modules.
+
+    Raises:
+        `ValueError`: a method was changed by another option, or before this module was imported.
+    """
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
+        if not cls.__module__.startswith("transformers.models."):
+            continue
+        for name, method in _methods(cls).items():
+            source = method.__module__
+            if source.startswith(_WRAPPERS):
+                continue
+            stock = _STOCK.get(cls, {}).get(name)
+            if source in _UNDONE and stock is not None and stock is not method:
+                setattr(cls, name, stock)
+                logger.warning_once(f"PackedPlugin: {cls.__name__}.{name} of {source} is not used.")
+                continue
+            fixes = (fix for prefix, fix in _FIXES.items() if source.startswith(prefix) and source not in _UNDONE)
+            fix = next(fixes, "Turn off what sets it, and train in a new process.")
+            got = f"{cls.__name__}.{name} of {source}"
+            raise input_error("Transformers' own methods in the model to patch", got, fix)
+        # Axolotl marks an attention class that it has changed, and would not change it again.
+        if "_original_forward" in vars(cls):
+            delattr(cls, "_original_forward")
