@@ -14,7 +14,7 @@ NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/te
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
 # Model families with dedicated classes, how they take the stock classes' place, and the trainers.
 CORE := tests/test_boundaries.py tests/models/qwen3_5 tests/models/qwen3_next tests/models/qwen3_5_moe \
-	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py signatures.py checkpoints.py shared_prompts.py verdict.py) \
+	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py checkpoints.py shared_prompts.py verdict.py) \
 	$(addprefix tests/data/test_,collator.py guard.py) \
 	$(addprefix tests/training/test_,checks.py configure.py trainer.py stock_trainer.py lora.py)
 RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2
