@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     Qwen3_5Config,
     Trainer,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -40,6 +41,7 @@ from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
+from transformers_packed.training.callbacks.warm_up import WarmUpCallback
 from transformers_packed.training.warm_up import rows_to_run
 
 
@@ -326,6 +328,27 @@ class TrainerTest(KernelsTestCase):
         self.assertEqual(
             self.train(self.build(Own, padding_free=True)), ["warm up", "step", "own loss", "step", "own loss"]
         )
+
+    def test_a_collator_that_needs_other_columns(self):
+        trainer = self.build(padding_free=True)
+        collator = trainer.data_collator
+
+        def with_scores(features):
+            # Only the rows of `warm_up` predict every token.
+            if features[0]["labels"] == features[0]["input_ids"]:
+                raise KeyError("score")
+            return collator(features)
+
+        trainer.data_collator = with_scores
+        with self.assertLogs("transformers_packed", "WARNING") as logs:
+            self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
+        self.assertIn("stopped by KeyError: 'score'", "".join(logs.output))
+        self.assertTrue(trainer.model.training)
+        # With several processes, the others would wait.
+        self.events.clear()
+        with mock.patch.object(TrainingArguments, "world_size", 2), self.assertRaises(KeyError) as raised:
+            WarmUpCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
+        self.assertIn("compile_before_training=False", raised.exception.__notes__[0])
 
     def test_plain_arguments(self):
         trainer = self.build(arguments=TrainingArguments)

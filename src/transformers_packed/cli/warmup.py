@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import input_error
     from ..models.cuda_graphs import use_cuda_graphs
     from ..models.float8 import use_float8
+    from ..models.releases import checkpointing_argument
     from ..ops.compilations import caches
     from ..training.warm_up import compiles_kernels, warm_up
     from .finetune import check_float8, check_peft, computes_in_bfloat16
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.float8:
         use_float8(model)
     if args.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
     if args.graphs:
         use_cuda_graphs(model, -(-args.max_length // 64) * 64)
 

@@ -44,15 +44,23 @@ class WarmUpCallback(TrainerCallback):
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         compared = getattr(trainer, "_compared_rows", None)
         tokens, documents = largest_row(trainer)
-        warm_up(
-            model,
-            tokens,
-            max_documents=documents,
-            collator=trainer.data_collator,
-            loss=self._loss,
-            evaluation=_evaluates(trainer),
-            progress=self.progress and state.is_local_process_zero,
-        )
+        try:
+            warm_up(
+                model,
+                tokens,
+                max_documents=documents,
+                collator=trainer.data_collator,
+                loss=self._loss,
+                evaluation=_evaluates(trainer),
+                progress=self.progress and state.is_local_process_zero,
+            )
+        except Exception as error:
+            # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
+            if args.world_size > 1:
+                error.add_note("This row was made to compile kernels. Pass compile_before_training=False to skip it.")
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning(f"warm_up: stopped by {reason}. Other kernels are compiled in the first steps.")
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
