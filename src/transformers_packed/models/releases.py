@@ -80,7 +80,9 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
         if isinstance(method, FunctionType) and inspect.isfunction(original):
             known = inspect.signature(method).parameters
             new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
-            found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
+            # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
+            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known.values()):
+                found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
     return found
 
 
