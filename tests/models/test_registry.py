@@ -173,6 +173,7 @@ class RegisterTest(unittest.TestCase):
         def forward(self, hidden_states, cache_params=None, attention_mask=None, window=None, **kwargs):
             raise AssertionError
 
+        forward.__module__ = modeling_qwen3_5.__name__
         with mock.patch.object(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", forward):
             expected = (
                 "has the new argument window of Qwen3_5GatedDeltaNet.forward, which .* would ignore.*pip install"
@@ -181,6 +182,10 @@ class RegisterTest(unittest.TestCase):
                 transformers_packed.register()
             with self.assertRaisesRegex(ImportError, "argument window"):
                 transformers_packed.patch_model(modeling_qwen3_5.Qwen3_5ForCausalLM(CONFIGS["qwen3_5"]))
+        # A method that another package has put there says nothing about the release.
+        forward.__module__ = "another_package"
+        with mock.patch.object(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", forward):
+            transformers_packed.register()
 
     def test_other_families_need_a_release_that_they_are_tested_with(self):
         model, registered = tiny_model("mamba"), AutoModelForCausalLM._model_mapping._extra_content
@@ -234,7 +239,7 @@ class ImportTest(unittest.TestCase):
             "import sys, torch, transformers_packed\n"
             # These import the ops, and thereby `transformers.modeling_utils`, which imports the compiler of torch.
             "late = ('.audit', '.models.cuda_graphs', '.models.float8', '.training.configure', '.training.callbacks',\n"
-            "        '.training.trainer')\n"
+            "        '.training.trainer', '.training.warm_up')\n"
             "names = [name for name, module in transformers_packed._HOMES.items() if not f'.{module}'.startswith(late)]\n"
             "assert len(names) > 15\n"
             "[getattr(transformers_packed, name) for name in names]\n"

@@ -77,7 +77,9 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
     found = []
     for name, method in vars(ours).items():
         original = getattr(builtin, name, None)
-        if isinstance(method, FunctionType) and inspect.isfunction(original):
+        # Another package may have replaced the method, which tells nothing about the release.
+        is_stock = inspect.isfunction(original) and original.__module__.startswith("transformers.")
+        if isinstance(method, FunctionType) and is_stock:
             known = inspect.signature(method).parameters
             new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
             # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
