@@ -5,6 +5,7 @@ import pickle
 import tempfile
 import unittest
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import peft
@@ -15,6 +16,7 @@ from mixins.model import packed_batch, total_relative_error
 from parameterized import parameterized
 from scripts.trainer_arms import TINY
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
@@ -82,6 +84,29 @@ def row_of(lengths, seed=1):
 
 def gradients_of(model):
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def enable_checkpointing(model, step, inputs=True):
+    """Checkpoint each `step`-th layer. Releases differ in the method's name and arguments."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not inputs:
+        model.disable_input_require_grads()
+    for number, layer in enumerate(model.model.layers):
+        layer.gradient_checkpointing = number % step == 0
+
+
+def count_calls(model):
+    """Return a list that counts the calls of each layer. A subclass counts, because graphs refuse hooks."""
+    calls = [0] * len(model.model.layers)
+    for number, layer in enumerate(model.model.layers):
+
+        class Counted(type(layer)):
+            def __call__(self, *args, number=number, **kwargs):
+                calls[number] += 1
+                return super().__call__(*args, **kwargs)
+
+        layer.__class__ = Counted
+    return calls
 
 
 # Replacements of functions that need a GPU.
@@ -291,10 +316,60 @@ class CudaGraphsTest(unittest.TestCase):
     def test_longer_rows(self):
         self.assert_runs_without("more than row_length=128 tokens", *models_of(), row_of([100, 29]))
 
-    def test_checkpointing(self):
+    @parameterized.expand([(name, step) for name in MODELS for step in (1, 2)])
+    def test_checkpointing(self, name, step):
+        """The backward computes the layers again, and the graphs save nothing else of them."""
+        graphed, plain = models_of(name)
+        enable_checkpointing(graphed, step)
+        calls = count_calls(graphed)
+        for lengths in ROWS.values():
+            self.assert_same_step(graphed, plain, row_of(lengths))
+        self.assertEqual((RunsAgain.made, RunsAgain.replayed, self.warnings), (6, 2 * len(ROWS), []))
+        # Two warm-ups and a recording for each of three graphs, and the rows. Checkpointed layers run twice each time.
+        runs = 3 * 3 + len(ROWS)
+        self.assertEqual(calls, [2 * runs, 2 * runs if step == 1 else runs] * 2)
+        switches = [layer.gradient_checkpointing for layer in graphed.model.layers]
+        self.assertEqual(switches, [True, step == 1] * 2)
+
+    def test_checkpointing_that_is_turned_on_later(self):
         graphed, plain = models_of()
-        graphed.activation_checkpointing_enable()
-        self.assert_runs_without("gradient checkpointing", graphed, plain, row_of([20, 30]))
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        enable_checkpointing(graphed, 1)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 4)
+
+    def test_checkpointing_with_frozen_and_shared_parameters(self):
+        graphed, plain = models_of()
+        for model in (graphed, plain):
+            first, second, third, _ = model.model.layers
+            third.mlp.up_proj.weight = first.mlp.up_proj.weight
+            model.model.embed_tokens.requires_grad_(False)
+            second.requires_grad_(False)
+            first.input_layernorm.requires_grad_(False)
+        enable_checkpointing(graphed, 1, inputs=False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        for model in (graphed, plain):
+            model.model.layers[:2].requires_grad_(False)
+        self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual((RunsAgain.replayed, len(self.warnings)), (4, 1))
+
+    def test_checkpointing_that_offloads_or_selects(self):
+        graphed, plain = models_of()
+        for function in (partial(checkpoint, context_fn=None), lambda function, *args: function(*args)):
+            enable_checkpointing(graphed, 1)
+            for layer in graphed.model.layers:
+                layer._gradient_checkpointing_func = function
+            reason = vars(graphed.model)["_layer_graphs"].reason_against(
+                graphed.model.layers, [torch.ones(1, 50, 32)], SequenceBoundaries.from_lengths([50])
+            )
+            self.assertIn("offloads or selects", reason)
+
+    def test_checkpointing_with_dropout(self):
+        graphed, plain = models_of()
+        enable_checkpointing(graphed, 1)
+        for model in (graphed, plain):
+            model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(1e-9))
+        self.assert_runs_without("repeat the dropout", graphed, plain, row_of([20, 30]))
 
     def test_experts_that_depend_on_other_tokens(self):
         graphed, plain = models_of("qwen3_5_moe")
@@ -417,7 +492,7 @@ class CudaGraphsTest(unittest.TestCase):
     @parameterized.expand(
         [
             ({"packing": None}, "packing=None"),
-            ({"activation_checkpointing": True}, "activation_checkpointing=True"),
+            ({"torch_compile": True}, "torch_compile=True"),
             ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
         ]
     )

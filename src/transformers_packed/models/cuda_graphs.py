@@ -9,11 +9,14 @@ A graph computes the same results as the layers. Embedding, final norm, head and
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
@@ -179,8 +182,8 @@ class LayerGraphs:
         last = self._last()
         if last is not None and not last.over:
             return "the backward of an earlier row has not run yet"
-        if any(layer.gradient_checkpointing for layer in layers):
-            return "gradient checkpointing is on"
+        if reason := _reason_against_checkpointing(layers):
+            return reason
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return "a saved-tensor hook is active"
         if not all(isolates(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts")):
@@ -189,7 +192,7 @@ class LayerGraphs:
         for module in layers.modules():
             if _is_hooked(module):
                 return f"a {type(module).__name__} is hooked, wrapped or compiled"
-            made_for.append(module.training)
+            made_for += [module.training, getattr(module, "gradient_checkpointing", False)]
             for parameter in module._parameters.values():
                 if parameter is None:
                     continue
@@ -248,45 +251,72 @@ class _Use:
 
 
 class _Graph:
+    """The recordings of one forward and one backward of the layers."""
+
     def __init__(self, layers, parameters, inputs, row_length, slots, cast, place):
         self.inputs = [x.new_zeros(x.shape[0], row_length, *x.shape[2:]) for x in inputs]
         self.inputs[0].requires_grad_(inputs[0].requires_grad)
         self.cu_seqlens = torch.full((slots + 1,), row_length, dtype=torch.int32, device=inputs[0].device)
         self.cu_seqlens[0] = 0
+        self._segments = list(_segments(layers))
+        self._stand_ins = _stand_ins(layers)
+        self._wanted = [x for x in (self.inputs[0], *(self._stand_ins[x] for x in parameters)) if x.requires_grad]
         device = inputs[0].device.type
-        stand_ins = _stand_ins(layers)
-        wanted = [x for x in (self.inputs[0], *(stand_ins[x] for x in parameters)) if x.requires_grad]
+        # Without the cache, so the graph does not keep reading weights that were cast before the recording.
+        self._autocast = partial(torch.autocast, device, cast, enabled=cast is not None, cache_enabled=False)
+        with _without_checkpointing(layers):
+            with _beside_other_work():
+                for _ in range(_WARM_UPS):
+                    (output,) = self._compute()
+                    self.d_output = torch.zeros_like(output)
+                    self._differentiate()
+            # Free autograd's nodes on that stream, and after the recordings the activations in the pool.
+            self._saved = None
+            self._forward = _Recording(self._compute, place)
+            self._backward = _Recording(self._differentiate, place)
+            self._saved = self._options = None
 
-        def forward():
-            # A new tensor, because kernel packages cache results by the identity of this tensor.
-            boundaries = _open_boundaries(self.cu_seqlens.clone(), row_length)
-            options = {"attention_mask": None, "position_ids": boundaries.position_ids, **boundaries.layer_kwargs()}
-            x, *position_embeddings = self.inputs
-            # Without the cache, so the graph does not keep reading weights that were cast before the recording.
-            autocast = torch.autocast(device, cast, enabled=cast is not None, cache_enabled=False)
-            options["position_embeddings"] = tuple(position_embeddings)
-            with autocast:
-                for layer in layers:
-                    own = {name: stand_ins[parameter] for name, parameter in layer.named_parameters()}
-                    x = torch.func.functional_call(layer, own, (x,), options)
-            self._output = x
-            return [x.detach()]
+    def _compute(self) -> list[torch.Tensor]:
+        """Return the output of the layers, and save what their backward needs."""
+        # A new tensor, because kernel packages cache results by the identity of this tensor.
+        x, *position_embeddings = self.inputs
+        boundaries = _open_boundaries(self.cu_seqlens.clone(), x.shape[1])
+        self._options = {"attention_mask": None, "position_ids": boundaries.position_ids, **boundaries.layer_kwargs()}
+        self._options["position_embeddings"] = tuple(position_embeddings)
+        self._saved = []
+        for layers, again in self._segments:
+            parameters = (self._stand_ins[parameter] for layer in layers for parameter in layer.parameters())
+            trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+            with torch.set_grad_enabled(not again):
+                output = self._run(layers, x)
+            self._saved.append((layers, trained, x, None if again else output))
+            x = output.detach().requires_grad_(x.requires_grad or bool(trained))
+        return [x.detach()]
 
-        def backward():
+    def _differentiate(self) -> list[torch.Tensor | None]:
+        """Return the gradients of the input and of all trained parameters."""
+        found, gradient = {}, self.d_output
+        for layers, trained, x, output in reversed(self._saved):
+            leaves = [x, *trained] if x.requires_grad else trained
+            if not leaves:
+                break
+            output = self._run(layers, x) if output is None else output
             # Training calls backward outside of autocast.
-            with torch.autocast(device, enabled=False):
-                return torch.autograd.grad(self._output, wanted, self.d_output, allow_unused=True)
+            with torch.autocast(x.device.type, enabled=False):
+                gradients = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+            for leaf, new in zip(leaves, gradients, strict=True):
+                # Layers may share parameters.
+                if new is not None:
+                    found[leaf] = found[leaf] + new if leaf in found else new
+            gradient = found.get(x)
+        return [found.get(leaf) for leaf in self._wanted]
 
-        with _beside_other_work():
-            for _ in range(_WARM_UPS):
-                (output,) = forward()
-                self.d_output = torch.zeros_like(output)
-                backward()
-        # Free autograd's nodes on that stream, and after the recordings the activations in the pool.
-        self._output = None
-        self._forward = _Recording(forward, place)
-        self._backward = _Recording(backward, place)
-        self._output = None
+    def _run(self, layers: list[torch.nn.Module], x: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            for layer in layers:
+                own = {name: self._stand_ins[parameter] for name, parameter in layer.named_parameters()}
+                x = torch.func.functional_call(layer, own, (x,), self._options)
+        return x
 
     @torch.no_grad()
     def fill(self, inputs: tuple[torch.Tensor, ...], boundaries: SequenceBoundaries) -> None:
@@ -332,6 +362,48 @@ def _stand_ins(layers: list[torch.nn.Module]) -> dict[torch.nn.Parameter, torch.
     """
     parameters = (parameter for layer in layers for parameter in layer.parameters())
     return {x: torch.nn.Parameter(x.detach(), requires_grad=x.requires_grad) for x in parameters}
+
+
+def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], bool]]:
+    """Yield runs of layers, and whether the backward computes them again. A layer with checkpointing is one by itself."""
+    segment = []
+    for layer in layers:
+        if not layer.gradient_checkpointing:
+            segment.append(layer)
+            continue
+        if segment:
+            yield segment, False
+        yield [layer], True
+        segment = []
+    if segment:
+        yield segment, False
+
+
+def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
+    """Return why a graph would not compute layers again as their checkpointing does, or an empty string."""
+    for layer in layers:
+        if not layer.gradient_checkpointing:
+            continue
+        function = layer._gradient_checkpointing_func
+        options = getattr(function, "keywords", {})
+        if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
+            return "gradient checkpointing offloads or selects what it saves"
+        if any(isinstance(module, _DropoutNd) and module.p and module.training for module in layer.modules()):
+            return "gradient checkpointing would have to repeat the dropout of its layers"
+    return ""
+
+
+@contextmanager
+def _without_checkpointing(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Turn gradient checkpointing off, because the graph itself computes the layers again."""
+    switched_on = [layer for layer in layers if layer.gradient_checkpointing]
+    for layer in switched_on:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in switched_on:
+            layer.gradient_checkpointing = True
 
 
 class _Replay(torch.autograd.Function):

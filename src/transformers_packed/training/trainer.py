@@ -13,7 +13,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from ..models.cuda_graphs import use_cuda_graphs
-from ..models.releases import checkpointing_argument
 from .callbacks.warm_up import WarmUpCallback
 from .configure import after_model_init, configure_packing
 from .sequence_parallel import SequenceParallelMixin
@@ -71,13 +70,12 @@ class PackedTrainingArguments(TrainingArguments):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
             raise input_error("max_length, and not padding_free=False, with packing=True", got)
         if self.cuda_graphs:
-            names = ("packing", "sequence_parallel_size", checkpointing_argument(), "torch_compile")
-            given = {name: getattr(self, name) for name in names}
+            given = {name: getattr(self, name) for name in ("packing", "sequence_parallel_size", "torch_compile")}
             others = [
-                f"{name}={x}" for (name, x), good in zip(given.items(), (1, 1, 0, 0), strict=True) if (x or 0) != good
+                f"{name}={x}" for (name, x), good in zip(given.items(), (1, 1, 0), strict=True) if (x or 0) != good
             ]
             if others:
-                expected = "packing=True with cuda_graphs=True, without shared rows, checkpointing or torch_compile"
+                expected = "packing=True with cuda_graphs=True, without shared rows or torch_compile"
                 raise input_error(expected, ", ".join(others))
 
     @property
