@@ -1,8 +1,10 @@
 """Layers that run as CUDA graphs on a GPU, against the same layers without graphs: `make test-gpu`."""
 
 import copy
+import io
+import tempfile
 import unittest
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from importlib.util import find_spec
 from unittest import mock
 
@@ -17,7 +19,7 @@ from parameterized import parameterized
 from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
-from transformers_packed import use_cuda_graphs
+from transformers_packed import PackedTrainer, PackedTrainingArguments, use_cuda_graphs
 from transformers_packed.models import cuda_graphs
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.training.callbacks.expert_load import ExpertLoad
@@ -49,6 +51,11 @@ def models_of(family="qwen3_5", dtype=torch.bfloat16):
     set_seed(0)
     plain = cls._from_config(config_class(**REAL_HEADS, **options), dtype=dtype).cuda().train()
     return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
+
+
+def graphs_of(model):
+    graphs = vars(model.model).get("_layer_graphs")
+    return len(graphs._graphs) if graphs else 0
 
 
 def steps_under_ddp():
@@ -183,6 +190,87 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         report("CUDA graphs: LoRA", loss=loss, gradients=gradient)
         self.assertLess(loss, 1e-3)
         self.assertLess(gradient, 1e-2)
+
+    @parameterized.expand([("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_next", 1), ("qwen3_5_moe", 1)])
+    def test_checkpointing(self, family, step):
+        """Layers that the graphs compute again have the gradients of layers that are computed again without them."""
+        graphed, plain = models_of(family)
+        kept = self.reserved_by(graphed)
+        use_cuda_graphs(graphed, ROW_LENGTH)
+        for model in (graphed, plain):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for number, layer in enumerate(model.model.layers):
+                layer.gradient_checkpointing = number % step == 0
+        less = self.reserved_by(graphed)
+        loss, gradient = self.compare(graphed, plain, FULL.values())
+        report(
+            f"CUDA graphs: {family}, gradient checkpointing of each layer with number % {step} == 0",
+            loss=loss,
+            gradients=gradient,
+            **{"memory of the graphs, of that without checkpointing": less / kept},
+        )
+        self.assertEqual(loss, 0)
+        self.assertLess(gradient, 1e-2)
+
+    def reserved_by(self, model):
+        """Return the bytes that the allocator keeps for the graphs of a row."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        model(**row_of([1024])).loss.backward()
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before
+
+    @unittest.skipUnless(find_spec("peft"), "needs peft")
+    def test_lora_with_checkpointing(self):
+        import peft
+
+        wrapped = []
+        for model in models_of():
+            set_seed(0)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            config = peft.LoraConfig(target_modules="all-linear", r=8, init_lora_weights=False)
+            wrapped.append(peft.get_peft_model(model, config))
+        loss, gradient = self.compare(*wrapped, FULL.values())
+        report("CUDA graphs: LoRA with gradient checkpointing", loss=loss, gradients=gradient)
+        self.assertEqual(loss, 0)
+        self.assertLess(gradient, 1e-2)
+
+    @parameterized.expand([("by itself", None), ("asked for", True), ("never", False)])
+    def test_trainer(self, _, wanted):
+        """`PackedTrainer` measures rows and memory, and no graph is recorded after the first step."""
+        _, model = models_of(dtype=torch.float32)
+        samples = [{"input_ids": [n % 96 + 1] * n, "labels": [n % 96 + 1] * n} for n in range(2, 300)]
+        output = io.StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
+            args = PackedTrainingArguments(
+                folder,
+                packing=True,
+                max_length=ROW_LENGTH,
+                per_device_train_batch_size=1,
+                max_steps=8,
+                cuda_graphs=wanted,
+                bf16=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            )
+            trainer = PackedTrainer(model, args, train_dataset=samples)
+            recorded = []
+            step = trainer.training_step
+            trainer.training_step = lambda *args, **kwargs: (recorded.append(graphs_of(model)), step(*args, **kwargs))[
+                1
+            ]
+            trainer.train()
+        lines = [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
+        report(f"CUDA graphs: PackedTrainer, {_}", decision=" ".join(lines) or "none")
+        self.assertEqual(len(lines), wanted is None)
+        if wanted is None:
+            # Eight small layers are bound by the host, on any host.
+            self.assertTrue(lines[0].startswith("CUDA graphs on, because a row takes"), lines)
+        self.assertEqual(set(recorded), {graphs_of(model)})
+        self.assertEqual(graphs_of(model) > 0, wanted is not False)
+        self.assertEqual(self.warnings, [])
 
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")
     def test_under_ddp(self):

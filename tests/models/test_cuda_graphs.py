@@ -1,10 +1,9 @@
-"""CUDA graphs without the graphs: on a CPU, a recording runs its function again on the same tensors."""
+"""CUDA graphs without the graphs: on a CPU, a recording runs its function again."""
 
 import copy
 import pickle
 import tempfile
 import unittest
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -12,38 +11,18 @@ import peft
 import torch
 import torch.distributed as dist
 from common.processes import run_processes
-from mixins.model import packed_batch, total_relative_error
+from common.recordings import MODELS, REPLACEMENTS, RunsAgain, models_of, row_of
+from mixins.model import total_relative_error
 from parameterized import parameterized
-from scripts.trainer_arms import TINY
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+from transformers import set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
 from transformers_packed.models import cuda_graphs
-from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
-from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
-from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops.backends import chunk_indices
 
 
-SIZES = TINY | {
-    "vocab_size": 97,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
-EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
-MODELS = {
-    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),
-    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, mlp_only_layers=[0, 1, 2, 3])),
-    "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES, **EXPERTS)),
-}
-ROW_LENGTH = 128
 ROWS = {
     "one document": [50],
     "several": [3, 64, 1, 20],
@@ -54,36 +33,17 @@ ROWS = {
 }
 
 
-class RunsAgain:
-    made = replayed = 0
-
-    def __init__(self, function, place):
-        RunsAgain.made += 1
-        self.function, self.result = function, function()
-
-    def replay(self):
-        RunsAgain.replayed += 1
-        with torch.enable_grad():
-            results = self.function()
-        with torch.no_grad():
-            for kept, new in zip(self.result, results, strict=True):
-                if kept is not None:
-                    kept.copy_(new)
-        return self.result
-
-
-def on_the_host(cu_seqlens, total_length):
-    """Boundaries for the reference ops, which do not support empty documents."""
-    return SequenceBoundaries.from_cu_seqlens(cu_seqlens.unique(), total_length=total_length)
-
-
-def row_of(lengths, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
-
-
 def gradients_of(model):
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+class Scaled(torch.nn.SiLU):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.scales = 1.0, {"adapter": 1.0}
+
+    def forward(self, x):
+        return super().forward(x) * self.scale * self.scales["adapter"]
 
 
 def enable_checkpointing(model, step, inputs=True):
@@ -107,23 +67,6 @@ def count_calls(model):
 
         layer.__class__ = Counted
     return calls
-
-
-# Replacements of functions that need a GPU.
-REPLACEMENTS = {
-    "_Recording": RunsAgain,
-    "_open_boundaries": on_the_host,
-    "_beside_other_work": nullcontext,
-    "_new_place": object,
-    "_is_on_gpu": lambda tensor: True,
-}
-
-
-def models_of(name="qwen3_5"):
-    """Build a model with graphs and one without."""
-    set_seed(0)
-    plain = MODELS[name]().train()
-    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain
 
 
 def steps_under_ddp():
@@ -282,6 +225,22 @@ class CudaGraphsTest(unittest.TestCase):
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 4)
         self.assertIn("recording the graphs again because parameters or modes", self.warnings[0])
+
+    def test_changed_settings(self):
+        """A recording keeps the Python values that it read."""
+        graphed, plain = models_of()
+        for number, change in enumerate((0, 0.5, 2.0)):
+            for model in (graphed, plain):
+                mlp = model.model.layers[1].mlp
+                if number == 0:
+                    mlp.act_fn = Scaled()
+                elif number == 1:
+                    mlp.act_fn.scale = change
+                else:
+                    mlp.act_fn.scales["adapter"] = change
+            self.assert_same_step(graphed, plain, row_of([20, 30]))
+        self.assertEqual(RunsAgain.made, 6)
+        self.assertIn("settings of the layers have changed", self.warnings[0])
 
     def test_moved_buffers(self):
         graphed, plain = models_of()

@@ -34,6 +34,9 @@ _CALL = "use_cuda_graphs"
 _FEWEST_SLOTS, _MORE_SLOTS = 8, 4
 _WARM_UPS = 2
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Attributes whose changes the graphs see in another way, and types of values that layers read from Python.
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = (bool, int, float, str)
 # The module of the hooks that record layer outputs in Transformers. They stay registered after the first such call and
 # do nothing in other calls.
 _RECORDING = "transformers.utils.output_capturing"
@@ -44,12 +47,13 @@ def use_cuda_graphs(model: Model, row_length: int) -> Model:
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
     Qwen3.5-0.8B on an H200. Every row is computed with `row_length` tokens. Recording takes seconds for the first row
-    of each kind. The graphs keep their memory: the activations of one row, and a gradient for each trained parameter
-    of the layers.
+    of each kind. The graphs keep their memory: the saved activations of one row, and a gradient for each trained
+    parameter of the layers.
 
     A forward that cannot use a graph runs without it, and the log gives the reason once. Examples are a longer row, a
-    layer with hooks, and a second forward before the first backward. Python values that the layers read, such as a
-    dropout rate, are fixed when the graph is recorded.
+    layer with hooks, and a second forward before the first backward. Graphs are recorded again if parameters, modes or
+    settings of the layers change, such as a dropout rate. With gradient checkpointing, their backward computes the
+    layers again.
 
     Args:
         model (`PreTrainedModel`):
@@ -93,6 +97,12 @@ def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             "Load it after transformers_packed.register(), or pass it to patch_model first.",
         )
     return texts
+
+
+def records_graphs(text: torch.nn.Module) -> bool:
+    """Whether a row of this text model has been recorded."""
+    graphs = vars(text).get("_layer_graphs")
+    return graphs is not None and graphs.is_recorded
 
 
 def forget_graphs(model: torch.nn.Module) -> None:
@@ -157,8 +167,13 @@ class LayerGraphs:
         self._graphs: dict[tuple, _Graph] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
+        self._settings: list[tuple[dict, str, Any]] = []
         self._place = None
         self._last: Callable[[], _Use | None] = lambda: None
+
+    @property
+    def is_recorded(self) -> bool:
+        return bool(self._graphs)
 
     def __deepcopy__(self, memo: dict) -> "LayerGraphs":
         return type(self)(self.row_length)
@@ -208,13 +223,15 @@ class LayerGraphs:
         if not trained and not hidden_states.requires_grad:
             return "neither the layers nor their input require gradients"
         self._parameters = list(trained)
-        if made_for != self._made_for:
-            # The existing graphs read the old addresses and ran the layers in their old modes.
+        if made_for != self._made_for or any(where.get(name) != value for where, name, value in self._settings):
+            # The existing graphs read the old addresses, and ran the layers in their old modes and settings.
             if self._graphs:
                 logger.warning_once(
-                    f"{_CALL}: recording the graphs again because parameters or modes of the layers have changed."
+                    f"{_CALL}: recording the graphs again because parameters, modes or settings of the layers have "
+                    "changed."
                 )
             self._graphs, self._place, self._made_for = {}, None, made_for
+            self._settings = list(_settings(layers))
         return ""
 
     def run(
@@ -377,6 +394,19 @@ def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Mod
         segment = []
     if segment:
         yield segment, False
+
+
+def _settings(layers: torch.nn.ModuleList) -> Iterator[tuple[dict, str, Any]]:
+    """Yield the Python values that layers may read, such as a dropout rate, each with its dictionary and name."""
+    for module in layers.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE:
+                continue
+            if isinstance(value, _PLAIN):
+                yield vars(module), name, value
+            elif type(value) is dict:
+                # PEFT's adapters have dictionaries of scales and dropout rates.
+                yield from ((value, key, one) for key, one in value.items() if isinstance(one, _PLAIN))
 
 
 def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:

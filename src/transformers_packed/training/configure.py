@@ -153,7 +153,7 @@ reference (causal convolution), per_document(sdpa) (attention)
         if reason is None:
             line += _train_in_float8(trainer) if float8 else ""
             _apply(trainer, dataset, collator, packed)
-            return _say(trainer, line + _keep_from_liger(trainer))
+            return say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
     return _leave(trainer, str(reason), float8)
@@ -340,7 +340,7 @@ def _say_batches_are_packed(trainer: Trainer, float8: bool) -> Trainer:
     shared = ", and a prompt once for all of its answers" if is_sharing_prompts(trainer) else ""
     line = f"Padding-free on: the model computes only the real tokens of padded batches{shared}; isolation by "
     line += way_of_isolation(trainer)[0] + (_train_in_float8(trainer) if float8 else "")
-    return _say(trainer, line + _keep_from_liger(trainer))
+    return say(trainer, line + _keep_from_liger(trainer))
 
 
 def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
@@ -362,10 +362,11 @@ def _leave(trainer: Trainer, why: str, float8: bool) -> Trainer:
     for name in ("packing", "padding_free"):
         if getattr(trainer.args, name, None) is None:
             setattr(trainer.args, name, False)
-    return _say(trainer, f"Packing off, {unchanged}: {why}")
+    return say(trainer, f"Packing off, {unchanged}: {why}")
 
 
-def _say(trainer: Trainer, line: str) -> Trainer:
+def say(trainer: Trainer, line: str) -> Trainer:
+    """Print a line once, in the main process, and return the trainer."""
     if trainer.is_world_process_zero():
         tqdm.write(line)
     return trainer

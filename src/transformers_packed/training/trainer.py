@@ -15,6 +15,7 @@ from ..errors import input_error
 from ..models.cuda_graphs import use_cuda_graphs
 from .callbacks.warm_up import WarmUpCallback
 from .configure import after_model_init, configure_packing
+from .graphs import graph_length
 from .sequence_parallel import SequenceParallelMixin
 
 
@@ -38,9 +39,10 @@ class PackedTrainingArguments(TrainingArguments):
         sequence_parallel_attention (`str`, *optional*):
             How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
             communication ([`SequenceParallel`]).
-        cuda_graphs (`bool`, *optional*, defaults to `False`):
-            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). Useful if rows are so short that
-            the GPU waits for the host.
+        cuda_graphs (`bool`, *optional*):
+            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured
+            before the first step, with graphs only if the GPU waits for the host. Graphs stay on if they make the row
+            faster and their memory is free, and a line says so. `False` trains without graphs.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
@@ -58,7 +60,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
-    cuda_graphs: bool = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
+    cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
     compile_before_training: bool = field(
         default=True, metadata={"help": "Compile all kernels before the first step."}
@@ -138,8 +140,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         if size != 1:
             self.cut_rows()
         if getattr(self.args, "cuda_graphs", False):
-            tokens = self.args.max_length * self.args.per_device_train_batch_size
-            graph = partial(use_cuda_graphs, row_length=-(-tokens // 64) * 64)
+            graph = partial(use_cuda_graphs, row_length=graph_length(self.args))
             graph(self.model)
             after_model_init(self, graph)
         if getattr(self.args, "compile_before_training", True):

@@ -125,15 +125,15 @@ def warm_up(
         bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel}")
 
     try:
-        with bar, _as_before(model, device), compilations(tell):
+        with bar, as_before(model, device), compilations(tell):
             for lengths in rows:
-                loss(model, _batch(model, lengths, collator, device)).backward()
-                _drop_gradients(model)
+                loss(model, make_row(model, lengths, collator, device)).backward()
+                drop_gradients(model)
                 bar.update()
             if evaluation:
                 model.eval()
                 with torch.no_grad():
-                    loss(model, _batch(model, rows[0], collator, device))
+                    loss(model, make_row(model, rows[0], collator, device))
                 bar.update()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"while compiling kernels, before the first step; {len(found)} are ready") from error
@@ -158,12 +158,12 @@ def rows_to_run(max_length: int, max_documents: int | None = None) -> list[list[
     rows = []
     for at, number in enumerate([1, *numbers]):
         tokens = min(max(_SHORT, 4 * -(-number // 16) * 16), max_length)
-        rows.append(_split(tokens - at % 2, number))
-    rows += [_split(tokens, -(-max_length // _LONG)) for tokens in (max_length - 1, max_length)]
+        rows.append(split(tokens - at % 2, number))
+    rows += [split(tokens, -(-max_length // _LONG)) for tokens in (max_length - 1, max_length)]
     return [row for at, row in enumerate(rows) if row not in rows[:at]]
 
 
-def _split(tokens: int, number: int) -> list[int]:
+def split(tokens: int, number: int) -> list[int]:
     """Return `number` lengths that differ by at most one and add up to `tokens`."""
     return [(at + 1) * tokens // number - at * tokens // number for at in range(number)]
 
@@ -177,7 +177,7 @@ def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return model(**batch).loss if "labels" in batch else model(**batch)[0].float().sum()
 
 
-def _batch(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
+def make_row(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
     """Return a row with documents of these lengths. It has labels only if the model predicts tokens."""
     inner = transformers_model(model)
     config = inner.config
@@ -195,20 +195,20 @@ def _batch(model: torch.nn.Module, lengths: list[int], collator: Any, device: to
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
-def _drop_gradients(model: torch.nn.Module) -> None:
+def drop_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
 
 @contextmanager
-def _as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(x, x.detach().clone()) for x in model.buffers() if not x.is_meta]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            _drop_gradients(model)
+            drop_gradients(model)
             model.train()
             yield
         finally:

@@ -10,13 +10,16 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, arrow_lengths
-from ..warm_up import compiles_kernels, warm_up
+from ..configure import say
+from ..graphs import choose_graphs, graph_length
+from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
 
 
 logger = logging.get_logger(__name__)
 
 # Tokens of a row if samples come from a stream, and samples to read if there is no table of their lengths.
 _SHORT_ROW, _SAMPLES = 1024, 128
+_TYPICAL_DOCUMENT = 512
 
 
 class WarmUpCallback(TrainerCallback):
@@ -44,16 +47,21 @@ class WarmUpCallback(TrainerCallback):
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         compared = getattr(trainer, "_compared_rows", None)
         tokens, documents = largest_row(trainer)
+        options = {
+            "max_documents": documents,
+            "collator": trainer.data_collator,
+            "loss": self._loss,
+            "evaluation": _evaluates(trainer),
+            "progress": self.progress and state.is_local_process_zero,
+        }
         try:
-            warm_up(
-                model,
-                tokens,
-                max_documents=documents,
-                collator=trainer.data_collator,
-                loss=self._loss,
-                evaluation=_evaluates(trainer),
-                progress=self.progress and state.is_local_process_zero,
-            )
+            warm_up(model, tokens, **options)
+            if self._may_use_graphs(model):
+                decision = self._choose_graphs(model, tokens)
+                if decision.startswith("on"):
+                    # Record the graphs of other numbers of documents.
+                    warm_up(model, tokens, **options)
+                say(trainer, f"CUDA graphs {decision}.")
         except Exception as error:
             # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
             if args.world_size > 1:
@@ -64,6 +72,28 @@ class WarmUpCallback(TrainerCallback):
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
+
+    def _may_use_graphs(self, model: torch.nn.Module) -> bool:
+        """Whether the arguments leave the choice open, and rows and processes permit graphs."""
+        args = self.trainer.args
+        is_open = getattr(args, "cuda_graphs", False) is None and args.packing and not args.torch_compile
+        # Sharded layers exchange weights, and graphs cannot run on parts of rows.
+        is_whole = not self.trainer.is_fsdp_enabled and args.sequence_parallel_size == 1
+        texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+        # An earlier call of `train` has made the choice.
+        return is_open and is_whole and bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
+
+    def _choose_graphs(self, model: torch.nn.Module, tokens: int) -> str:
+        trainer, device = self.trainer, self.trainer.args.device
+        with as_before(model, device):
+            lengths = split(tokens, typical_documents(trainer))
+            row = make_row(model, lengths, trainer.data_collator, device)
+
+            def run() -> None:
+                self._loss(model, row).backward()
+                drop_gradients(model)
+
+            return choose_graphs(model, graph_length(trainer.args), run)
 
     def _loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         trainer, batch = self.trainer, self.trainer._prepare_inputs(batch)
@@ -91,6 +121,14 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
         numbers = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLES).astype(int))
         lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
     return max(int(np.sort(lengths)[-rows:].sum()), 2), None
+
+
+def typical_documents(trainer: Trainer) -> int:
+    """Return the number of documents in a batch of typical rows: their median in the plan, or one per 512 tokens."""
+    dataset, rows = trainer.train_dataset, trainer._train_batch_size
+    if not isinstance(dataset, PackingDataset):
+        return max(trainer.args.max_length // _TYPICAL_DOCUMENT, 1) * rows
+    return int(np.median(np.diff(dataset.plan.row_offsets))) * rows
 
 
 def _evaluates(trainer: Trainer) -> bool:

@@ -1,0 +1,87 @@
+"""Whether packed rows train faster as CUDA graphs, by measuring both."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import TrainingArguments
+
+from ..data.planning.memory import FILLED
+from ..models.cuda_graphs import records_graphs, text_models_of, use_cuda_graphs
+
+
+_REPEATS = 5
+# A small gain is worth neither the memory of the graphs nor their limits.
+_GAIN = 1.1
+_GIB = 2**30
+
+
+def choose_graphs(model: torch.nn.Module, row_length: int, run: Callable[[], None]) -> str:
+    """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
+
+    A row whose kernels take longer than their launches needs no graph, and none is recorded. The memory of graphs is
+    what the allocator reserves for them.
+
+    Args:
+        model (`torch.nn.Module`):
+            A Qwen3.5 or Qwen3-Next model of this package on a GPU, without graphs and with compiled kernels.
+        row_length (`int`):
+            The length in tokens of the longest row. A multiple of 64.
+        run (`Callable`):
+            Runs forward and backward of a typical row, and leaves no gradients.
+
+    Returns:
+        `str`: the decision and its reason.
+    """
+    run()
+    host, plain = _time(run)
+    if host * _GAIN < plain:
+        return f"off, because a row takes the GPU {plain:.0f} ms and its launches take the host {host:.0f} ms"
+    # AdamW has two moments for each trained parameter, which exist from the first step on.
+    moments = 2 * sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+    kept, step = _memory(run)
+    room = FILLED * torch.cuda.get_device_properties(None).total_memory - kept - moments - step
+    # The graphs keep the activations and gradients of a step.
+    if step > room:
+        return f"off, because graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
+    use_cuda_graphs(model, row_length)
+    run()
+    if not all(records_graphs(text) for text in text_models_of(model)):
+        reason = "the layers cannot run as graphs"
+    else:
+        graphed, pool = _time(run)[1], _memory(run)[0] - kept
+        gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without"
+        if graphed * _GAIN < plain and pool < room:
+            return f"on, because {gain}; they keep {pool / _GIB:.1f} GiB. cuda_graphs=False turns them off"
+        reason = gain if pool < room else f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
+    use_cuda_graphs(model, 0)
+    return f"off, because {reason}"
+
+
+def graph_length(args: TrainingArguments) -> int:
+    """Return the number of tokens of the longest packed row, rounded up to what graphs need."""
+    return -(-args.max_length * args.per_device_train_batch_size // 64) * 64
+
+
+def _time(run: Callable[[], None]) -> tuple[float, float]:
+    """Return the milliseconds until the host has launched a row, and until the GPU has computed it."""
+    times = []
+    for _ in range(_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        times.append((1e3 * (launched - start), 1e3 * (time.perf_counter() - start)))
+    return min(times, key=lambda pair: pair[1])
+
+
+def _memory(run: Callable[[], None]) -> tuple[int, int]:
+    """Return the bytes that are reserved between steps, and what a step adds to them at its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    kept, before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return kept, torch.cuda.max_memory_allocated() - before

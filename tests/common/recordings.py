@@ -1,0 +1,78 @@
+"""Tiny models with CUDA graphs on a CPU, where a recording runs its function again on the same tensors."""
+
+import copy
+from contextlib import nullcontext
+
+import torch
+from mixins.model import packed_batch
+from scripts.trainer_arms import TINY
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
+
+from transformers_packed import SequenceBoundaries, use_cuda_graphs
+from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
+
+
+SIZES = TINY | {
+    "vocab_size": 97,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, mlp_only_layers=[0, 1, 2, 3])),
+    "qwen3_5_moe": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**SIZES, **EXPERTS)),
+}
+ROW_LENGTH = 128
+
+
+class RunsAgain:
+    made = replayed = 0
+
+    def __init__(self, function, place):
+        RunsAgain.made += 1
+        self.function, self.result = function, function()
+
+    def replay(self):
+        RunsAgain.replayed += 1
+        with torch.enable_grad():
+            results = self.function()
+        with torch.no_grad():
+            for kept, new in zip(self.result, results, strict=True):
+                if kept is not None:
+                    kept.copy_(new)
+        return self.result
+
+
+def on_the_host(cu_seqlens, total_length):
+    """Boundaries for the reference ops, which do not support empty documents."""
+    return SequenceBoundaries.from_cu_seqlens(cu_seqlens.unique(), total_length=total_length)
+
+
+def row_of(lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
+
+
+# Replacements of functions that need a GPU.
+REPLACEMENTS = {
+    "_Recording": RunsAgain,
+    "_open_boundaries": on_the_host,
+    "_beside_other_work": nullcontext,
+    "_new_place": object,
+    "_is_on_gpu": lambda tensor: True,
+}
+
+
+def models_of(name="qwen3_5"):
+    """Build a model with graphs and one without."""
+    set_seed(0)
+    plain = MODELS[name]().train()
+    return use_cuda_graphs(copy.deepcopy(plain), ROW_LENGTH), plain

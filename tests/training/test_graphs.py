@@ -1,0 +1,170 @@
+"""Whether `PackedTrainer` turns CUDA graphs on by itself: by measured times and memory, which are given here."""
+
+import io
+import tempfile
+import unittest
+from contextlib import redirect_stdout
+from unittest import mock
+
+import torch
+from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, models_of, row_of
+from parameterized import parameterized
+from transformers import set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments, use_cuda_graphs
+from transformers_packed.models import cuda_graphs
+from transformers_packed.models.cuda_graphs import records_graphs
+from transformers_packed.training import graphs
+from transformers_packed.training import warm_up as warm_up_module
+from transformers_packed.training.callbacks import warm_up as callback
+from transformers_packed.training.graphs import choose_graphs
+
+
+GIB = 2**30
+
+
+class Gpu:
+    """Milliseconds (host, GPU) and GiB (kept, step) of a row without graphs and with them, and the memory of the GPU."""
+
+    def __init__(self, plain=(80, 81), graphed=(1, 30), without=(6, 3), with_graphs=(8, 1), total=80):
+        self.plain, self.graphed, self.without, self.with_graphs = plain, graphed, without, with_graphs
+        self.total, self.text = total, None
+
+    def time(self, run):
+        run()
+        return self.graphed if records_graphs(self.text) else self.plain
+
+    def memory(self, run):
+        run()
+        return [x * GIB for x in (self.with_graphs if records_graphs(self.text) else self.without)]
+
+    def properties(self, device):
+        return mock.Mock(total_memory=self.total * GIB)
+
+
+class GivenGpuTest(unittest.TestCase):
+    def setUp(self):
+        RunsAgain.made = RunsAgain.replayed = 0
+        self.enterContext(mock.patch.multiple(cuda_graphs, **REPLACEMENTS))
+        self.warnings = []
+        self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
+
+    def use(self, gpu):
+        self.enterContext(mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory))
+        self.enterContext(mock.patch.object(torch.cuda, "get_device_properties", gpu.properties))
+        return gpu
+
+
+class ChoiceTest(GivenGpuTest):
+    def choose(self, model, **options):
+        self.use(Gpu(**options)).text = model.model
+
+        def run():
+            model(**row_of([20, 30])).loss.backward()
+            model.zero_grad()
+
+        return choose_graphs(model, ROW_LENGTH, run)
+
+    @parameterized.expand(
+        [
+            ("faster", {}, "on, because a row takes 30 ms with graphs and 81 ms without; they keep 2.0 GiB", 2),
+            ("bound by the GPU", {"plain": (70, 81)}, "off, because a row takes the GPU 81 ms and its", 0),
+            ("slower", {"graphed": (1, 78)}, "off, because a row takes 78 ms with graphs and 81 ms without", 2),
+            # 0.9 * 13.3 GiB less 6 GiB between steps and 3 GiB of a step.
+            ("no room for a row", {"total": 13.3}, "off, because graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
+            ("no room", {"total": 8}, "off, because graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
+            ("large graphs", {"with_graphs": (70, 1)}, "off, because graphs keep 64.0 GiB, and 63.0 GiB are free", 2),
+        ]
+    )
+    def test_decision(self, _, options, expected, recordings):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        self.assertIn(expected, self.choose(model, **options))
+        self.assertEqual(RunsAgain.made, recordings)
+        self.assertEqual(records_graphs(model.model), expected.startswith("on"))
+
+    def test_moments_of_adam_need_room(self):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        moments = 2 * 4 * sum(x.numel() for x in model.parameters()) / GIB
+        limit = (9 + 3) / 0.9
+        self.assertIn("off", self.choose(model, total=limit + 0.9 * moments / 0.9))
+        self.assertIn("on", self.choose(model, total=limit + 1.1 * moments / 0.9, with_graphs=(8, 1)))
+
+    def test_layers_that_cannot_run_as_graphs(self):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+        self.assertIn("off, because the layers cannot run as graphs", self.choose(model))
+        self.assertIn("is hooked", self.warnings[0])
+        self.assertIsNone(vars(model.model)["_layer_graphs"])
+
+
+class TrainerTest(GivenGpuTest):
+    def setUp(self):
+        super().setUp()
+        for place in (warm_up_module, callback):
+            self.enterContext(mock.patch.object(place, "compiles_kernels", lambda device: True))
+        self.gpu = self.use(Gpu())
+
+    def train(self, times=1, **options):
+        """Return the trained model, and the lines about graphs."""
+        samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
+        defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2, "optim": "sgd"}
+        set_seed(0)
+        model, output = MODELS["qwen3_5"](), io.StringIO()
+        self.gpu.text = model.model
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
+            args = PackedTrainingArguments(
+                folder, learning_rate=0.1, max_steps=3, use_cpu=True, report_to="none", **defaults | options
+            )
+            trainer = PackedTrainer(model, args, train_dataset=samples)
+            for _ in range(times):
+                trainer.train()
+        return model, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
+
+    def test_on(self):
+        graphed, lines = self.train()
+        self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
+        self.assertEqual(vars(graphed.model)["_layer_graphs"].row_length, 128)
+        # Forward and backward, for up to 6 and 30 documents, and none is recorded later.
+        self.assertEqual((RunsAgain.made, self.warnings), (4, []))
+        plain, lines = self.train(cuda_graphs=False)
+        self.assertEqual((lines, RunsAgain.made), ([], 4))
+        for a, b in zip(graphed.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_off(self):
+        self.gpu.plain = (50, 81)
+        model, lines = self.train()
+        self.assertEqual(len(lines), 1)
+        self.assertIn("off", lines[0])
+        self.assertEqual((RunsAgain.made, records_graphs(model.model)), (0, False))
+
+    def test_an_earlier_choice_stays(self):
+        _, lines = self.train(times=2)
+        self.assertEqual((len(lines), RunsAgain.made), (1, 4))
+
+    @parameterized.expand(
+        [
+            ("asked for", {"cuda_graphs": True}, True),
+            ("padding-free", {"packing": None, "max_length": None}, False),
+            ("nothing is compiled", {"compile_before_training": False}, False),
+            ("torch.compile", {"torch_compile": True}, False),
+        ]
+    )
+    def test_no_choice(self, _, options, records):
+        with mock.patch.object(torch, "compile", lambda model, **_: model):
+            model, lines = self.train(**options)
+        self.assertEqual((lines, records_graphs(model.model)), ([], records))
+
+    def test_typical_documents(self):
+        args = mock.Mock(max_length=2048)
+        stream = mock.Mock(args=args, train_dataset=[], _train_batch_size=2)
+        self.assertEqual(callback.typical_documents(stream), 8)
+        stream.args.max_length = 100
+        self.assertEqual(callback.typical_documents(stream), 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
