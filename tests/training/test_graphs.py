@@ -1,4 +1,4 @@
-"""Whether `PackedTrainer` turns CUDA graphs on by itself: by measured times and memory, which are given here."""
+"""Whether `PackedTrainer(cuda_graphs=None)` turns CUDA graphs on: by measured times and memory, which are given here."""
 
 import io
 import tempfile
@@ -110,13 +110,19 @@ class TrainerTest(GivenGpuTest):
     def train(self, times=1, **options):
         """Return the trained model, and the lines about graphs."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
-        defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2, "optim": "sgd"}
+        defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2, "cuda_graphs": None}
         set_seed(0)
         model, output = MODELS["qwen3_5"](), io.StringIO()
         self.gpu.text = model.model
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
             args = PackedTrainingArguments(
-                folder, learning_rate=0.1, max_steps=3, use_cpu=True, report_to="none", **defaults | options
+                folder,
+                optim="sgd",
+                learning_rate=0.1,
+                max_steps=3,
+                use_cpu=True,
+                report_to="none",
+                **defaults | options,
             )
             trainer = PackedTrainer(model, args, train_dataset=samples)
             for _ in range(times):
@@ -148,6 +154,7 @@ class TrainerTest(GivenGpuTest):
     @parameterized.expand(
         [
             ("asked for", {"cuda_graphs": True}, True),
+            ("never", {"cuda_graphs": False}, False),
             ("padding-free", {"packing": None, "max_length": None}, False),
             ("nothing is compiled", {"compile_before_training": False}, False),
             ("torch.compile", {"torch_compile": True}, False),
