@@ -46,6 +46,12 @@ class MemoryCommandTest(unittest.TestCase):
         self.assertEqual(self.command("plan", "--gpus", 8, *options), (0, expected, deprecated))
         self.assertEqual(self.command("plan", "--gpus=8", *options), (0, expected, deprecated))
 
+    def test_lora(self):
+        options = ("--model", self.path, "--max-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
+        for given, rank in (((), 0), (("--lora",), 16), (("--lora", "--lora-rank", 8), 8)):
+            expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
+            self.assertEqual(self.command("memory", *options, *given), (0, expected, ""))
+
     def test_what_cannot_be_is_an_error(self):
         gpus = ("--max-length", 2**20, "--gpus", 2)
         fits = (*gpus, "--model", self.path, "--gpu-memory", 24)

@@ -599,7 +599,7 @@ class KernelsTest(InterpretedKernelsTest, Float8TestCase):
         ran = {op for op, names in implementations_used().items() if "triton" in names}
         self.assertLessEqual({"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}, ran)
         # Inputs that are computed again for the adapters, not saved.
-        with mock.patch("transformers_packed.ops.linear._WORTH_RECOMPUTING", 1):
+        with mock.patch("transformers_packed.ops.linear.WORTH_RECOMPUTING", 1):
             again = result(model, texts)
         self.assertTrue(same(again, found))
 

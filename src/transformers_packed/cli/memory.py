@@ -18,8 +18,10 @@ def add_parser(subparsers) -> Parser:
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
     add("--max-length", type=positive_int, required=True, metavar="N", help="tokens per row")
-    weights = "dtype of parameters, gradients and AdamW moments"
+    weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
+    add("--lora", action="store_true", help="train LoRA adapters on all linear layers instead of all parameters")
+    parser.add_count("--lora-rank", "rank of the adapters", 16)
     parser.add_shared("--trust-remote-code")
     return parser
 
@@ -30,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from .checkpoint import load_config
 
     config = load_config("--model", args.model, args.trust_remote_code)
-    plan = plan_sequence_parallel(config, args.max_length, args.gpus, args.gpu_memory, weights=args.weights)
+    rank = args.lora_rank if args.lora else 0
+    plan = plan_sequence_parallel(
+        config, args.max_length, args.gpus, args.gpu_memory, weights=args.weights, lora_rank=rank
+    )
     print(plan.summary())
     return 0

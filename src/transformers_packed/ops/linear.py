@@ -30,7 +30,7 @@ from .projection import (
 
 
 # Elements of an input from which on computing it again costs less than the memory is worth: 16 MiB in bfloat16.
-_WORTH_RECOMPUTING = 1 << 23
+WORTH_RECOMPUTING = 1 << 23
 
 
 def as_projection(layer: torch.Tensor | Projection) -> Projection:
@@ -189,7 +189,7 @@ def _fused(hidden_states, *projections, dtype=None):
     recipe = getattr(hidden_states, "_recipe", None)
     # The gradient of a weight takes long and needs its input. A short input is not worth another kernel.
     frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
-    long = hidden_states.numel() >= _WORTH_RECOMPUTING
+    long = hidden_states.numel() >= WORTH_RECOMPUTING
     # In float8, the input is kept for the weights in float8 only, in a byte for each element.
     spare = frozen or any(p.float8 for p in projections)
     if long and spare and recipe is not None and recipe.version == hidden_states._version:

@@ -6,13 +6,23 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import peft
 import torch
 import torch.distributed as dist
 from common.processes import EXPERTS, run_once
 from common.sizes import SIZE_4B
 from mixins.vision import TEXT, vision_config
 from parameterized import parameterized
-from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    set_seed,
+)
 
 from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.data.planning.memory import (
@@ -101,7 +111,7 @@ def count_received(size):
 
 
 def measured_on_gpus():
-    """Yield model, tokens, P, checkpointing and GiB of each run.
+    """Yield model, tokens, P, checkpointing, the rank of LoRA and GiB of each run.
 
     A run is forward and backward without existing gradients, with all weights on each GPU.
     """
@@ -110,24 +120,29 @@ def measured_on_gpus():
         ours = run["arms"].get("ours", {})
         # An arm with graphs leaves some memory allocated.
         if run["lengths"] == "lognormal" and "peak_GiB" in ours and "ours+graphs" not in run["arms"]:
-            yield run["model"], run["tokens"], 1, run["checkpointing"], ours["peak_GiB"]
+            yield run["model"], run["tokens"], 1, run["checkpointing"], 0, ours["peak_GiB"]
+    for run in json.loads((results / "lora.json").read_text())["runs"]:
+        if "ours+lora" in run["arms"] and "ours+graphs+lora" not in run["arms"]:
+            yield run["model"], run["tokens"], 1, run["checkpointing"], 16, run["arms"]["ours+lora"]["peak_GiB"]
     for run in json.loads((results / "sequence_parallel.json").read_text())["runs"]:
         for size in sorted({arm["size"] for arm in run["arms"]}):
             peaks = [arm["peak_GiB"] for arm in run["arms"] if arm["size"] == size]
-            yield run["model"], run["tokens"], size, True, max(peaks)
+            yield run["model"], run["tokens"], size, True, 0, max(peaks)
 
 
-def expected_peak(model, row_length, size, checkpointing):
+def expected_peak(model, row_length, size, checkpointing, lora_rank):
     """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
     config = Qwen3_5TextConfig(**SIZES[model])
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
-    need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing)
-    layer = [layer_memory(config, n, row_length, size, None) for n in range(layers)]
+    need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing, None, lora_rank)
+    layer = [layer_memory(config, n, row_length, size, None, lora_rank) for n in range(layers)]
     kept = [bytes_kept for bytes_kept, _ in layer]
-    peaks, given = [need.saved + loss_memory(config, tokens)], 2 * config.hidden_size * tokens
+    peaks, given = [need.saved + loss_memory(config, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
     for number in range(layers):
         # Gradients of the root and of the layers after this one.
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
+        if lora_rank:
+            gradients = need.gradients * (layers - 1 - number) / layers
         saved = number * given + kept[number] if checkpointing else sum(kept[: number + 1])
         peaks.append(gradients + saved + layer[number][1])
     return (need.weights + max(peaks)) / GIB
@@ -136,14 +151,16 @@ def expected_peak(model, row_length, size, checkpointing):
 class FormulaeTest(unittest.TestCase):
     def test_fits_what_was_measured(self):
         page, found = (ROOT / "docs/explained/memory.md").read_text(), set()
-        for model, tokens, size, checkpointing, measured in measured_on_gpus():
-            expected = expected_peak(model, tokens, size, checkpointing)
-            self.assertLess(abs(expected / measured - 1), 0.03, (model, tokens, size, checkpointing))
+        for model, tokens, size, checkpointing, rank, measured in measured_on_gpus():
+            expected = expected_peak(model, tokens, size, checkpointing, rank)
+            self.assertLess(abs(expected / measured - 1), 0.05 if rank else 0.03, (model, tokens, size, checkpointing))
             figures = f"{measured:.2f} GiB | {expected:.2f} GiB | {100 * (expected / measured - 1):+.1f} %"
-            row = f"| {model} | {tokens:,} | {size} | {'with' if checkpointing else 'without'} | {figures} |"
+            shape = f"{model}{', LoRA' if rank else ''}"
+            row = f"| {shape} | {tokens:,} | {size} | {'with' if checkpointing else 'without'} | {figures} |"
             self.assertTrue(row in page, row)
-            found.add((model, size, checkpointing))
+            found.add((shape, size, checkpointing))
         self.assertGreaterEqual(found, {("4B", 1, False), ("4B", 1, True), ("4B", 2, True), ("9B", 1, False)})
+        self.assertGreaterEqual(found, {("4B, LoRA", 1, False), ("4B, LoRA", 1, True), ("9B, LoRA", 1, False)})
 
     @parameterized.expand([(f"{case}, {size}", case, size) for case, (_, _, s) in EXCHANGES.items() for size in s])
     def test_counts_what_is_exchanged(self, _, case, size):
@@ -158,7 +175,30 @@ class FormulaeTest(unittest.TestCase):
         layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.language_model.layers]
         blocks = sum(p.numel() for p in model.model.visual.blocks.parameters())
         total = model.num_parameters()
-        self.assertEqual(Parameters.of(config), Parameters(total, total - sum(layers) - blocks, max(layers)))
+        found = Parameters.of(config)
+        self.assertEqual(found, Parameters(total, total - sum(layers) - blocks, max(layers), found.adapters))
+
+    @parameterized.expand(
+        [
+            ("Qwen3.5", Qwen3_5TextConfig(**SMALL), True),
+            ("vision", Qwen3_5Config(**vision_config(SMALL)), False),
+        ]
+    )
+    def test_counts_adapters_as_peft_does(self, _, config, only_text):
+        auto = AutoModelForCausalLM if only_text else AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = peft.get_peft_model(
+                auto.from_config(config), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            )
+        self.assertEqual(4 * Parameters.of(config).adapters, model.get_nb_trainable_parameters()[0])
+        # The first matrices of a layer's adapters have as many outputs per token as the layer saves.
+        text = config.get_text_config()
+        for number in range(len(text.layer_types)):
+            adapters = sum(
+                "lora_A" in n and f"layers.{number}." in n for n, _ in model.named_parameters() if "visual" not in n
+            )
+            with_them, without = (layer_memory(text, number, 64, 1, None, rank)[0] for rank in (4, 0))
+            self.assertEqual(with_them - without, 2 * 64 * 4 * adapters)
 
     def test_the_page_has_these_figures(self):
         page = (ROOT / "docs/explained/memory.md").read_text()
@@ -200,6 +240,29 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80).options), [1, 2, 4, 8, 16])
         self.assertEqual(list(plan_sequence_parallel(odd, 2**14, 16, 80, attention="heads").options), [1, 2, 4])
 
+    def test_lora(self):
+        config = Qwen3_5TextConfig(**SIZE_4B)
+        whole, half, lora = (
+            plan_sequence_parallel(config, 2**14, 2, 80, **options)
+            for options in ({}, {"lora_rank": 8}, {"lora_rank": 16})
+        )
+        for (need, _), (less, _), (more, _) in zip(*(x.options.values() for x in (whole, half, lora)), strict=True):
+            adapters = 4 * 8 * whole.parameters.adapters / 2
+            self.assertEqual(
+                (less.weights, less.gradients, less.moments), (need.weights + adapters, adapters, 2 * adapters)
+            )
+            self.assertEqual(more.gradients, 2 * less.gradients)
+            self.assertLess(less.gathered, need.gathered)
+            # The outputs of both norms, beside the products of the adapters.
+            tokens = need.saved - less.saved + (more.saved - less.saved)
+            self.assertEqual(tokens % (2 * 2 * config.hidden_size * config.num_hidden_layers), 0)
+        self.assertRegex(
+            lora.summary(), r"4.21 B parameters and 32 M in adapters, rows .*\n.*gradients 0.1 GiB, AdamW 0.1"
+        )
+        # Short inputs of layers stay.
+        short = [step_memory(config, whole.parameters, 2**10, 1, 1, 2, False, None, rank).saved for rank in (0, 16)]
+        self.assertGreater(short[1], short[0])
+
     @parameterized.expand(
         [
             (
@@ -211,6 +274,7 @@ class PlanTest(unittest.TestCase):
             ("no GPU", {"gpus": 0}, "gpus above 0"),
             ("no memory", {"memory": -1.0}, "memory above 0"),
             ("weights", {"weights": "int8"}, "weights"),
+            ("rank", {"lora_rank": -1}, "lora_rank of at least 0"),
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
             (
                 "heads",
@@ -224,6 +288,11 @@ class PlanTest(unittest.TestCase):
             plan_sequence_parallel(
                 Qwen3_5TextConfig(**SIZE_4B), **{"row_length": 2**17, "gpus": 8, "memory": 80, **changes}
             )
+
+    def test_adapters_of_experts(self):
+        for config in (Qwen3NextConfig(**SMALL, **EXPERTS), Qwen3_5MoeTextConfig(**SMALL, **EXPERTS)):
+            with self.assertRaisesRegex(ValueError, f"without experts, with lora_rank, got {config.model_type}"):
+                plan_sequence_parallel(config, 1024, 1, 80, lora_rank=16)
 
     def test_another_kind_of_model(self):
         with self.assertRaisesRegex(ValueError, "got llama"):

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from ...boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...errors import input_error
-from ...ops.cross_entropy import CHUNK_SIZE
+from ...ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
+from ...ops.linear import WORTH_RECOMPUTING
 from ...parallel.groups import attention_method, check_methods
 from .cost import has_experts
 
@@ -25,21 +26,28 @@ FILLED = 0.9
 
 @dataclass(frozen=True)
 class Parameters:
-    """The number of parameters: in total, outside of layers, and in the largest layer."""
+    """The number of parameters: in total, outside of layers, in the largest layer, and in adapters of rank 1."""
 
     total: int
     root: int
     layer: int
+    adapters: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Parameters":
-        """Count the parameters of a model on the meta device, including its vision tower if it has one."""
+        """Count the parameters of a model on the meta device, including its vision tower if it has one.
+
+        Adapters are those of PEFT's `target_modules="all-linear"`: of all linear layers but the head.
+        """
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(config)
         stacks = (module for name, module in model.named_modules() if name.endswith((".layers", ".blocks")))
         layers = [_count(layer) for stack in stacks for layer in stack]
-        return cls(_count(model), _count(model) - sum(layers), max(layers))
+        head = model.get_output_embeddings()
+        linear = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not head]
+        adapters = sum(x.in_features + x.out_features for x in linear)
+        return cls(_count(model), _count(model) - sum(layers), max(layers), adapters)
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,12 @@ class StepMemory:
         weights (`float`):
             The sharded parameters.
         gradients (`float`):
-            Their sharded gradients.
+            The sharded gradients of trained parameters.
         moments (`float`):
             The sharded moments of AdamW.
         gathered (`float`):
             The full weights and gradients outside of layers, the weights of two layers, and the gradients of one
-            layer.
+            layer. With LoRA only the weights.
         saved (`float`):
             Activations saved for backward.
         working (`float`):
@@ -115,6 +123,8 @@ class SequenceParallelPlan:
             The smallest `P` that fits without and with gradient checkpointing. `None` if no `P` fits.
         methods (`dict`):
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
+        lora_rank (`int`):
+            The rank of the LoRA adapters that are trained, or 0 if all parameters are.
     """
 
     config: PreTrainedConfig
@@ -125,6 +135,7 @@ class SequenceParallelPlan:
     options: dict[int, tuple[StepMemory, StepMemory]]
     needed: tuple[int | None, int | None]
     methods: dict[str, str | None]
+    lora_rank: int = 0
 
     @property
     def size(self) -> int:
@@ -139,8 +150,8 @@ class SequenceParallelPlan:
         """The plan as text."""
         first = self.options[self.size][0]
         lines = [
-            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters, rows of {self.row_length:,} "
-            f"tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
+            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.row_length:,} tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
             f"{_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
@@ -172,9 +183,10 @@ class SequenceParallelPlan:
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
         gathered = _mib(self.parameters.total * _HALF * (1 - 1 / self.gpus))
+        trained = self.lora_rank * self.parameters.adapters or self.parameters.total
         lines.append(
-            f"FSDP2 transfers per GPU: {gathered} MiB of weights in forward, the same in backward, and {gathered} MiB of "
-            "gradients"
+            f"FSDP2 transfers per GPU: {gathered} MiB of weights in forward, the same in backward, and "
+            f"{_mib(trained * _HALF * (1 - 1 / self.gpus))} MiB of gradients"
         )
         return "\n".join(lines)
 
@@ -186,6 +198,7 @@ def plan_sequence_parallel(
     memory: float,
     *,
     weights: str = "bfloat16",
+    lora_rank: int = 0,
     gated_delta_rule: str = "state",
     attention: str | None = None,
 ) -> SequenceParallelPlan:
@@ -204,6 +217,9 @@ def plan_sequence_parallel(
         weights (`str`, *optional*, defaults to `"bfloat16"`):
             The dtype of the parameters, their gradients and the moments of AdamW. The computation is always in
             bfloat16.
+        lora_rank (`int`, *optional*, defaults to 0):
+            Train LoRA adapters of this rank on all linear layers of a model without experts. They, their gradients and
+            moments are in float32, and `weights` is the dtype of the frozen parameters.
         gated_delta_rule (`str`, *optional*):
             As in [`SequenceParallel`].
         attention (`str`, *optional*):
@@ -232,7 +248,12 @@ def plan_sequence_parallel(
     for name, value in (("row_length", row_length), ("gpus", gpus), ("memory", memory)):
         if not value > 0:
             raise input_error(f"{name} above 0", value)
+    if lora_rank < 0:
+        raise input_error("lora_rank of at least 0", lora_rank)
     text, parameters = config.get_text_config(), None
+    # Releases of PEFT differ in whether its adapters of "all-linear" are on experts too.
+    if lora_rank and any(has_experts(text, number) for number in range(len(getattr(text, "layer_types", ())))):
+        raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
     options, reason = {}, None
     for size in (size for size in range(1, gpus + 1) if gpus % size == 0):
         try:
@@ -246,20 +267,21 @@ def plan_sequence_parallel(
         if size == 1 or row_length >= size * (text.linear_conv_kernel_dim - 1):
             parameters = parameters or Parameters.of(config)
             given = (config, parameters, row_length, size, gpus, widths[weights])
-            options[size] = tuple(step_memory(*given, checkpointing, attention) for checkpointing in (False, True))
+            options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
     needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
     if needed == (None, None):
         least = min((pair[1] for pair in options.values()), key=lambda need: need.total)
         sharded = least.weights + least.gradients + least.moments
         raise input_error(
             f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {row_length:,} tokens and "
-            f"{parameters.total / 1e9:.2f} B parameters on {gpus:,} GPUs ({_gib(sharded)} for weights, gradients "
+            f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, lora_rank)} on {gpus:,} GPUs "
+            f"({_gib(sharded)} for weights, gradients "
             f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
             f"{memory:g}",
             f"Use more GPUs or shorter rows{'.' if reason is None else f'; a larger P does not fit the heads. {reason}'}",
         )
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    return SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods)
+    return SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods, lora_rank)
 
 
 def step_memory(
@@ -271,36 +293,47 @@ def step_memory(
     width: int,
     checkpointing: bool,
     attention: str | None = None,
+    lora_rank: int = 0,
 ) -> StepMemory:
-    """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes."""
+    """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
+
+    `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
+    """
     text = config.get_text_config()
     tokens = -(-row_length // size)
-    layers = [layer_memory(text, number, row_length, size, attention) for number in range(len(text.layer_types))]
+    numbers = range(len(text.layer_types))
+    layers = [layer_memory(text, number, row_length, size, attention, lora_rank) for number in numbers]
     # Checkpointing always keeps the input of a layer.
     given = _HALF * tokens * text.hidden_size
     layer = max(kept - given + made if checkpointing else made for kept, made in layers)
-    sharded = width * parameters.total / gpus
+    weights, adapters = width * parameters.total / gpus, _FULL * lora_rank * parameters.adapters / gpus
+    trained = adapters or weights
+    gathered = parameters.root + 2 * parameters.layer
+    if not lora_rank:
+        gathered += parameters.root + parameters.layer
     return StepMemory(
-        weights=sharded,
-        gradients=sharded,
-        moments=2 * sharded,
-        gathered=_HALF * (2 * parameters.root + 3 * parameters.layer) if gpus > 1 else 0,
+        weights=weights + adapters,
+        gradients=trained,
+        moments=2 * trained,
+        gathered=_HALF * gathered if gpus > 1 else 0,
         saved=len(layers) * given if checkpointing else sum(kept for kept, _ in layers),
-        working=max(loss_memory(text, tokens), layer),
+        working=max(loss_memory(text, tokens, lora_rank > 0), layer),
     )
 
 
-def loss_memory(text: PreTrainedConfig, tokens: int) -> float:
-    """Peak bytes of the loss computation, including the final norm."""
+def loss_memory(text: PreTrainedConfig, tokens: int, frozen: bool = False) -> float:
+    """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained."""
     hidden, vocabulary = text.hidden_size, text.vocab_size
-    # The float32 gradient of the head, plus the larger of a chunk's logits and, later, that gradient in bfloat16.
-    head = vocabulary * (_HALF * max(min(tokens, CHUNK_SIZE), hidden) + _FULL * hidden)
+    # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
+    head = _HALF * vocabulary * min(tokens, FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE)
+    if not frozen:
+        head = max(head, _HALF * vocabulary * hidden) + _FULL * vocabulary * hidden
     # Input and output of the norm, the hidden states with a target, and their gradients.
     return head + _HALF * 4 * hidden * tokens
 
 
 def layer_memory(
-    text: PreTrainedConfig, number: int, row_length: int, size: int, attention: str | None
+    text: PreTrainedConfig, number: int, row_length: int, size: int, attention: str | None, lora_rank: int = 0
 ) -> tuple[float, float]:
     """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
     tokens, hidden, whole_row = -(-row_length // size), text.hidden_size, 0
@@ -338,9 +371,25 @@ def layer_memory(
         mlp_kept, mlp_made = 2 * text.intermediate_size, 4 * text.intermediate_size
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept
+    if lora_rank:
+        # The product of each adapter's first matrix.
+        kept += lora_rank * _linear_layers(text, number)
+        # Only adapters need the outputs of the norms, and the backward computes long ones again.
+        if tokens * hidden >= WORTH_RECOMPUTING:
+            kept, made, mlp_made = kept - 2 * hidden, made + hidden, mlp_made + hidden
     # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
     # activations.
     return _HALF * (tokens * kept + whole_row), _HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
+
+
+def _linear_layers(text: PreTrainedConfig, number: int) -> int:
+    """The number of linear layers of a layer without experts."""
+    linear_attention = 5 if text.model_type.startswith("qwen3_5") else 3
+    return 3 + (linear_attention if text.layer_types[number] == "linear_attention" else 4)
+
+
+def _adapters(parameters: Parameters, lora_rank: int) -> str:
+    return f" and {lora_rank * parameters.adapters / 1e6:,.0f} M in adapters" if lora_rank else ""
 
 
 def _keys_and_values(text: PreTrainedConfig) -> tuple[int, int]:
