@@ -150,12 +150,13 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     nan = {"padded": result, "packed": {**result, "losses": [2.0, float("nan")]}}
     assert not demo.loss_difference(nan) < demo.LOSS_TOLERANCE
 
-    def write_result(task, work):
+    def write_result(module, task, work):
+        assert module == "demo_arms"
         if task in results:
-            (work / f"{task}.json").write_text(json.dumps(results[task]))
+            (Path(work) / f"{task}.json").write_text(json.dumps(results[task]))
 
     monkeypatch.setattr(demo, "prepare_samples", lambda *args: None)
-    monkeypatch.setattr(demo, "run_task", write_result)
+    monkeypatch.setattr(demo, "run_module", write_result)
     assert cli.main(["demo", "--output", str(tmp_path)]) == 1
     assert "FAILED: the losses of the two arms differ" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ and returns the exit status. Torch and Transformers take seconds to import, so o
 import os
 import sys
 
-from . import audit, demo, doctor, env, memory, plan, train, warmup
+from . import audit, bench, demo, doctor, env, memory, plan, train, warmup
 from .options import Parser
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (demo, train, warmup, plan, memory, audit, doctor, env):
+    for command in (demo, train, bench, warmup, plan, memory, audit, doctor, env):
         command.add_parser(subparsers).set_defaults(run=command.run)
     args = parser.parse_args(argv)
     try:

@@ -7,7 +7,6 @@ Each arm runs in a separate process (`demo_arms.py`) to measure its peak memory.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .options import Parser
+from .tables import print_table, run_module
 
 
 ARMS = ("padded", "packed")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         (work / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         prepare_samples(work, args.samples, args.batch_size, args.seed)
         for task in ("model", *ARMS):
-            run_task(task, work)
+            run_module("demo_arms", task, str(work))
         results = {arm: json.loads((work / f"{arm}.json").read_text(encoding="utf-8")) for arm in ARMS}
 
     difference = loss_difference(results)
@@ -92,15 +92,6 @@ def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> Non
     )
 
 
-def run_task(task: str, work: Path) -> None:
-    """Create the model or train an arm in a separate process."""
-    command = [sys.executable, "-m", f"{__package__}.demo_arms", task, str(work)]
-    # In its own session, the process does not receive Ctrl-C. `subprocess.run` kills it when interrupted.
-    status = subprocess.run(command, start_new_session=True).returncode
-    if status:
-        raise ChildProcessError(f"the process for {task!r} ended with status {status}")
-
-
 def loss_difference(results: dict[str, dict[str, Any]]) -> float:
     """The largest relative loss difference in a step. NaN if a loss is NaN, infinite if the step counts differ."""
     padded, packed = (results[arm]["losses"] for arm in ARMS)
@@ -118,10 +109,8 @@ def print_report(results: dict[str, dict[str, Any]], difference: float) -> None:
         memory = f"{result['peak_memory'] / 2**20:.0f} MiB"
         row = [arm, result["samples"], result["real_tokens"], f"{padding:.1%}", f"{result['seconds']:.1f}"]
         table.append([*map(str, row), f"{tokens_per_second(result):.0f}", memory, f"{result['losses'][-1]:.4f}"])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print()
-    for arm, *cells in table:
-        print("  ".join([arm.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+    print_table(table)
     before = " and ".join(f"{results[arm]['memory_before'] / 2**20:.0f}" for arm in ARMS)
     print(f"Peak memory is the largest resident size of each process, including {before} MiB before the first step.")
 

@@ -1,0 +1,178 @@
+"""`transformers-packed bench`: time training steps of a model on this machine, padded with Transformers and packed.
+
+Both arms have random weights of the same seed and compute the same documents. Each runs in a process of its own
+(`bench_arm.py`), for its peak memory and because kernels stay in a process.
+"""
+
+import argparse
+import json
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .options import Parser, output_file, positive_float
+from .tables import print_table, run_module
+
+
+ARMS = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
+# Standard deviation of the logarithms of generated lengths: many documents are short, and few are long.
+_SPREAD = 1.0
+_LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+_COLORS = {"padded": "#d1605e", "packed": "#1f4e79"}
+
+
+def add_parser(subparsers) -> Parser:
+    """Declare the command and its options."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time training steps of a model on this machine, padded and packed",
+        description="Time whole training steps of --model on this machine: padded batches with Transformers' class, and "
+        "a packed row with ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is "
+        "read: its weights are random. Lengths of documents come from --data, or are generated.",
+    )
+    add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
+    add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
+    count("--max-length", "tokens per step, in one packed row", 4096)
+    count("--batch-size", "documents per padded batch", 8)
+    data = "JSON-lines or parquet file, or a dataset, with the lengths of your documents (default: generated)"
+    add("--data", metavar="FILE|NAME", help=data)
+    add("--tokenizer", metavar="PATH|NAME", help="tokenizer for --data without input_ids (default: that of --model)")
+    shared("--split", "--subset", "--format")
+    count("--mean-length", "mean number of tokens of generated documents", 480)
+    add("--lora", action="store_true", help="train only LoRA adapters, on all linear layers (needs peft)")
+    count("--lora-rank", "rank of the adapters", 16)
+    add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
+    add("--graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward, in both arms")
+    shared("--attn")
+    dtype = "compute dtype (auto: bfloat16 if the GPU supports it, else float32)"
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
+    weights = "dtype of trained weights; frozen weights have the compute dtype"
+    add("--weights", choices=("float32", "bfloat16"), default="float32", help=weights)
+    add("--seconds", type=positive_float, default=20, metavar="S", help="seconds of timed steps per arm")
+    add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
+    shared("--seed", "--trust-remote-code")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, and plot it if requested. The exit status is 1 if the losses of the two arms differ.
+
+    Raises:
+        `ChildProcessError`: an arm failed for another reason than its memory.
+        `ImportError`: matplotlib or peft is needed and missing.
+        `OSError`: the model or the data cannot be read.
+        `ValueError`: the model is not supported, or the data is malformed.
+    """
+    import torch
+
+    from .finetune import check_float8, check_peft, computes_in_bfloat16, supported_config
+
+    if args.plot and find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
+    check_peft(args.lora)
+    bfloat16 = computes_in_bfloat16(args.dtype)
+    if args.float8:
+        check_float8(bfloat16)
+    config = supported_config(args.model).get_text_config()
+    lengths = choose_lengths(args)
+    names = ("batch_size", "lora", "lora_rank", "float8", "graphs", "gradient_checkpointing", "attn", "weights")
+    settings = {name: getattr(args, name) for name in (*names, "seconds", "seed")}
+    settings |= {"lengths": lengths, "bfloat16": bfloat16}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"{config.model_type} on {device}: {len(lengths):,} documents of {min(lengths):,} to {max(lengths):,} tokens, "
+        f"{sum(lengths):,} in a step."
+    )
+    with tempfile.TemporaryDirectory(prefix="transformers_packed_bench_") as directory:
+        work = Path(directory)
+        config.save_pretrained(work)
+        (work / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+        for arm in ARMS:
+            run_module("bench_arm", arm, str(work))
+        results = {arm: json.loads((work / f"{arm}.json").read_text(encoding="utf-8")) for arm in ARMS}
+    status = print_report(results, "bfloat16" if bfloat16 else "float32")
+    if args.plot:
+        draw(results, f"{config.model_type}, {sum(lengths):,} tokens a step, {device}", args.plot)
+        print(f"Wrote {args.plot}")
+    return status
+
+
+def choose_lengths(args: argparse.Namespace) -> list[int]:
+    """The lengths of the documents of a step, `--max-length` tokens together, in random order.
+
+    Raises:
+        `ValueError`: the documents of `--data` have fewer tokens.
+    """
+    from ..errors import input_error
+    from .plan import find_tokenizer, read_samples
+
+    random = np.random.default_rng(args.seed)
+    if args.data:
+        tokenizer = find_tokenizer(args) if args.tokenizer else None
+        lengths = random.permutation([len(sample["input_ids"]) for sample in read_samples(args, tokenizer)])
+    else:
+        # Each has at least two tokens, so this number always suffices.
+        median = args.mean_length / np.exp(_SPREAD**2 / 2)
+        lengths = random.lognormal(np.log(median), _SPREAD, args.max_length)
+    lengths = np.clip(lengths, 2, args.max_length).astype(int)
+    ends = lengths.cumsum()
+    if ends[-1] < args.max_length:
+        fix = "Pass more data or a lower --max-length."
+        raise input_error(f"documents with {args.max_length:,} tokens", f"{ends[-1]:,}", fix, option="--data")
+    chosen = lengths[: np.searchsorted(ends, args.max_length) + 1]
+    chosen[-1] -= chosen.sum() - args.max_length
+    # A document of one token has no target.
+    if chosen[-1] == 1 and len(chosen) > 1:
+        chosen[-2] += 1
+        chosen = chosen[:-1]
+    return chosen.tolist()
+
+
+def print_report(results: dict[str, dict[str, Any]], dtype: str) -> int:
+    """Print the table and the ratios. Returns 1 if the losses differ, else 0."""
+    table = [["arm", "tokens/s", "ms per step", "peak memory", "padding", "first step"]]
+    for arm, result in results.items():
+        if "error" in result:
+            table.append([ARMS[arm], result["error"], *[""] * 4])
+            continue
+        padding = 1 - result["tokens"] / result["computed_tokens"]
+        row = [ARMS[arm], f"{result['tokens'] / result['seconds']:,.0f}", f"{1000 * result['seconds']:,.0f}"]
+        row += [f"{result['peak_memory'] / 2**30:.1f} GiB", f"{padding:.0%}", f"{result['first_step']:.0f} s"]
+        table.append(row)
+    print()
+    print_table(table)
+    if any("error" in result for result in results.values()):
+        return 0
+    padded, packed = results["padded"], results["packed"]
+    print(f"\nSpeed, packed / padded: {padded['seconds'] / packed['seconds']:.2f}x")
+    print(f"Memory, packed / padded: {packed['peak_memory'] / padded['peak_memory']:.2f}x")
+    difference, tolerance = abs(packed["loss"] / padded["loss"] - 1), _LOSS_TOLERANCE[dtype]
+    print(f"Relative loss difference of the first step: {difference:.1e} (must be below {tolerance:g})")
+    return int(not difference < tolerance)
+
+
+def draw(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
+    """Plot the tokens per second and the peak memory of both arms."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained", dpi=150)
+    panels = {
+        "Training speed, tokens per second": lambda result: result["tokens"] / result["seconds"],
+        "Peak memory, GiB": lambda result: result["peak_memory"] / 2**30,
+    }
+    for axes, (name, value) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        values = [0 if "error" in result else value(result) for result in results.values()]
+        bars = axes.bar(list(results), values, color=[_COLORS[arm] for arm in results], width=0.6)
+        texts = [f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in values]
+        labels = [result.get("error", text) for result, text in zip(results.values(), texts, strict=True)]
+        axes.bar_label(bars, labels, padding=2)
+        axes.set(title=name, ylim=(0, 1.12 * max(values) or 1))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, weight="bold")
+    figure.savefig(path)

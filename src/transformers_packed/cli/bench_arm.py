@@ -1,0 +1,136 @@
+"""The processes of `transformers-packed bench`: `python -m transformers_packed.cli.bench_arm ARM FOLDER` times one arm."""
+
+import json
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from ..data.collator import DataCollatorWithFlattening
+from ..models.cuda_graphs import use_cuda_graphs
+from ..models.float8 import use_float8
+from ..models.registry import registered
+from ..models.releases import checkpointing_argument
+from ..training.warm_up import warm_up
+from .demo import KERNEL_PACKAGES
+from .demo_arms import peak_memory
+from .finetune import with_adapters
+
+
+_LEARNING_RATE = 1e-5
+_LARGEST_NORM = 1.0
+_FEWEST_STEPS = 3
+
+
+def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
+    """Time the steps of one arm."""
+    settings = json.loads((work / "settings.json").read_text(encoding="utf-8"))
+    set_seed(settings["seed"])
+    model = make_model(arm, work, settings, device)
+    lengths, vocabulary = settings["lengths"], model.config.get_text_config().vocab_size
+    documents = [torch.randint(1, vocabulary, (length,)).tolist() for length in lengths]
+    batches = pack(documents, model) if arm == "packed" else pad(documents, settings["batch_size"])
+    batches = [{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in b.items()} for b in batches]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE)
+    targets = torch.tensor(sum(lengths) - len(lengths), device=device)
+
+    def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings["bfloat16"]):
+            return model(**batch, num_items_in_batch=targets).loss
+
+    def step() -> float:
+        losses = []
+        for batch in batches:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained, _LARGEST_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        # Waits for the device.
+        return torch.stack(losses).sum().item()
+
+    start = time.perf_counter()
+    if arm == "packed":
+        warm_up(model, sum(lengths), max_documents=len(lengths), loss=loss_of, evaluation=False)
+    loss = step()
+    first_step = time.perf_counter() - start
+    step()
+    seconds: list[float] = []
+    with tqdm(desc=f"timing, {arm}", unit="step", disable=None, leave=False) as bar:
+        while len(seconds) < _FEWEST_STEPS or sum(seconds) < settings["seconds"]:
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+            bar.update()
+    return {
+        "seconds": statistics.median(seconds),
+        "tokens": sum(lengths),
+        "computed_tokens": sum(batch["input_ids"].numel() for batch in batches),
+        "peak_memory": torch.cuda.max_memory_reserved() if device.type == "cuda" else peak_memory(),
+        "first_step": first_step,
+        "loss": loss,
+    }
+
+
+def make_model(arm: str, work: Path, settings: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    """The model of an arm with random weights, as `transformers-packed train` would load it."""
+    is_packed, lora, bfloat16 = arm == "packed", settings["lora"], settings["bfloat16"]
+    frozen = "bfloat16" if bfloat16 else "float32"
+    dtype = getattr(torch, frozen if lora else settings["weights"])
+    with registered() if is_packed else nullcontext(), device:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(work), dtype=dtype, attn_implementation=settings["attn"]
+        )
+    model = with_adapters(model, settings["lora_rank"]) if lora else model
+    if settings["gradient_checkpointing"]:
+        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
+    if is_packed and settings["float8"]:
+        use_float8(model)
+    if is_packed and settings["graphs"]:
+        use_cuda_graphs(model, -(-sum(settings["lengths"]) // 64) * 64)
+    return model.train()
+
+
+def pack(documents: list[list[int]], model: PreTrainedModel) -> list[dict[str, Any]]:
+    """One row with all documents."""
+    collator = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True, model=model)
+    return [collator([{"input_ids": ids, "labels": ids} for ids in documents])]
+
+
+def pad(documents: list[list[int]], size: int) -> list[dict[str, torch.Tensor]]:
+    """Batches of up to `size` documents, padded to the longest of each batch."""
+    batches = []
+    for first in range(0, len(documents), size):
+        tokens = [torch.tensor(ids) for ids in documents[first : first + size]]
+        ids, labels = (
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=value) for value in (0, -100)
+        )
+        batches.append({"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()})
+    return batches
+
+
+def main(arm: str, work: Path) -> None:
+    """Write the result of one arm to `<arm>.json` in `work`, or that its memory does not suffice."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        # Before importing a modeling file, which selects the kernels if they can be imported.
+        sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
+    logging.set_verbosity_error()
+    try:
+        result = time_arm(arm, work, device)
+    except torch.OutOfMemoryError:
+        result = {"error": "out of memory"}
+    (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

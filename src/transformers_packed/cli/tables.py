@@ -1,0 +1,24 @@
+"""Tables and processes that commands share."""
+
+import subprocess
+import sys
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Print rows of cells below their header, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *cells in rows:
+        print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Run a module of this package in a separate process.
+
+    Raises:
+        `ChildProcessError`: its exit status is not 0.
+    """
+    command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    # In its own session, the process does not receive Ctrl-C. `subprocess.run` kills it when interrupted.
+    status = subprocess.run(command, start_new_session=True).returncode
+    if status:
+        raise ChildProcessError(f"the process for {arguments[0]!r} ended with status {status}")

@@ -1,0 +1,157 @@
+"""`transformers-packed bench`: both arms compute the same documents, and the report follows from their results."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from argparse import Namespace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from scripts.trainer_arms import TINY
+from transformers import Qwen3_5TextConfig
+
+from transformers_packed.cli import bench, bench_arm, main
+from transformers_packed.cli.bench import choose_lengths
+
+
+RESULT = {
+    "seconds": 0.5,
+    "tokens": 1000,
+    "computed_tokens": 1600,
+    "peak_memory": 3 * 2**30,
+    "first_step": 4.2,
+    "loss": 2.0,
+}
+
+
+class BenchTestCase(unittest.TestCase):
+    def setUp(self):
+        self.path = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        Qwen3_5TextConfig(**TINY).save_pretrained(self.path)
+
+    def command(self, *arguments):
+        """Return the exit status, and the output to stdout and stderr."""
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as stdout,
+            contextlib.redirect_stderr(io.StringIO()) as stderr,
+        ):
+            try:
+                status = main(["bench", "--model", str(self.path), *map(str, arguments)])
+            except SystemExit as stop:
+                status = stop.code
+        return status, stdout.getvalue(), stderr.getvalue()
+
+
+class CommandTest(BenchTestCase):
+    def test_both_arms(self):
+        self.check_both_arms()
+
+    @pytest.mark.slow
+    def test_both_arms_with_lora(self):
+        self.check_both_arms("--lora", "--lora-rank", 4, "--gradient-checkpointing")
+
+    def check_both_arms(self, *options):
+        """Run them in their processes, with the lengths of a file."""
+        lengths, picture = [5, 90, 30, 64, 20], self.path / "bench.png"
+        data = self.path / "data.jsonl"
+        data.write_text("".join(f"{json.dumps({'input_ids': [1] * n})}\n" for n in lengths))
+        status, stdout, stderr = self.command(
+            "--data", data, "--max-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
+        )
+        self.assertEqual(status, 0, stderr)
+        lines = stdout.splitlines()
+        self.assertEqual(lines[0], "qwen3_5_text on CPU: 5 documents of 5 to 90 tokens, 209 in a step.")
+        self.assertRegex(stdout, r"\npadded, Transformers +[\d,]+ +[\d,]+ +\d\.\d GiB +\d+% +\d+ s\n")
+        self.assertRegex(stdout, r"\npacked, transformers_packed +[\d,]+ +[\d,]+ +\d\.\d GiB +0% +\d+ s\n")
+        self.assertRegex(
+            stdout, r"Relative loss difference of the first step: \d\.\de[-+]\d+ \(must be below 0.0001\)"
+        )
+        self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
+
+    def report(self, padded, packed):
+        def write(module, arm, work):
+            self.assertEqual(module, "bench_arm")
+            (Path(work) / f"{arm}.json").write_text(json.dumps({"padded": padded, "packed": packed}[arm]))
+
+        with mock.patch.object(bench, "run_module", write):
+            return self.command("--plot", self.path / "bench.png")
+
+    def test_ratios(self):
+        packed = RESULT | {"seconds": 0.2, "computed_tokens": 1000, "peak_memory": 2**30, "loss": 2.0001}
+        status, stdout, _ = self.report(RESULT, packed)
+        self.assertEqual(status, 0)
+        self.assertRegex(stdout, r"padded, Transformers +2,000 +500 +3.0 GiB +38% +4 s\n")
+        self.assertRegex(stdout, r"packed, transformers_packed +5,000 +200 +1.0 GiB +0% +4 s\n")
+        self.assertIn("Speed, packed / padded: 2.50x\nMemory, packed / padded: 0.33x\n", stdout)
+
+    def test_losses_that_differ(self):
+        for loss in (2.001, float("nan")):
+            status, stdout, _ = self.report(RESULT, RESULT | {"loss": loss})
+            self.assertEqual(status, 1)
+            self.assertIn("(must be below 0.0001)", stdout)
+
+    def test_too_little_memory(self):
+        status, stdout, _ = self.report({"error": "out of memory"}, RESULT)
+        self.assertEqual(status, 0)
+        self.assertRegex(stdout, r"padded, Transformers +out of memory")
+        self.assertNotIn("Speed", stdout)
+        with mock.patch.object(bench_arm, "time_arm", side_effect=torch.OutOfMemoryError):
+            with mock.patch.dict("sys.modules"):
+                bench_arm.main("padded", self.path)
+        self.assertEqual(json.loads((self.path / "padded.json").read_text()), {"error": "out of memory"})
+
+    def test_errors(self):
+        data = self.path / "data.jsonl"
+        data.write_text('{"input_ids": [1, 2, 3]}\n')
+        for arguments, status, message in (
+            (("--data", data), 1, "--data: expected documents with 4,096 tokens, got 3"),
+            (("--plot", self.path), 2, "expected a file, got the directory"),
+            (("--seconds", 0), 2, "expected a number above 0"),
+            (("--steps", 3), 2, "unrecognized arguments: --steps"),
+        ):
+            found = self.command(*arguments)
+            self.assertEqual(found[:2], (status, ""))
+            self.assertIn(message, found[2])
+
+    def test_a_process_that_fails(self):
+        """Its own output names the cause, and nothing is reported as if it were a result."""
+        status, stdout, stderr = self.command("--max-length", 64, "--attn", "no_such_attention")
+        self.assertEqual(status, 1)
+        self.assertIn("the process for 'padded' ended with status 1", stderr)
+        self.assertNotIn("tokens/s", stdout)
+
+
+class DocumentsTest(BenchTestCase):
+    def choose(self, **options):
+        defaults = {"data": None, "seed": 0, "max_length": 4096, "mean_length": 480, "tokenizer": None}
+        return choose_lengths(Namespace(**defaults | options))
+
+    def test_lengths(self):
+        for seed in range(50):
+            lengths = self.choose(seed=seed, max_length=1000, mean_length=30)
+            self.assertEqual(sum(lengths), 1000)
+            self.assertGreater(min(lengths), 1)
+        many = self.choose(max_length=1_000_000)
+        self.assertLess(abs(sum(many) / len(many) / 480 - 1), 0.1)
+        self.assertEqual(self.choose(), self.choose())
+        self.assertNotEqual(self.choose(), self.choose(seed=1))
+        self.assertEqual(self.choose(max_length=2), [2])
+
+    def test_the_same_tokens(self):
+        documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 1]]
+        (row,), batches = bench_arm.pack(documents, None), bench_arm.pad(documents, 3)
+        self.assertEqual(row["input_ids"][0].tolist(), sum(documents, []))
+        self.assertEqual([batch["input_ids"].shape for batch in batches], [(3, 4), (1, 2)])
+        self.assertEqual(
+            [b["input_ids"][b["attention_mask"] == 1].tolist() for b in batches], [sum(documents[:3], []), [1, 1]]
+        )
+        # The first token of each document has no target.
+        self.assertEqual((row["labels"] != -100).sum(), sum(map(len, documents)) - len(documents))
+
+
+if __name__ == "__main__":
+    unittest.main()
