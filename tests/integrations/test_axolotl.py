@@ -101,7 +101,7 @@ class PluginTest(unittest.TestCase):
 
     def test_undoes_the_changes_whose_work_it_does(self):
         stock = builtin.Qwen3_5GatedDeltaNet.forward
-        for module in plugin_module._UNDONE:
+        for module in plugin_module._AXOLOTL.undone:
             model = load_model("qwen3_5_text")
             builtin.Qwen3_5GatedDeltaNet.forward = function_of(module)
             PackedPlugin().post_model_build(Cfg(), model)

@@ -13,9 +13,7 @@ from axolotl.utils.collators import V2BatchSamplerDataCollatorForSeq2Seq
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.families import FAMILIES, MIXERS, UNPACKED, families_of
-from ..models.registry import patch_model
-from .stock_methods import restore_stock_methods
+from .stock_methods import Framework
 
 
 # Options that make documents depend on more than their own row, with the value that turns them off.
@@ -26,26 +24,28 @@ _REFUSED = {
     "reward_model": (False, "labels per token"),
     "process_reward_model": (False, "labels per token"),
 }
-# Modules that change methods of Transformers' classes, and the fix for each.
-_FIXES = {
-    "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
-    "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
-    "cut_cross_entropy": "Set cut_cross_entropy: false.",
-    "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
-    "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
-    "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
-    "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
-    # Axolotl's own way to pack some other families.
-    "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
-}
-# Modules whose changes are undone. Our classes isolate documents and compute LoRA adapters without them.
-_UNDONE = (
-    "axolotl.monkeypatch.lora_kernels",
-    "axolotl.monkeypatch.models.qwen3_5.modeling",
-    "axolotl.monkeypatch.models.qwen3_next.modeling",
+_AXOLOTL = Framework(
+    plugin="PackedPlugin",
+    # Our classes isolate documents and compute LoRA adapters without these changes.
+    undone=(
+        "axolotl.monkeypatch.lora_kernels",
+        "axolotl.monkeypatch.models.qwen3_5.modeling",
+        "axolotl.monkeypatch.models.qwen3_next.modeling",
+    ),
+    fixes={
+        "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
+        "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
+        "cut_cross_entropy": "Set cut_cross_entropy: false.",
+        "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
+        "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
+        "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
+        "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
+        # Axolotl's own way to pack some other families.
+        "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
+    },
+    # Axolotl marks an attention class that it has changed.
+    marks=("_original_forward",),
 )
-# Axolotl marks an attention class that it has changed.
-_MARKS = ("_original_forward",)
 
 
 class PackedPlugin(BasePlugin):
@@ -79,10 +79,7 @@ class PackedPlugin(BasePlugin):
 
     def post_model_build(self, cfg: Any, model: torch.nn.Module) -> None:
         """Patch the model, before Axolotl adds adapters, checkpointing and FSDP."""
-        self._is_patched = not families_of(model).isdisjoint({*FAMILIES, *MIXERS, *UNPACKED})
-        if self._is_patched:
-            restore_stock_methods(model, "PackedPlugin", _UNDONE, _FIXES, _MARKS)
-        patch_model(model)
+        self._is_patched = _AXOLOTL.patch(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows, and `None` for padded batches."""

@@ -1,18 +1,19 @@
-"""Undo the changes that a framework makes to Transformers' classes.
+"""Undo the changes that a framework makes to Transformers' classes, and patch its models.
 
 Frameworks replace methods of Transformers' classes to pack rows or to compute adapters. A plugin restores the methods
 whose work this package does, and refuses all others with the option that sets them.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..models.families import FAMILIES
-from ..models.registry import REPLACEMENTS, modeling_module
+from ..models.families import FAMILIES, MIXERS, UNPACKED, families_of
+from ..models.registry import REPLACEMENTS, modeling_module, patch_model
 
 
 logger = logging.get_logger(__name__)
@@ -31,14 +32,11 @@ for family in FAMILIES:
 STOCK = {stock: _methods(stock) for stock in REPLACEMENTS}
 
 
-def restore_stock_methods(
-    model: torch.nn.Module, plugin: str, undone: tuple[str, ...], fixes: Mapping[str, str], marks: tuple[str, ...]
-) -> None:
-    """Undo a framework's changes to the classes of a model's modules.
+@dataclass(frozen=True)
+class Framework:
+    """The changes that a framework makes to Transformers' classes.
 
     Args:
-        model (`torch.nn.Module`):
-            The model, with stock classes.
         plugin (`str`):
             The name of the plugin in the log, which lists the methods that are restored.
         undone (`tuple[str, ...]`):
@@ -46,28 +44,47 @@ def restore_stock_methods(
         fixes (`Mapping[str, str]`):
             The fix for each module whose changes are refused. A name stands for all modules that start with it.
         marks (`tuple[str, ...]`):
-            Attributes of a class with which the framework marks its changes, and would not make them again.
-
-    Raises:
-        `ValueError`: a method was changed by another module, or before this one was imported.
+            Attributes that the framework sets on a class along with its changes. They are removed.
     """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        if not cls.__module__.startswith("transformers.models."):
-            continue
-        for name, method in _methods(cls).items():
-            source = method.__module__
-            if source.startswith(_WRAPPERS):
-                continue
-            stock = STOCK.get(cls, {}).get(name)
-            if source in undone and stock is not None and stock is not method:
-                setattr(cls, name, stock)
-                logger.warning_once(f"{plugin}: {cls.__name__}.{name} of {source} is not used.")
-                continue
-            known = (fix for prefix, fix in fixes.items() if source.startswith(prefix) and source not in undone)
-            fix = next(known, "Turn off what sets it, and train in a new process.")
-            got = f"{cls.__name__}.{name} of {source}"
-            raise input_error("Transformers' own methods in the model to patch", got, fix)
-        for mark in marks:
-            if mark in vars(cls):
-                delattr(cls, mark)
+
+    plugin: str
+    undone: tuple[str, ...]
+    fixes: Mapping[str, str]
+    marks: tuple[str, ...]
+
+    def patch(self, model: torch.nn.Module) -> bool:
+        """Restore the stock methods of a model's classes and patch the model. Returns whether it needs boundaries.
+
+        Raises:
+            `ValueError`: the model cannot be packed, or a method was changed by another module, or before this module
+                was imported.
+        """
+        needs_boundaries = not families_of(model).isdisjoint({*FAMILIES, *MIXERS, *UNPACKED})
+        if needs_boundaries:
+            self._restore(model)
+        patch_model(model)
+        return needs_boundaries
+
+    def _restore(self, model: torch.nn.Module) -> None:
+        classes = {base for module in model.modules() for base in type(module).__mro__}
+        classes = {cls for cls in classes if cls.__module__.startswith("transformers.models.")}
+        # Frameworks change the classes of all families at once, and `patch_model` checks all of them.
+        for cls in sorted(classes | STOCK.keys(), key=lambda cls: cls.__qualname__):
+            for name, method in _methods(cls).items():
+                source = method.__module__
+                if source.startswith(_WRAPPERS):
+                    continue
+                stock = STOCK.get(cls, {}).get(name)
+                if source in self.undone and stock is not None and stock is not method:
+                    setattr(cls, name, stock)
+                    logger.warning_once(f"{self.plugin}: {cls.__name__}.{name} of {source} is not used.")
+                elif cls in classes:
+                    raise self._refused(f"{cls.__name__}.{name}", source)
+            for mark in self.marks:
+                if mark in vars(cls):
+                    delattr(cls, mark)
+
+    def _refused(self, method: str, source: str) -> ValueError:
+        known = (fix for prefix, fix in self.fixes.items() if source.startswith(prefix) and source not in self.undone)
+        fix = next(known, "Turn off what sets it, and train in a new process.")
+        return input_error("Transformers' own methods in the model to patch", f"{method} of {source}", fix)

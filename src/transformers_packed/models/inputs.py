@@ -170,27 +170,48 @@ def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
 
 
 def mask_targets_across_documents(
-    boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
+    boundaries: SequenceBoundaries,
+    labels: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    logits_to_keep: int | torch.Tensor = 0,
 ) -> torch.Tensor | None:
     """Mask the targets in `labels` `[1, T]` that make a document's last token predict the next document's first token.
 
     `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. The loss of each
     document is unchanged, because a separate document has no target for its first token either. A shard of a row
     requires `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard.
+    With `logits_to_keep`, both have one entry for each token whose logits are kept.
     """
     if boundaries.is_shard:
         if labels is not None and kwargs.get("shift_labels") is None:
             fix = "Cut the batch with transformers_packed.parallel.shard_batch."
             raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
         return labels
-    if labels is not None:
-        starts = boundaries.cu_seqlens[:-1].long()
-        labels = labels.index_fill(1, starts.to(labels.device), -100)
     shift_labels = kwargs.get("shift_labels")
+    if isinstance(logits_to_keep, int) and not logits_to_keep:
+        if labels is not None:
+            starts = boundaries.cu_seqlens[:-1].long()
+            labels = labels.index_fill(1, starts.to(labels.device), -100)
+        if shift_labels is not None:
+            ends = boundaries.cu_seqlens[1:].long() - 1
+            kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+        return labels
+    ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
+    ends[boundaries.cu_seqlens[1:].long() - 1] = True
+    ends = ends[None, kept_tokens(logits_to_keep)]
+    for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+        if targets is not None and targets.shape != ends.shape:
+            expected = f"{name} of shape {tuple(ends.shape)}, one for each token that logits_to_keep keeps"
+            raise input_error(expected, tuple(targets.shape), f"Index {name} like the logits.")
     if shift_labels is not None:
-        ends = boundaries.cu_seqlens[1:].long() - 1
-        kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
-    return labels
+        kwargs["shift_labels"] = shift_labels.masked_fill(ends.to(shift_labels.device), -100)
+    # A label is the target of the kept token before it.
+    return labels if labels is None else labels.masked_fill(ends.roll(1, dims=1).to(labels.device), -100)
+
+
+def kept_tokens(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
+    """Return the index of the tokens for which a model computes logits, as Transformers reads `logits_to_keep`."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:
