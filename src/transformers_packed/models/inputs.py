@@ -1,9 +1,9 @@
 """Resolve the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` if the input is not packed.
 
-Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row. Without
-metadata, a row is packed if its `position_ids` restart and the call has neither a mask nor a cache. The checks read
-shapes, dtypes and host copies. They compare the values of tensors on a device only if the environment variable
-`TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
+Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row, unless it
+describes a single document that has a mask. Without metadata, a row is packed if its `position_ids` restart and the call
+has neither a mask nor a cache. The checks read shapes, dtypes and host copies. They compare the values of tensors on a
+device only if the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
 """
 
 import inspect
@@ -82,6 +82,9 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
+        if mask is not None and prompt_of is None and boundaries.num_documents == 1:
+            # ms-swift describes a padded batch of one row in this way. The mask also excludes padding.
+            return None
         if prompt_of is not None:
             boundaries = SharedPrompts.of(boundaries, prompt_of)
         elif text_row is not None and may_read(position_ids):
