@@ -40,6 +40,7 @@ def main(folder: str, options: list[str]) -> None:
     size = sum(x.square().sum() for x in expected.values()).sqrt()
     result = {"documents": len(documents), "loss": loss.item(), "alone": total, "gradients": (difference / size).item()}
     result["position_ids"] = list(batch["position_ids"].shape)
+    result["lengths"] = [len(document["input_ids"]) for document in documents]
     print(json.dumps(result))
 
 
