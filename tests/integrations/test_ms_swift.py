@@ -122,7 +122,9 @@ class HooksTest(unittest.TestCase):
                 pass
 
         for name in ("load", "open"):
-            with self.assertRaisesRegex(ValueError, rf"a method Loader.{name}\(self\), got ms-swift .*ms-swift==4.6.0"):
+            with self.assertRaisesRegex(
+                ValueError, rf"a method Loader.{name}\(self\), got ms-swift .*ms-swift==4.6.0"
+            ):
                 packed_hooks._replace(Loader, name, ("self",), lambda method: method)
 
     def test_no_logits_for_a_metric(self):

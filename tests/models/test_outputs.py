@@ -76,7 +76,9 @@ class KeptLogitsTest(unittest.TestCase):
         self.assertLess(relative_error(output.loss, expected), 1e-6)
 
     def test_labels_of_all_tokens_are_refused(self):
-        with self.assertRaisesRegex(ValueError, r"labels of shape \(1, 3\), one for each token that logits_to_keep keeps"):
+        with self.assertRaisesRegex(
+            ValueError, r"labels of shape \(1, 3\), one for each token that logits_to_keep keeps"
+        ):
             our_model()(**self.batch, logits_to_keep=3)
 
     def test_one_document_with_a_mask_is_a_padded_batch(self):

@@ -38,7 +38,12 @@ def main(folder: str, options: list[str]) -> None:
     expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
     difference = sum((gradients[name] - x).square().sum() for name, x in expected.items()).sqrt()
     size = sum(x.square().sum() for x in expected.values()).sqrt()
-    result = {"documents": len(documents), "loss": loss.item(), "alone": total, "gradients": (difference / size).item()}
+    result = {
+        "documents": len(documents),
+        "loss": loss.item(),
+        "alone": total,
+        "gradients": (difference / size).item(),
+    }
     result["position_ids"] = list(batch["position_ids"].shape)
     result["lengths"] = [len(document["input_ids"]) for document in documents]
     print(json.dumps(result))

@@ -72,7 +72,9 @@ def _check_options(check_padding_free: Callable) -> Callable:
         for name, value in _REQUIRED.items():
             if (got := getattr(self, name)) != value:
                 option = f"--{name} {str(value).lower()}"
-                raise input_error(f"{option} with the plugin of transformers_packed", got, "Set it, or remove the plugin.")
+                raise input_error(
+                    f"{option} with the plugin of transformers_packed", got, "Set it, or remove the plugin."
+                )
         # As in ms-swift's check.
         self.padding_free = self.padding_free or self.packing
 
