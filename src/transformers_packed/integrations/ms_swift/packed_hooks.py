@@ -1,9 +1,14 @@
-"""Make ms-swift train the models of this package: importing this module changes two methods of ms-swift.
+"""Make ms-swift train the models of this package: importing this module wraps three methods of ms-swift.
 
-`ModelLoader.load` is the method through which ms-swift loads every model, with or without a registered model type. The
-plugin patches its result. `SftArguments._check_padding_free` requires a flash attention implementation for packed rows.
-Our classes keep documents apart in every implementation, so the plugin replaces this check for their models, and
-refuses the options that would change the same modules or cut the rows.
+ms-swift has no hook between loading a model and changing it. It loads every model through `ModelLoader.load`, also one
+without a registered model type, for which a registered loader would not be used. The plugin patches the result.
+
+`SftArguments._check_padding_free` requires a flash attention implementation for packed rows. Our classes keep documents
+apart in every implementation, so the plugin replaces this check for their models, and refuses the options that would
+change the same modules or cut the rows.
+
+`Template.compute_sft_loss` calls the model. Its output gets no logits if the model has skipped them, because ms-swift
+would compute them for a metric.
 """
 
 import inspect
