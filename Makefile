@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 AXOLOTL ?= axolotl==0.19.0
+SWIFT ?= ms-swift==4.6.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
@@ -54,6 +55,17 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
+# The package index has no torchvision for CPUs, and that for CUDA cannot be imported beside a torch for CPUs.
+.venv-swift/.installed: setup.py
+	@$(PYTHON) $(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .venv-swift
+	.venv-swift/bin/pip install -q "$(TORCH)" torchvision "$(SWIFT)" "qwen_vl_utils>=0.0.14" "triton==3.7.1" pytest parameterized
+	.venv-swift/bin/pip install -q --no-deps -e .
+	.venv-swift/bin/python -c "import torchvision" 2>/dev/null || { \
+		site=$$(.venv-swift/bin/python -c "import site; print(site.getsitepackages()[0])") && \
+		cp tests/common/torchvision_names.py $$site && echo "import torchvision_names" > $$site/torchvision_names.pth; }
+	touch $@
+
 .venv-newest/.installed: setup.py
 	@$(PYTHON) $(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .venv-newest
@@ -103,8 +115,9 @@ upstream-patches: .venv/.installed  ## Write patches for Transformers into build
 test-upstream: .venv/.installed  ## Run the tests of these patches without and with them, and all together (CPU, minutes).
 	$(BIN)/python utils/upstream_patch.py --prove --together $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
-test-integrations: .venv-axolotl/.installed  ## Train with the plugins for other frameworks, in their environments (CPU, minutes).
-	.venv-axolotl/bin/python -m pytest tests/integrations
+test-integrations: .venv-axolotl/.installed .venv-swift/.installed  ## Train with the plugins for other frameworks, in their environments (CPU, minutes).
+	.venv-axolotl/bin/python -m pytest tests/integrations/test_axolotl.py
+	.venv-swift/bin/python -m pytest tests/integrations/test_ms_swift.py
 
 # Zensical itself fails on a broken link, not on a warning about a docstring.
 docs: .venv/.installed  ## Build the documentation into site/; fails on broken links and on warnings.

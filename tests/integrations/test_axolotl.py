@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed.audit.tiny import load_model
+from transformers_packed.integrations.stock_methods import STOCK
 from transformers_packed.models.registry import has_our_classes
 
 
@@ -100,7 +101,7 @@ class PluginTest(unittest.TestCase):
 
     def test_undoes_the_changes_whose_work_it_does(self):
         stock = builtin.Qwen3_5GatedDeltaNet.forward
-        for module in plugin_module._UNDONE:
+        for module in plugin_module._AXOLOTL.undone:
             model = load_model("qwen3_5_text")
             builtin.Qwen3_5GatedDeltaNet.forward = function_of(module)
             PackedPlugin().post_model_build(Cfg(), model)
@@ -129,7 +130,7 @@ class PluginTest(unittest.TestCase):
         patched = function_of("axolotl.monkeypatch.models.qwen3_5.modeling")
         builtin.Qwen3_5GatedDeltaNet.forward = patched
         recorded = {builtin.Qwen3_5GatedDeltaNet: {"forward": patched}}
-        with mock.patch.dict(plugin_module._STOCK, recorded), self.assertRaisesRegex(ValueError, "in a new process"):
+        with mock.patch.dict(STOCK, recorded), self.assertRaisesRegex(ValueError, "in a new process"):
             PackedPlugin().post_model_build(Cfg(), load_model("qwen3_5_text"))
 
     @parameterized.expand(

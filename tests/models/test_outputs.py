@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import convert_to_fp32
-from mixins.model import packed_batch, relative_error
+from mixins.model import gradients, packed_batch, relative_error, total_relative_error
 from mixins.patch import builtin_model, documents
 from parameterized import parameterized
 from torch import distributed
@@ -40,6 +40,53 @@ class WritesData:
     def step(self):
         for parameter in self.parameters:
             parameter.data.add_(0.1)
+
+
+class KeptLogitsTest(unittest.TestCase):
+    """With `logits_to_keep`, labels are cut like the logits. ms-swift does this in every step."""
+
+    def setUp(self):
+        self.batch = packed_batch(documents())
+        self.length = self.batch["input_ids"].shape[1]
+        starts = torch.zeros(self.length, dtype=torch.bool)
+        starts[self.batch["cu_seqlens"][:-1].long()] = True
+        # The first tokens of documents have labels, which must not be targets.
+        is_target = starts | (torch.arange(self.length) % 3 == 1)
+        self.batch["labels"] = self.batch["input_ids"].where(is_target, -100)
+
+    @parameterized.expand([(family, skip) for family in ("qwen3_5", "qwen3_next") for skip in (True, False)])
+    def test_loss_of_a_mask(self, family, skip):
+        model = our_model(family)
+        output = model(**self.batch)
+        loss, expected = output.loss, gradients(model, output.loss)
+        keep = torch.nn.functional.pad(self.batch["labels"][0, 1:] != -100, (0, 1), value=True)
+        cut = torch.nn.functional.pad(self.batch["labels"][:, 1:], (0, 1), value=-100)[:, keep].roll(1, dims=1)
+        output = model(**self.batch | {"labels": cut}, logits_to_keep=keep, skip_logits=skip)
+        self.assertEqual("logits" not in output, skip)
+        self.assertEqual(output.logits.shape[1], int(keep.sum()))
+        self.assertLess(relative_error(output.loss, loss), 1e-6)
+        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-5)
+
+    def test_loss_of_a_suffix(self):
+        model, kept = our_model(), self.length - 5
+        labels = self.batch["labels"].clone()
+        labels[:, :6] = -100
+        expected = model(**self.batch | {"labels": labels}).loss
+        output = model(**self.batch | {"labels": labels[:, -kept:]}, logits_to_keep=kept)
+        self.assertLess(relative_error(output.loss, expected), 1e-6)
+
+    def test_labels_of_all_tokens_are_refused(self):
+        with self.assertRaisesRegex(
+            ValueError, r"labels of shape \(1, 3\), one for each token that logits_to_keep keeps"
+        ):
+            our_model()(**self.batch, logits_to_keep=3)
+
+    def test_one_document_with_a_mask_is_a_padded_batch(self):
+        model, mask = our_model(), torch.ones(1, self.length, dtype=torch.long)
+        mask[:, -3:] = 0
+        batch = {"input_ids": self.batch["input_ids"], "attention_mask": mask}
+        expected = model(**batch).logits
+        self.assertTrue(torch.equal(model(**batch, cu_seq_lens_q=torch.tensor([0, self.length])).logits, expected))
 
 
 class LogitsOnDemandTest(unittest.TestCase):

@@ -32,7 +32,8 @@ class PythonVersionTest(unittest.TestCase):
         return result.stderr.splitlines()
 
     def test_make_says_that_a_python_is_too_old(self):
-        for target in (".venv/.installed", ".venv-lowest/.installed", ".venv-axolotl/.installed"):
+        for environment in (".venv", ".venv-lowest", ".venv-axolotl", ".venv-swift"):
+            target = f"{environment}/.installed"
             lines = self.make("3, 10", target)
             self.assertEqual(lines[0], "Python 3.10 is too old: make PYTHON=python3.11 (or newer; rm -rf .venv first)")
             self.assertEqual(len(lines), 2, lines)  # the other one is make's own

@@ -1,1 +1,1 @@
-"""Plugins for training frameworks, which load them by name. Each module imports its framework."""
+"""Plugins for training frameworks, which load them by name or by path. Each plugin imports its framework."""

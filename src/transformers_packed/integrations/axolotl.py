@@ -5,21 +5,16 @@ Axolotl itself changes methods of Transformers' classes before it builds a model
 work it does itself, and refuses the options that would change others.
 """
 
-from types import FunctionType
 from typing import Any
 
 import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.collators import V2BatchSamplerDataCollatorForSeq2Seq
-from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.families import FAMILIES, MIXERS, UNPACKED, families_of
-from ..models.registry import REPLACEMENTS, modeling_module, patch_model
+from .stock_methods import Framework
 
-
-logger = logging.get_logger(__name__)
 
 # Options that make documents depend on more than their own row, with the value that turns them off.
 _REFUSED = {
@@ -29,36 +24,28 @@ _REFUSED = {
     "reward_model": (False, "labels per token"),
     "process_reward_model": (False, "labels per token"),
 }
-# Modules that change methods of Transformers' classes, and the fix for each.
-_FIXES = {
-    "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
-    "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
-    "cut_cross_entropy": "Set cut_cross_entropy: false.",
-    "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
-    "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
-    "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
-    "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
-    # Axolotl's own way to pack some other families.
-    "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
-}
-# Modules with wrappers that Transformers itself applies to its methods.
-_WRAPPERS = ("transformers.", "kernels.", "huggingface_hub.")
-# Modules whose changes are undone. Our classes isolate documents and compute LoRA adapters without them.
-_UNDONE = (
-    "axolotl.monkeypatch.lora_kernels",
-    "axolotl.monkeypatch.models.qwen3_5.modeling",
-    "axolotl.monkeypatch.models.qwen3_next.modeling",
+_AXOLOTL = Framework(
+    plugin="PackedPlugin",
+    # Our classes isolate documents and compute LoRA adapters without these changes.
+    undone=(
+        "axolotl.monkeypatch.lora_kernels",
+        "axolotl.monkeypatch.models.qwen3_5.modeling",
+        "axolotl.monkeypatch.models.qwen3_next.modeling",
+    ),
+    fixes={
+        "axolotl.integrations.liger": "Set liger_fused_linear_cross_entropy: false.",
+        "liger_kernel": "Set liger_fused_linear_cross_entropy: false.",
+        "cut_cross_entropy": "Set cut_cross_entropy: false.",
+        "axolotl.integrations.cut_cross_entropy": "Set cut_cross_entropy: false.",
+        "axolotl.monkeypatch.tiled_mlp": "Set tiled_mlp: false.",
+        "axolotl.monkeypatch.models.qwen3_5.fused_attn": "Set fused_attn_kernel: false.",
+        "axolotl.monkeypatch.models.qwen3_5_moe.fused_attn": "Set fused_attn_kernel: false.",
+        # Axolotl's own way to pack some other families.
+        "axolotl.monkeypatch.models": "Set sample_packing: false, or remove PackedPlugin.",
+    },
+    # Axolotl marks an attention class that it has changed.
+    marks=("_original_forward",),
 )
-
-
-def _methods(cls: type) -> dict[str, FunctionType]:
-    return {name: method for name, method in vars(cls).items() if isinstance(method, FunctionType)}
-
-
-for family in FAMILIES:
-    modeling_module(family)
-# Axolotl imports its plugins when it reads the configuration, before it changes any class.
-_STOCK = {stock: _methods(stock) for stock in REPLACEMENTS}
 
 
 class PackedPlugin(BasePlugin):
@@ -92,10 +79,7 @@ class PackedPlugin(BasePlugin):
 
     def post_model_build(self, cfg: Any, model: torch.nn.Module) -> None:
         """Patch the model, before Axolotl adds adapters, checkpointing and FSDP."""
-        self._is_patched = not families_of(model).isdisjoint({*FAMILIES, *MIXERS, *UNPACKED})
-        if self._is_patched:
-            restore_stock_methods(model)
-        patch_model(model)
+        self._is_patched = _AXOLOTL.patch(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed rows, and `None` for padded batches."""
@@ -146,31 +130,3 @@ class PackedCollator(V2BatchSamplerDataCollatorForSeq2Seq):
             batch["labels"][0, boundaries.cu_seqlens[:-1].long()] = -100
         batch |= {"position_ids": boundaries.position_ids, "cu_seqlens": boundaries.cu_seqlens}
         return batch | ({"padding_tokens": padding} if padding else {})
-
-
-def restore_stock_methods(model: torch.nn.Module) -> None:
-    """Undo Axolotl's changes to the classes of a model's modules.
-
-    Raises:
-        `ValueError`: a method was changed by another option, or before this module was imported.
-    """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        if not cls.__module__.startswith("transformers.models."):
-            continue
-        for name, method in _methods(cls).items():
-            source = method.__module__
-            if source.startswith(_WRAPPERS):
-                continue
-            stock = _STOCK.get(cls, {}).get(name)
-            if source in _UNDONE and stock is not None and stock is not method:
-                setattr(cls, name, stock)
-                logger.warning_once(f"PackedPlugin: {cls.__name__}.{name} of {source} is not used.")
-                continue
-            fixes = (fix for prefix, fix in _FIXES.items() if source.startswith(prefix) and source not in _UNDONE)
-            fix = next(fixes, "Turn off what sets it, and train in a new process.")
-            got = f"{cls.__name__}.{name} of {source}"
-            raise input_error("Transformers' own methods in the model to patch", got, fix)
-        # Axolotl marks an attention class that it has changed, and would not change it again.
-        if "_original_forward" in vars(cls):
-            delattr(cls, "_original_forward")

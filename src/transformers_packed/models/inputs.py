@@ -1,9 +1,9 @@
 """Resolve the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` if the input is not packed.
 
-Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row. Without
-metadata, a row is packed if its `position_ids` restart and the call has neither a mask nor a cache. The checks read
-shapes, dtypes and host copies. They compare the values of tensors on a device only if the environment variable
-`TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
+Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row, unless it
+describes a single document that has a mask. Without metadata, a row is packed if its `position_ids` restart and the call
+has neither a mask nor a cache. The checks read shapes, dtypes and host copies. They compare the values of tensors on a
+device only if the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
 """
 
 import inspect
@@ -82,6 +82,9 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
+        if mask is not None and prompt_of is None and boundaries.num_documents == 1:
+            # ms-swift describes a padded batch of one row in this way. The mask also excludes padding.
+            return None
         if prompt_of is not None:
             boundaries = SharedPrompts.of(boundaries, prompt_of)
         elif text_row is not None and may_read(position_ids):
@@ -170,27 +173,48 @@ def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
 
 
 def mask_targets_across_documents(
-    boundaries: SequenceBoundaries, labels: torch.Tensor | None, kwargs: dict[str, Any]
+    boundaries: SequenceBoundaries,
+    labels: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    logits_to_keep: int | torch.Tensor = 0,
 ) -> torch.Tensor | None:
     """Mask the targets in `labels` `[1, T]` that make a document's last token predict the next document's first token.
 
     `shift_labels` in `kwargs`, whose targets are one token earlier, is masked in the same way. The loss of each
     document is unchanged, because a separate document has no target for its first token either. A shard of a row
     requires `shift_labels`, which `shard_batch` has masked, because the target of its last token is in another shard.
+    With `logits_to_keep`, both have one entry for each token whose logits are kept.
     """
     if boundaries.is_shard:
         if labels is not None and kwargs.get("shift_labels") is None:
             fix = "Cut the batch with transformers_packed.parallel.shard_batch."
             raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
         return labels
-    if labels is not None:
-        starts = boundaries.cu_seqlens[:-1].long()
-        labels = labels.index_fill(1, starts.to(labels.device), -100)
     shift_labels = kwargs.get("shift_labels")
+    if isinstance(logits_to_keep, int) and not logits_to_keep:
+        if labels is not None:
+            starts = boundaries.cu_seqlens[:-1].long()
+            labels = labels.index_fill(1, starts.to(labels.device), -100)
+        if shift_labels is not None:
+            ends = boundaries.cu_seqlens[1:].long() - 1
+            kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+        return labels
+    ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
+    ends[boundaries.cu_seqlens[1:].long() - 1] = True
+    ends = ends[None, kept_tokens(logits_to_keep)]
+    for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+        if targets is not None and targets.shape != ends.shape:
+            expected = f"{name} of shape {tuple(ends.shape)}, one for each token that logits_to_keep keeps"
+            raise input_error(expected, tuple(targets.shape), f"Index {name} like the logits.")
     if shift_labels is not None:
-        ends = boundaries.cu_seqlens[1:].long() - 1
-        kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
-    return labels
+        kwargs["shift_labels"] = shift_labels.masked_fill(ends.to(shift_labels.device), -100)
+    # A label is the target of the kept token before it.
+    return labels if labels is None else labels.masked_fill(ends.roll(1, dims=1).to(labels.device), -100)
+
+
+def kept_tokens(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
+    """Return the index of the tokens for which a model computes logits, as Transformers reads `logits_to_keep`."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def without_packing(kwargs: dict[str, Any]) -> dict[str, Any]:

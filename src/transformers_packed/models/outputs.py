@@ -22,7 +22,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
-from .inputs import mask_targets_across_documents
+from .inputs import kept_tokens, mask_targets_across_documents
 from .registry import PackedModelMixin
 from .untouched import is_bare_linear, is_sharded_linear
 
@@ -44,9 +44,9 @@ class LanguageModelMixin(PackedModelMixin):
     ) -> ModelOutput:
         if boundaries is not None:
             inputs["boundaries"] = boundaries
-            labels = mask_targets_across_documents(boundaries, labels, inputs)
+            labels = mask_targets_across_documents(boundaries, labels, inputs, logits_to_keep)
         if _skips_logits(self, labels, logits_to_keep, inputs):
-            return loss_without_logits(self, labels, **inputs)
+            return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
         return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
@@ -104,7 +104,8 @@ def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int |
         if labels is not None and not possible:
             expected = "a plain linear lm_head and Transformers' own loss for a shard of a row"
             raise input_error(expected, type(head).__name__, "Exclude lm_head from the adapted modules.")
-    if not skip or labels is None or not isinstance(logits_to_keep, int) or logits_to_keep:
+    keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
+    if not skip or labels is None or (not keeps_all and boundaries is not None and boundaries.is_shard):
         return False
     return possible and not (torch.compiler.is_compiling() or is_transformed())
 
@@ -210,6 +211,7 @@ def loss_without_logits(
     model: Any,
     labels: torch.Tensor,
     *,
+    logits_to_keep: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
     output_router_logits: bool | None = None,
     **inputs: Any,
@@ -223,6 +225,8 @@ def loss_without_logits(
             A model with a base model `model` and a head `lm_head`.
         labels (`torch.LongTensor` of shape `[B, T]`):
             As in the forward of every causal language model.
+        logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to 0):
+            As in forward. The labels are those of the kept tokens.
         attention_mask (`torch.Tensor`, *optional*):
             As in forward.
         output_router_logits (`bool`, *optional*):
@@ -243,7 +247,8 @@ def loss_without_logits(
     if targets is None:
         targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     head = model.lm_head
-    make_logits = _logits_on_demand(head, outputs.last_hidden_state)
+    kept = outputs.last_hidden_state[:, kept_tokens(logits_to_keep)]
+    make_logits = _logits_on_demand(head, kept)
 
     def loss_of(hidden_states):
         return linear_cross_entropy(
@@ -257,12 +262,12 @@ def loss_without_logits(
         )
 
     if is_bare_linear(head):
-        loss = loss_of(outputs.last_hidden_state)
+        loss = loss_of(kept)
     else:
         # FSDP2 gathers the weight only around the head's forward, so that forward must compute the loss.
         head.forward = loss_of
         try:
-            loss = head(outputs.last_hidden_state)
+            loss = head(kept)
         finally:
             del head.forward
     fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
