@@ -10,7 +10,7 @@ from transformers_packed.cli.options import Parser
 
 PAGE = Path(__file__).parent / "reference" / "cli.md"
 # In the order of a first use.
-COMMANDS = ("demo", "train", "warmup", "plan", "memory", "audit", "doctor", "env")
+COMMANDS = ("demo", "train", "bench", "warmup", "plan", "memory", "audit", "doctor", "env")
 INTRODUCTION = """\
 # Command line
 

@@ -237,7 +237,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
         self.assertLess(gradient, 1e-2)
 
     @parameterized.expand([("by itself", None), ("asked for", True), ("never", False)])
-    def test_trainer(self, _, wanted):
+    def test_trainer(self, name, wanted):
         """`PackedTrainer` measures rows and memory, and no graph is recorded after the first step."""
         _, model = models_of(dtype=torch.float32)
         samples = [{"input_ids": [n % 96 + 1] * n, "labels": [n % 96 + 1] * n} for n in range(2, 300)]
@@ -263,7 +263,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             ]
             trainer.train()
         lines = [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
-        report(f"CUDA graphs: PackedTrainer, {_}", decision=" ".join(lines) or "none")
+        report(f"CUDA graphs: PackedTrainer, {name}", decision=" ".join(lines) or "none")
         self.assertEqual(len(lines), wanted is None)
         if wanted is None:
             # Eight small layers are bound by the host, on any host.

@@ -224,7 +224,7 @@ class CudaGraphsTest(unittest.TestCase):
             weight.data = weight.data * 2
         self.assert_same_step(graphed, plain, row_of([20, 30]))
         self.assertEqual(RunsAgain.made, 4)
-        self.assertIn("recording the graphs again because parameters or modes", self.warnings[0])
+        self.assertIn("recording the graphs again because parameters, modes or settings", self.warnings[0])
 
     def test_changed_settings(self):
         """A recording keeps the Python values that it read."""
