@@ -38,12 +38,12 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
-# Every bound "package>=x" of setup.py becomes "package==x", except that the whole suite runs from Transformers 5.20 on.
+# uv takes the lowest release that each bound of setup.py allows. The whole suite runs from Transformers 5.20 on.
 .venv-lowest/.installed: setup.py
 	@$(PYTHON) $(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .venv-lowest
-	grep -oE '"[A-Za-z0-9_.-]+>=[0-9.]+' setup.py | tr -d '"' | sed 's/>=/==/; s/^transformers==.*/transformers==5.20.0/' > .venv-lowest/constraints.txt
-	.venv-lowest/bin/pip install -q -c .venv-lowest/constraints.txt -e ".[dev]"
+	.venv-lowest/bin/pip install -q uv
+	.venv-lowest/bin/uv pip install -q --python .venv-lowest --resolution lowest-direct -e ".[dev]" "transformers>=5.20.0"
 	touch $@
 
 # The build of torch for CPUs leaves the version of triton open. With newer ones, Axolotl's flash-linear-attention cannot

@@ -31,7 +31,7 @@ EXTRAS["dev"] = [
     *EXTRAS["docs"],
     "bitsandbytes>=0.50; platform_system == 'Linux'",
     "torchao>=0.18; platform_system == 'Linux'",
-    "datasets>=4.0",
+    "datasets>=4.7",
     # Importable on Linux, so that the tests meet them as users do; on a CPU nothing of them runs.
     "flash-linear-attention>=0.6.0; platform_system == 'Linux'",
     "triton; platform_system == 'Linux'",
@@ -71,7 +71,7 @@ setup(
     packages=find_packages("src"),
     package_data={"transformers_packed": ["py.typed"], "transformers_packed.models": ["support_matrix.json"]},
     python_requires=">=3.11",
-    install_requires=["accelerate>=1.3", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.16.1,<6"],
+    install_requires=["accelerate>=1.10.1", "numpy>=2.0", "torch>=2.11", "tqdm>=4.66.3", "transformers>=5.16.1,<6"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["transformers-packed=transformers_packed.cli:main"]},
 )
