@@ -21,6 +21,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.data.neftune import document_lengths
+from transformers_packed.models.releases import checkpointing_argument
 from transformers_packed.parallel.shard import RowShard
 
 
@@ -95,7 +96,7 @@ class NeftuneTest(unittest.TestCase):
             ("padding_free", "qwen3_5", {}),
             ("moe", "qwen3_next_moe", {}),
             ("stock", "llama", {}),
-            ("checkpointed", "qwen3_5", {"activation_checkpointing": True}),
+            ("checkpointed", "qwen3_5", {checkpointing_argument(): True}),
             ("compiled", "qwen3_5", {"torch_compile": True, "torch_compile_backend": "eager", **SAME_TOTAL}),
             ("compiled_stock", "llama", {"torch_compile": True, "torch_compile_backend": "eager"}),
         ]
