@@ -1,4 +1,4 @@
-"""Whether `PackedTrainer(cuda_graphs=None)` turns CUDA graphs on: by measured times and memory, which are given here."""
+"""Whether `PackedTrainer` turns CUDA graphs on: by measured times and memory, which are given here."""
 
 import io
 import tempfile
@@ -110,7 +110,7 @@ class TrainerTest(GivenGpuTest):
     def train(self, times=1, **options):
         """Return the trained model, and the lines about graphs."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
-        defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2, "cuda_graphs": None}
+        defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2}
         set_seed(0)
         model, output = MODELS["qwen3_5"](), io.StringIO()
         self.gpu.text = model.model

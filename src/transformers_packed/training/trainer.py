@@ -39,10 +39,10 @@ class PackedTrainingArguments(TrainingArguments):
         sequence_parallel_attention (`str`, *optional*):
             How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
             communication ([`SequenceParallel`]).
-        cuda_graphs (`bool`, *optional*, defaults to `False`):
+        cuda_graphs (`bool`, *optional*):
             With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). Useful if rows are so short that
-            the GPU waits for the host. `None` measures a row before the first step, with graphs only if the GPU waits.
-            Graphs then stay on if they make the row faster and their memory is free, and a line says so.
+            the GPU waits for the host. By default, a row is measured before the first step, with graphs only if the GPU
+            waits. Graphs then stay on if they make the row faster and their memory is free, and a line says so.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
@@ -60,7 +60,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
-    cuda_graphs: bool | None = field(default=False, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
+    cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
     compile_before_training: bool = field(
         default=True, metadata={"help": "Compile all kernels before the first step."}
