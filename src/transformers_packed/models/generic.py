@@ -390,7 +390,7 @@ def mixer_class(builtin: type, mixer: Mixer) -> type:
             if not with_kernels:
                 return _on_each_document(module, builtin.forward, mixer, arguments, boundaries)
             described = boundaries.layer_kwargs()
-            return builtin.forward(module, **arguments, **{keyword: described[keyword] for keyword in mixer.keywords})
+            return builtin.forward(module, **arguments | {keyword: described[keyword] for keyword in mixer.keywords})
 
     namespace = {"forward": forward_like(builtin.forward, run), "__doc__": builtin.__doc__}
     return type(builtin.__name__, (builtin,), namespace)
