@@ -5,6 +5,7 @@ import io
 import json
 import tempfile
 import unittest
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -306,7 +307,7 @@ class ModelTest(unittest.TestCase):
                 status, stdout, _ = self.doctor(config, "--json")
             found = json.loads(stdout)
             self.assertEqual((status, found["ok"], found["device"]), (0, True, device))
-            self.assertEqual(found["versions"]["torch"], torch.__version__)
+            self.assertEqual(found["versions"]["torch"], metadata.version("torch"))
             self.assertEqual(found["model"]["class"], "Qwen3_5MoeForCausalLM")
             self.assertEqual({finding["level"] for finding in found["findings"]} - {"warning"}, {"note"})
         refused = {"implementation": "flash_qla", "reason": "needs head dimensions of 128, not 8 and 8"}

@@ -2,6 +2,7 @@
 
 import transformers
 from packaging.version import Version
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 
 RELEASE = Version(transformers.__version__)
@@ -14,3 +15,10 @@ STOCK_REFUSAL = (
     if RELEASE < Version("5.19")
     else (ValueError, "packed sequences apart")
 )
+
+
+def builtin_chunk_gated_delta_rule(query, key, value, *args, **kwargs):
+    """Call the stock reference. Before 5.22, it takes queries and keys whose heads the caller has repeated."""
+    repeats = value.shape[2] // query.shape[2]
+    query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
+    return torch_chunk_gated_delta_rule(query, key, value, *args, **kwargs)

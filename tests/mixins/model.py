@@ -91,7 +91,8 @@ class PackedModelTesterMixin:
     has_vision = False
     lengths = (1, 2, 3, 63, 64, 65, 130, 300)
     logits_bar = 1e-5
-    decay_bar = 1e-5
+    # In float32, the decay's gradients of the stock classes are up to 3.3e-5 from those in float64.
+    decay_bar = 5e-5
     lora_targets = ("q_proj", "v_proj", "out_proj")
     suppress_tokens = None
 

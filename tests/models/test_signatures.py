@@ -5,6 +5,7 @@ import types
 import typing
 import unittest
 
+import torch
 from parameterized import parameterized
 
 from transformers_packed.models.families import FAMILIES
@@ -44,7 +45,11 @@ def named(method) -> list[tuple]:
 
 def hints(method) -> dict:
     """Return the annotation of every parameter except `**kwargs`, without regard to `None`."""
-    hints = typing.get_type_hints(inspect.unwrap(method))
+    # Transformers 5.20 still has the names of tensor types in places.
+    hints = {
+        name: torch.Tensor if hint in (torch.FloatTensor, torch.LongTensor) else hint
+        for name, hint in typing.get_type_hints(inspect.unwrap(method)).items()
+    }
     kinds = {p.name: p.kind for p in inspect.signature(method).parameters.values()}
     return {
         name: frozenset(typing.get_args(hint) or (hint,)) - {type(None)} if name != "return" else hint

@@ -3,9 +3,9 @@ import unittest
 
 import torch
 import torch.nn.functional as F
+from common.releases import builtin_chunk_gated_delta_rule
 from mixins.op import PackedOpTesterMixin, relative_error
 from parameterized import parameterized
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as builtin_chunk_gated_delta_rule
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.ops import (

@@ -378,7 +378,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             'attention="gather"',
             "got llama",
             "predict",
-            "BatchRebalanceSampler",
+            "BatchRebalanceSampler|even_batches=False",  # accelerate 1.10 refuses it before us
             "a stream",
             "parts of different rows",
             "cp_size=2",
@@ -387,4 +387,4 @@ class SequenceParallelTrainerTest(unittest.TestCase):
         for messages in run_processes(refusals, 2):
             self.assertEqual(len(messages), len(reasons), messages)
             for message, reason in zip(messages, reasons, strict=True):
-                self.assertIn(reason, message)
+                self.assertRegex(message, reason)
