@@ -36,14 +36,13 @@ from ..ops.dispatch import record
 from ..ops.per_document import per_document
 from .families import LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer, families_of, family_of
 from .inputs import (
-    CACHES,
     check_causal,
     forward_like,
     mask_targets_across_documents,
     resolve_boundaries,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
-from .releases import check_other_families
+from .releases import CACHE, CACHES, check_other_families
 
 
 _AUTO_CLASSES = (
@@ -348,7 +347,7 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
         outputs = forward(model, **(inputs | dict(zip(names, batches, strict=True)) | {"return_dict": True}))
         fields, without_rows, batch = {}, [], batches[0].shape[:2]
         for name, value in outputs.items():
-            if name == "past_key_values":
+            if name == CACHE:
                 continue
             shapes = {x.shape for x in tree_leaves(value) if x is not None}
             if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
@@ -454,4 +453,4 @@ def _on_each_document(module, forward: Callable, mixer: Mixer, arguments: dict[s
 
 def _causal_mask(module: torch.nn.Module, hidden_states: torch.Tensor) -> Any:
     make = create_sliding_window_causal_mask if getattr(module, "sliding_window", None) else create_causal_mask
-    return make(config=module.config, inputs_embeds=hidden_states, attention_mask=None, past_key_values=None)
+    return make(config=module.config, inputs_embeds=hidden_states, attention_mask=None, **{CACHE: None})

@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_torchdynamo_compiling
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
+from .releases import CACHES
 
 
 class PackingKwargs(TransformersKwargs, total=False):
@@ -45,8 +46,6 @@ class PackingKwargs(TransformersKwargs, total=False):
     packs_padding: bool | None
 
 
-# Names of a forward's cache argument.
-CACHES = ("past_key_values", "cache_params", "state")
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 

@@ -24,6 +24,7 @@ from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
 from .inputs import kept_tokens, mask_targets_across_documents
 from .registry import PackedModelMixin
+from .releases import CACHE
 from .untouched import is_bare_linear, is_sharded_linear
 
 
@@ -270,7 +271,7 @@ def loss_without_logits(
             loss = head(kept)
         finally:
             del head.forward
-    fields = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
     if not sparse:
         return CausalLMOutputWithoutLogits(loss=loss, **fields)

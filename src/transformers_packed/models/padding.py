@@ -25,6 +25,7 @@ from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
 from ..shared_prompts import Copies, SharedPrompts
 from .inputs import is_causal
+from .releases import CACHES
 
 
 logger = logging.get_logger(__name__)
@@ -202,7 +203,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         return None
     inputs_embeds, attention_mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
     tokens = inputs.get("input_ids") if inputs_embeds is None else inputs_embeds
-    if tokens is None or inputs.get("past_key_values") is not None:
+    if tokens is None or any(inputs.get(name) is not None for name in CACHES):
         return None
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
         return None

@@ -4,14 +4,17 @@ Each adapter names the release that makes it unnecessary. No other module looks 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from types import FunctionType
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
@@ -50,6 +53,16 @@ _REQUIRED = {
 }
 # The first release with which the families without dedicated classes are tested.
 OTHER_FAMILIES = "5.20"
+# The names of the cache as an argument of models and attention layers and in outputs, and as an argument of linear-attention
+# layers. 5.24 renamed both to `cache`, and takes the earlier names until 5.40.
+CACHE, LINEAR_CACHE = (
+    ("cache", "cache")
+    if "cache" in BaseModelOutputWithPast.__dataclass_fields__
+    else ("past_key_values", "cache_params")
+)
+_EARLIER_CACHES = ("past_key_values", "cache_params")
+# All names of a forward's cache.
+CACHES = ("cache", *_EARLIER_CACHES, "state")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -80,10 +93,12 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
         # Another package may have replaced the method, which tells nothing about the release.
         is_stock = inspect.isfunction(original) and original.__module__.startswith("transformers.")
         if isinstance(method, FunctionType) and is_stock:
-            known = inspect.signature(method).parameters
+            parameters = inspect.signature(method).parameters.values()
+            known = {p.name for p in parameters}
+            known |= {*_EARLIER_CACHES} if "cache" in known else set()
             new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
             # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
-            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known.values()):
+            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
                 found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
     return found
 
@@ -94,6 +109,19 @@ def _check(names: list[str], has: str, verb: str) -> None:
             f"transformers {transformers.__version__} {has} {', '.join(names)}, which transformers_packed {verb}. "
             "Install a supported release: pip install 'transformers>=5.16.1,<6'."
         )
+
+
+def takes_cache(method: Callable) -> Callable:
+    """Let a method with the argument `cache` also take it by its names before 5.24."""
+
+    @wraps(method)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        for name in _EARLIER_CACHES:
+            if name in kwargs:
+                kwargs["cache"] = kwargs.pop(name)
+        return method(*args, **kwargs)
+
+    return renamed
 
 
 def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, projection_to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
-from ..releases import get_recurrent_state
+from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..untouched import is_untouched
 from ..vision import features_of_tokens, packed_position_ids
 
@@ -35,10 +35,11 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
     @force_accelerate_hooks("conv1d")
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
-        cache_params: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
@@ -49,7 +50,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         Args:
             hidden_states (`torch.Tensor` of shape `[B, T, hidden]`):
                 The layer's input. Packed input has one row.
-            cache_params (`Cache`, *optional*):
+            cache (`Cache`, *optional*):
                 Convolution and recurrent states. Packed rows do not support a cache.
             attention_mask (`torch.Tensor` of shape `[B, T]`, *optional*):
                 0 at padding. Packed rows do not support a mask.
@@ -73,10 +74,10 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         mixed_qkv, z, b, a = self.project(hidden_states)
 
         recurrent_state = None
-        if cache_params is not None:
-            recurrent_state = get_recurrent_state(cache_params, self.layer_idx)
+        if cache is not None:
+            recurrent_state = get_recurrent_state(cache, self.layer_idx)
             # The cache expects channels first. It returns the columns that the window still needs, then the new ones.
-            mixed_qkv = cache_params.update_conv_state(
+            mixed_qkv = cache.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
         query, key, value = ops.causal_conv1d_qkv(
@@ -89,7 +90,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             value_dim=self.head_v_dim,
             boundaries=boundaries,
         )
-        if cache_params is not None:
+        if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
         g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
         output, recurrent_state = ops.gated_delta_rule(
@@ -100,10 +101,10 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             beta,
             boundaries=boundaries,
             initial_state=recurrent_state,
-            output_final_state=cache_params is not None,
+            output_final_state=cache is not None,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(recurrent_state, self.layer_idx)
+        if cache is not None:
+            cache.update_recurrent_state(recurrent_state, self.layer_idx)
 
         norm, layer = self.norm, projection_to_fuse(self.out_proj, output)
         if layer is not None and is_untouched(norm, Qwen3_5RMSNormGated):
@@ -114,12 +115,13 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
 
 @replaces_builtin
 class Qwen3_5Attention(builtin.Qwen3_5Attention):
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         boundaries = SequenceBoundaries.from_kwargs(kwargs, hidden_states.shape[1])
@@ -143,8 +145,8 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if not fused:
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         output, weights = ops_for(boundaries).attention(
             self,
             query,
@@ -190,13 +192,14 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
 
 @fast_path
 class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
         residual = hidden_states
@@ -204,8 +207,8 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
         if self.block_type == "linear_attention":
             hidden_states = self.linear_attn(
                 hidden_states=hidden_states,
-                cache_params=past_key_values,
                 attention_mask=attention_mask,
+                **{LINEAR_CACHE: cache},
                 **kwargs,
             )
         else:
@@ -213,8 +216,8 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
                 hidden_states=hidden_states,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 position_embeddings=position_embeddings,
+                **{CACHE: cache},
                 **kwargs,
             )
         norm = self.post_attention_layernorm
@@ -279,6 +282,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
+    @takes_cache
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -286,7 +290,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         image_grid_thw: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: torch.Tensor | None = None,
+        cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
     ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
@@ -299,8 +303,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             mm_token_type_ids=mm_token_type_ids,
+            **{CACHE: cache},
         )
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):

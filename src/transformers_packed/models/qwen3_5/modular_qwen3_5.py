@@ -23,6 +23,7 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNormGated,
 )
 from ..registry import PackedModelMixin, replaces_builtin
+from ..releases import CACHE, takes_cache
 from ..vision import features_of_tokens, packed_position_ids
 
 
@@ -73,6 +74,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
+    @takes_cache
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -80,7 +82,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         image_grid_thw: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: torch.Tensor | None = None,
+        cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
     ):
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
@@ -93,8 +95,8 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
             image_grid_thw=image_grid_thw,
             video_grid_thw=video_grid_thw,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             mm_token_type_ids=mm_token_type_ids,
+            **{CACHE: cache},
         )
 
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
