@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     # Where these can be imported, the built-in classes would run them on the CPU, which fails.
     sys.modules |= dict.fromkeys(("fla", "causal_conv1d"))
 
+from shapes import LORA_EXPERTS, LORA_LAYERS, LORA_MLP
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
@@ -63,13 +64,6 @@ ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "our
 ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
 ARMS["packed+varlen+liger+torchao"] = ARMS["packed+varlen+liger"]
-# Routers and the gate of the shared expert keep their weights.
-LORA_MLP = ("gate_proj", "up_proj", "down_proj")
-LORA_LAYERS = (
-    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
-    "q_proj", "k_proj", "v_proj", "o_proj", *LORA_MLP,
-)  # fmt: skip
-LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def default_arms(config: dict) -> list[str]:

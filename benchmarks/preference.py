@@ -28,8 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from arms import LORA_LAYERS, make_model, prepare
-from shapes import GROUPS, MODELS
+from arms import make_model, prepare
+from shapes import GROUPS, LORA_LAYERS, MODELS
 from step import earlier_report, profile, seconds_of_steps
 from transformers import PreTrainedTokenizerFast
 

@@ -52,6 +52,13 @@ MODELS["Next-80B"] = _EXPERTS | {
     "num_experts": 512,
     "num_experts_per_tok": 10,
 }
+# Routers and the gate of the shared expert keep their weights.
+LORA_MLP = ("gate_proj", "up_proj", "down_proj")
+LORA_LAYERS = (
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+    "q_proj", "k_proj", "v_proj", "o_proj", *LORA_MLP,
+)  # fmt: skip
+LORA_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # For a CPU.
 _TINY = {
     "vocab_size": 2048,
