@@ -64,6 +64,8 @@ ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "our
 ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
 ARMS["packed+varlen+liger+torchao"] = ARMS["packed+varlen+liger"]
+# The same with these layers compiled, one by one: kernels of the delta rule and attention would break a larger graph.
+ARMS["packed+varlen+liger+torchao+compile"] = ARMS["packed+varlen+liger"]
 
 
 def default_arms(config: dict) -> list[str]:
@@ -137,7 +139,7 @@ def make_model(config: dict, arm: str, device: str):
     if "+float8" in arm:
         use_float8(model)
     if "+torchao" in arm:
-        use_torchao(model)
+        use_torchao(model, "+compile" in arm)
     return with_lora(model, "+prepared" in arm) if "lora" in arm else model
 
 
@@ -152,12 +154,16 @@ def inside(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], bool]:
     return chosen
 
 
-def use_torchao(model: torch.nn.Module) -> None:
+def use_torchao(model: torch.nn.Module, compiled: bool) -> None:
     """Convert the layers that `use_float8` chooses."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
     config = Float8LinearConfig.from_recipe_name("rowwise")
     convert_to_float8_training(model, module_filter_fn=inside(model), config=config)
+    for layer in model.modules():
+        if compiled and isinstance(layer, Float8Linear):
+            layer.compile(dynamic=False)
 
 
 def store_in_float8(model: torch.nn.Module) -> None:
