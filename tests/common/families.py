@@ -62,6 +62,7 @@ _INKLING = {
     "swa_head_dim": 8,
     "rel_extent": 32,
     "log_scaling_n_floor": 8,
+    "unpadded_vocab_size": 97,
 }
 _DECODER = {
     "d_model": 32,
@@ -95,8 +96,22 @@ _SPECIAL = {
     ),
     "inkling": ("inkling_text", _INKLING),
     "inkling2": ("inkling2_text", _INKLING),
+    "inkling2_loop": (
+        "inkling2_loop_text",
+        _INKLING
+        | {
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+            "num_hidden_layers": 4,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 3,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 8,
+        },
+    ),
     "jamba": (None, {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "kimi_linear": (None, {"layer_types": _LINEAR_AND_FULL, "num_key_value_heads": 4}),
+    "lara_mini": (None, {"layer_types": _LINEAR_AND_FULL}),
     "lfm2": (None, {"layer_types": ["conv", "full_attention"]}),
     "lfm2_moe": (None, {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "lfm3": (None, {"layer_types": ["conv", "full_attention"]}),

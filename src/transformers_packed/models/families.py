@@ -107,8 +107,10 @@ MIXERS: dict[str, dict[str, Mixer]] = {
     # Its attention scales queries by their index in the row.
     "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
     "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
+    "inkling2_loop": {"Inkling2LoopShortConvolution": _CONV, "Inkling2LoopDynamicShortConvolution": _PLAIN},
     "jamba": {"JambaMambaMixer": _PLAIN},
     "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
+    "lara_mini": {"LaraMiniGatedDeltaNet": _GATED_DELTA},
     "lfm2": {"Lfm2ShortConv": _CONV},
     "lfm2_moe": {"Lfm2MoeShortConv": _CONV},
     "lfm3": {"Lfm3ShortConv": _PLAIN},
@@ -175,15 +177,16 @@ UNPACKED: dict[str, Unpacked] = {
 # Measured with `audit_model` on tiny models.
 ISOLATED = frozenset(
     """
-    apertus arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe cohere_compass ctrl cwm dbrx
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1 dots3_note emu3 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4 gemma4_unified git glm glm4 glm4_moe
-    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite granite_swa
-    granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
-    hyperclovax jais2 jetmoe kolibri1 laguna llama llama4 longcat_flash mellum mimo_v2_flash minicpm3
-    minimax_m2 ministral ministral3 mistral mixtral mllama modernbert_decoder moshi nanochat nemotron olmo
-    olmo2 olmo3 olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
-    smollm3 solar_open stablelm starcoder2 vaultgemma whisper youtu
+    apertus apertus1p5 arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe
+    cohere_compass ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama dory dots1 dots3_note
+    emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4
+    gemma4_unified git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jetmoe kolibri1 laguna llama
+    llama4 longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
+    mllama modernbert_decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3
+    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma whisper youtu
     """.split()
 )
 
