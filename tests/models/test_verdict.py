@@ -4,6 +4,7 @@ import unittest
 from unittest import mock
 
 import torch
+from common.releases import LLAMA4_IMAGES_CRASH, RELEASE
 from mixins.patch import COMPOSITE, builtin_model
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS
@@ -40,6 +41,8 @@ class CacheTest(unittest.TestCase):
         ]
     )
     def test_documents_leak_exactly_where_said(self, model_type, outer, inner):
+        if model_type == "llama4" and LLAMA4_IMAGES_CRASH:
+            self.skipTest(f"the stock class of Transformers {RELEASE} crashes")
         config = tiny_config(model_type)
         composite = config.get_text_config() is not config
         torch.manual_seed(0)
