@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --output benchmarks/results/sequence_parallel.json
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --sizes 4 --one-document 524288
+    torchrun --nproc_per_node 2 benchmarks/sequence_parallel.py --models 9B --lora --sizes 2 --one-document 131072
 
 A step is forward and backward of one row per group of processes, with random bfloat16 weights and gradient
-checkpointing. Every process holds all weights and gradients, and no optimizer runs. Each step ends with an all-reduce
+checkpointing. Every process holds all weights and gradients, and no optimizer runs. With `--lora`, only adapters in
+float32 are trained. Each step ends with an all-reduce
 of the gradients over all processes, which is part of the time in every arm.
 
 At size 1 each process computes its own row. At size P a group of P processes shares one row, so tokens per second per
@@ -86,7 +88,8 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
         if size > 1:
             # Boundaries cache the index tensors that layers share. In training every row computes its own.
             inputs["boundaries"] = replace(batch["boundaries"], row=replace(batch["boundaries"].row))
-        loss = model(**inputs, num_items_in_batch=targets).loss
+        with torch.autocast(device, torch.bfloat16, enabled=args.lora):
+            loss = model(**inputs, num_items_in_batch=targets).loss
         loss.backward()
         sum_gradients(model)
         losses.append(loss.detach())
@@ -146,6 +149,7 @@ def main() -> int:
         help="sizes that do not divide the process count are skipped",
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms for sizes above 1")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers, under autocast")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -164,7 +168,7 @@ def main() -> int:
         config = one_gpu.MODELS[name]
         lengths = [args.one_document] if args.one_document else one_gpu.sample_lengths("lognormal", args.tokens)
         start = time.perf_counter()
-        model = make_model(config, "ours", args.device)
+        model = make_model(config, "ours+lora" if args.lora else "ours", args.device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if first:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
@@ -174,7 +178,8 @@ def main() -> int:
             "gpus": world,
             "documents": len(lengths),
             "tokens": sum(lengths),
-            "flops": one_gpu.model_flops(config, lengths),
+            "lora": args.lora,
+            "flops": one_gpu.model_flops(config, lengths, frozen=args.lora),
             "arms": [],
         }
         report["runs"].append(run)

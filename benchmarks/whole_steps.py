@@ -1,0 +1,219 @@
+"""Whole training steps of `PackedTrainer` on one GPU or on several: tokens per second of each GPU, and memory.
+
+A step is a packed row on each GPU: loading, forward, backward, clipping, AdamW. Weights are in `--weights`, and compute in
+bfloat16 (`bf16=True`). How it is launched decides between one GPU, DDP and FSDP2, as accelerate does for any Trainer:
+
+    python benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
+    torchrun --nproc_per_node 2 benchmarks/whole_steps.py --model 0.8B --output benchmarks/results/whole_steps.json
+    accelerate launch --config_file examples/fsdp2.yaml --num_processes 2 benchmarks/whole_steps.py --model 4B --profile
+
+The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
+the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
+something to it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+from arms import with_lora
+from shapes import MODELS, model_flops, sample_lengths, with_layers
+from step import versions
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments
+from transformers_packed.models.releases import checkpointing_argument
+
+
+# Dense bfloat16 products of an H100 or H200, without sparsity.
+PEAK_FLOPS = 989.4e12
+
+
+def samples_of(config: dict, args, rows: int) -> list[dict]:
+    """Random documents for so many full rows."""
+    found = []
+    for seed in range(rows):
+        generator = torch.Generator().manual_seed(seed)
+        for n in sample_lengths("lognormal", args.tokens, seed):
+            ids = torch.randint(1, config["vocab_size"], (n,), generator=generator).tolist()
+            found.append({"input_ids": ids, "labels": ids})
+    return found
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Clock(TrainerCallback):
+    """Times steps, and profiles the last one."""
+
+    def __init__(self, args):
+        self.first, self.last, self.profiled = args.warmup, args.warmup + args.steps, args.profile
+        self.times, self.losses, self.trace, self.peak = {}, [], None, 0
+
+    def on_train_begin(self, *_, **__):
+        self.begin = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.last and self.profiled:
+            wait()
+            self.trace = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self.trace.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in (1, self.first, self.last):
+            wait()
+            self.times[state.global_step] = time.perf_counter()
+        if state.global_step == self.first and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        if state.global_step == self.last and torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+        if self.trace is not None:
+            wait()
+            self.trace.__exit__(None, None, None)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+
+def covered(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join intervals that overlap."""
+    joined = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in covered(intervals))
+
+
+def summary(trace) -> dict:
+    """Milliseconds of kernels, and counts of what makes the host wait."""
+    computing, communicating, names, copies = [], [], {}, {}
+    for event in trace.events():
+        span = event.time_range.start, event.time_range.end
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            if "Memcpy" in event.name:
+                copies[event.name] = copies.get(event.name, 0) + 1
+            elif not event.name.startswith(("Memset", "## ", "ProfilerStep")) and "Optimizer." not in event.name:
+                (communicating if "nccl" in event.name.lower() else computing).append(span)
+        elif event.name.startswith(
+            ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
+        ):
+            names[event.name] = names.get(event.name, 0) + 1
+    both = length(computing + communicating)
+    return {
+        "computation_ms": round(length(computing) / 1000, 2),
+        "communication_ms": round(length(communicating) / 1000, 2),
+        "uncovered_communication_ms": round((both - length(computing)) / 1000, 2),
+        "kernels": len(computing),
+        "waits": names,
+        "copies": copies,
+    }
+
+
+def measure(args, config: dict) -> dict:
+    set_seed(0)
+    options = {checkpointing_argument(): args.checkpointing}
+    settings = PackedTrainingArguments(
+        args.scratch,
+        packing=True,
+        max_length=args.tokens,
+        cuda_graphs=args.graphs,
+        float8=args.float8,
+        per_device_train_batch_size=1,
+        max_steps=args.warmup + args.steps + args.profile,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        optim=args.optim,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    with settings.device:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, args.weights))
+    if args.lora:
+        model = with_lora(model, False)
+    clock = Clock(args)
+    rows = settings.world_size * settings.max_steps
+    trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
+    trainer.train()
+    seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
+    lengths = sample_lengths("lognormal", args.tokens)
+    flops = model_flops(config, lengths, frozen=args.lora)
+    kind = "fsdp2" if trainer.is_fsdp_enabled else "ddp" if settings.world_size > 1 else "one"
+    found = {"kind": kind, "gpus": settings.world_size, "step_ms": round(1000 * seconds, 2)}
+    found |= {
+        "tokens_per_second_per_gpu": round(args.tokens / seconds),
+        "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
+        "peak_GiB": round(clock.peak / 2**30, 2),
+        "first_step_seconds": round(clock.times[1] - clock.begin, 2),
+        "losses": clock.losses,
+    }
+    if clock.trace is not None:
+        found["profile"] = summary(clock.trace)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="0.8B")
+    parser.add_argument("--layers", type=int, help="layers of the model, instead of its own number")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--tokens", type=int, default=16384, help="of each GPU's row")
+    parser.add_argument("--optim", default="adamw_torch_fused", help="as in TrainingArguments")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
+    parser.add_argument("--float8", action="store_true")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--launched", default="python", help="the launcher, for the command in the report")
+    parser.add_argument("--scratch", default="/tmp/whole_steps", help="folder of the trainer's files")
+    parser.add_argument("--output", type=Path, help="add the result to this JSON file")
+    args = parser.parse_args()
+    first = int(os.environ.get("RANK", 0)) == 0
+    config = with_layers(MODELS[args.model], args.layers)
+    entry = {
+        key: getattr(args, key) for key in ("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8")
+    }
+    entry["layers"] = config["num_hidden_layers"]
+    words = [word for word in sys.argv if word not in ("--launched", args.launched)]
+    entry["command"] = f"{args.launched} {shlex.join(words)}"
+    try:
+        entry |= measure(args, config)
+    except torch.OutOfMemoryError as error:
+        entry["error"] = f"out of memory: {str(error).splitlines()[0][:200]}"
+    entry |= {"machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "versions": versions()}
+    if first:
+        print(
+            json.dumps({key: value for key, value in entry.items() if key not in ("versions", "command")}), flush=True
+        )
+        if args.output:
+            report = json.loads(args.output.read_text()) if args.output.exists() else {"runs": []}
+            report["runs"].append(entry)
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
