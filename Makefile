@@ -18,7 +18,7 @@ CORE := tests/test_boundaries.py tests/models/qwen3_5 tests/models/qwen3_next te
 	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py checkpoints.py shared_prompts.py verdict.py) \
 	$(addprefix tests/data/test_,collator.py guard.py) \
 	$(addprefix tests/training/test_,checks.py configure.py trainer.py stock_trainer.py lora.py)
-RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2
+RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
 SEED ?= 0
 SECONDS ?= 120
 
@@ -87,7 +87,7 @@ test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest 
 test-newest: .venv-newest/.installed  ## Run the test suite (CPU) on the newest release of every dependency.
 	.venv-newest/bin/python $(PYTEST) $(TESTS)
 
-test-matrix: .venv/.installed  ## Run the core tests (CPU) on RELEASES of Transformers (the last of 5.16 to 5.22).
+test-matrix: .venv/.installed  ## Run the core tests (CPU) on RELEASES of Transformers (the last of 5.16 to 5.23).
 	@failed=; for release in $(RELEASES); do \
 		test -d .venv-matrix/$$release/transformers-$$release.dist-info || $(BIN)/pip install -q --target .venv-matrix/$$release transformers==$$release || exit; \
 		echo "Transformers $$release"; \
