@@ -1,6 +1,6 @@
 """The page of training in FP8: steps, and the loss."""
 
-from card import FLOAT8, FLOAT8_AGAIN, Card, fixed, gib, ms, on_gpu, percent, table, times
+from card import FLOAT8, FLOAT8_AGAIN, PRODUCTS, Card, fixed, gib, ms, on_gpu, percent, table, times
 from steps import LENGTHS, SHAPE, setting
 
 
@@ -41,6 +41,10 @@ def float8(results: dict) -> Card:
     ]
     header = ("Products", "Order", "Training loss", "Over the first run", "Held-out loss", "Over the first run")
     steps, tokens = base["steps"], base["tokens"]
+    alone = results["float8_products.json"]["runs"]
+    rounding = spread(
+        [x["rounding_of_casts"] for run in alone for y in run.get("layers", {}).values() for x in y.values()]
+    )
     return Card(
         "FP8",
         f"A step of the 9B shape takes {ms(large['ours+float8'])} with FP8 and {ms(large['ours'])} in bf16. The held-out loss "
@@ -54,6 +58,24 @@ largest projections only.""",
             """Weights are cast in each forward and backward, which the times include. LoRA has rank 16 on all linear layers.
 Its base is in bfloat16 and is cast in the same way, or torchao has stored it in FP8.""",
             setting(),
+            "## Accumulation",
+            """Products accumulate fast (`use_fast_accum=True`): their sums are exact only in parts. The table adds up the three
+products of each layer of a kind, without casts. Errors are those of the sum and of the output in bf16, which alone rounds by
+0.17 %.""",
+            table(
+                ("Shape", "bf16", "FP8, fast", "FP8, exact", "Error, fast", "Error, exact"),
+                [products(run) for run in alone if "layers" in run],
+            ),
+            f"""The cast of the operands rounds by {rounding}, ten times as much. For this reason, and because the loss below is
+that of bf16, products accumulate fast.""",
+            "## Experts",
+            """Grouped products of experts stay in bf16. An expert gets few rows, so the cast of its weight takes longer than
+the product saves. These are the products of the forward at 16,384 tokens. The gradients need the weights once more, cast and
+transposed.""",
+            table(
+                ("Shape", "Weight", "bf16", "FP8", "Cast of rows", "Cast of weights", "FP8 with casts"),
+                [row for run in alone if "experts" in run for row in grouped(run)],
+            ),
             "## Loss",
             f"""Another order of the documents changes the held-out loss of bf16 by {change(other, base, "held_out_loss")}, and FP8
 by {change(fp8, base, "held_out_loss")}.""",
@@ -72,12 +94,36 @@ cosine.""",
             f"""The text is Python code of the standard library and of installed packages, which every machine has. Documents have at
 most 2,048 tokens of a byte-level BPE. A run sees {fixed(steps * tokens / 1e6, 1)} million tokens, and none of them twice.""",
         ],
-        ["float8.json", "float8_loss.json"],
+        ["float8.json", "float8_products.json", "float8_loss.json"],
         **on_gpu(results, "float8.json"),
-        commands=[run["command"] for run in (*steps_of, *runs)],
-        committed=[FLOAT8, FLOAT8_AGAIN],
+        commands=[run["command"] for run in (*steps_of, *alone, *runs)],
+        committed=[FLOAT8, FLOAT8_AGAIN, PRODUCTS],
         number=f"9B {times(gains['9B', 'ours+float8'])} as fast; loss {change(fp8, base, 'held_out_loss')}",
     )
+
+
+def products(run: dict) -> tuple:
+    """All products of one of each layer: their time in bf16, and in float8 with fast and with exact accumulation."""
+    every = [entry for kinds in run["layers"].values() for entry in kinds.values()]
+    totals = (sum(entry[f"{name}_ms"] for entry in every) for name in ("bf16", "fast", "exact"))
+    errors = (spread([entry[f"{name}_error"] for entry in every]) for name in ("fast", "exact"))
+    return (run["model"], *(f"{fixed(total, 1)} ms" for total in totals), *errors)
+
+
+def spread(values: list[float]) -> str:
+    low, high = (fixed(100 * x, 2) for x in (min(values), max(values)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def grouped(run: dict) -> list[tuple]:
+    """The experts' products of the forward, and with the casts that they need in float8."""
+    rows = []
+    for name, entry in run["experts"].items():
+        casts = entry["cast_of_weight_ms"] + entry["cast_of_rows_ms"]
+        times_of = (entry["bf16_ms"], entry["float8_ms"], entry["cast_of_rows_ms"], entry["cast_of_weight_ms"])
+        cells = (f"{fixed(ms, 2)} ms" for ms in (*times_of, entry["float8_ms"] + casts))
+        rows.append((run["model"], f"`{name}`", *cells))
+    return rows
 
 
 def loss(run: dict, key: str) -> str:
