@@ -20,7 +20,7 @@ from ..errors import input_error
 # The settings of a tiny model, by value. A configuration gets the settings that it accepts. Indexers have 32 heads:
 # with few heads many scores are exactly 0, and the choice among equal scores depends on the row's length.
 _SIZES = {
-    256: "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab",
+    256: "vocab_size unpadded_vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab",
     96: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dense_intermediate_size dff",
     64: "hidden_size word_embed_proj_dim ple_embed_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
@@ -90,6 +90,13 @@ _OVERRIDES: dict[str, dict] = {
     "gemma4_unified_text": {"layer_types": _FULL_AND_SLIDING[::-1]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"layer_types": _FULL_AND_SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
