@@ -1,0 +1,263 @@
+"""The runs of the launch lines: what they read from a launch and compare, and a few launches on a CPU."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from parameterized import parameterized
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import launch_checks as checks
+import launch_lines
+import launches
+from launches import compared, interrupt, passed, select
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CARDS = ROOT / "utils" / "cards"
+PRINTED = """12 samples (messages) with 753 tokens.
+step 5/10, epoch 0.50: loss 1.5431
+step 10/10, epoch 1.00: loss nan
+tuned/step 11/20, epoch 1.00: loss 3.0
+"""
+TRACEBACK = """  File "trainer.py", line 1, in <module>
+[rank1]: ValueError: expected samples of at most 256 tokens, got 271.
+W1124 21:34:00.000000 1 torch/distributed/elastic/api.py:1] Sending process 2 closing signal SIGTERM
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+
+
+class ReadingTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.folder = Path(directory.name)
+
+    def test_losses_of_the_command_line(self):
+        losses = checks.printed_losses(PRINTED)
+        self.assertEqual(list(losses), [5, 10])
+        self.assertEqual(losses[5], 1.5431)
+        self.assertTrue(math.isnan(losses[10]))
+
+    def test_the_newest_checkpoint_counts(self):
+        for step in (5, 10):
+            (self.folder / f"checkpoint-{step}").mkdir()
+            log = {"log_history": [{"step": step, "loss": step / 2}, {"step": step, "train_runtime": 1}]}
+            (self.folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(log))
+        self.assertEqual(checks.logged(self.folder, "loss"), {10: 5.0})
+
+    def record(self, name, *ranks):
+        for rank, entries in enumerate(ranks):
+            lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+            (self.folder / f"{name}.rank{rank}.jsonl").write_text(lines)
+        return checks.recorded(self.folder, name)
+
+    def test_two_processes_and_one_have_the_rows_in_the_same_order(self):
+        loss = {"step": 1, "loss": 2.0, "grad_norm": 1.0}
+        two = self.record("two", [{"step": 1, "rows": ["a", "c"]}, loss], [{"step": 1, "rows": ["b", "d"]}])
+        one = self.record("one", [{"step": 1, "rows": ["a", "b", "c", "d"]}, loss])
+        self.assertEqual(two, one)
+        self.assertEqual(two["loss"], {1: 2.0})
+
+    def test_the_error_of_a_process_and_not_of_the_launcher(self):
+        self.assertIn("[rank1]: ValueError: expected samples", checks.last_lines(TRACEBACK))
+        self.assertEqual(checks.last_lines("one\ntwo\n"), "one\ntwo")
+
+    @parameterized.expand(
+        [
+            (" failed (exitcode: -9) local_rank: 1 (pid: 7) of binary", "failed (exitcode: -9) local_rank: 1"),
+            ("  traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID"),
+            ("failed (exitcode: 1) local_rank: 1", ""),
+        ]
+    )
+    def test_cause(self, text, cause):
+        self.assertEqual(checks.cause_of_kill(text), cause)
+
+    def test_an_interrupted_run_keeps_its_first_checkpoint(self):
+        for step in (5, 10):
+            (self.folder / f"checkpoint-{step}").mkdir()
+        for name in ("model.safetensors", "transformers_packed_train.json"):
+            (self.folder / name).touch()
+        interrupt(self.folder)
+        names = {path.name for path in self.folder.iterdir()}
+        self.assertEqual(names, {"checkpoint-5", "transformers_packed_train.json"})
+
+
+class ComparisonTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ({5: 2.0, 10: 1.0}, True),
+            ({5: 2.01, 10: 0.995}, True),
+            ({5: 2.0, 10: 1.02}, False),  # another loss
+            ({5: 2.0, 10: math.nan}, False),
+            ({5: 2.0}, False),  # the last step is missing
+            ({}, False),
+        ]
+    )
+    def test_losses(self, found, expected):
+        self.assertEqual(checks.agreement(found, {5: 2.0, 10: 1.0}, 0.01)["passed"], expected)
+
+    @parameterized.expand(
+        [({2: ["a", "b"]}, True), ({2: ["b", "a"]}, False), ({1: ["x", "y"], 2: ["a", "b"]}, False), ({}, False)]
+    )
+    def test_rows(self, found, expected):
+        self.assertEqual(checks.same_rows(found, {1: ["c", "d"], 2: ["a", "b"]})["passed"], expected)
+
+    def test_losses_must_be_finite(self):
+        self.assertEqual([checks.finite(x)["passed"] for x in ({1: 1.0}, {1: math.inf}, {})], [True, False, False])
+
+    def test_a_loss_that_differs_fails_the_launch(self):
+        against = {"name": "trainer/one", "losses": {5: 2.0}, "grad_norms": {5: 1.0}}
+        for change, good in (({}, True), ({"losses": {5: 2.1}}, False), ({"grad_norms": {5: 0.5}}, False)):
+            entry = {"name": "trainer/ddp", "status": "ok", "losses": {5: 2.0}, "grad_norms": {5: 1.0}} | change
+            entry["checks"] = compared(entry, against, average=False)
+            self.assertEqual(passed(entry), good)
+            self.assertEqual("FAILED" in launches.row(entry), not good)
+
+    def test_mean_losses(self):
+        entry, against = ({"name": "lora", "losses": {5: a, 10: b}} for a, b in ((2.0, 1.0), (1.0, 2.0)))
+        (check,) = compared(entry, against, average=True).values()
+        self.assertTrue(check["passed"])
+
+
+class LinesTest(unittest.TestCase):
+    def setUp(self):
+        self.launches = {launch.name: launch for launch in launch_lines.launches(vision=True)}
+
+    def test_every_example_runs_on_two_gpus(self):
+        two = " ".join(launch.command for launch in self.launches.values() if launch.processes == 2)
+        for path in (ROOT / "examples").glob("*.py"):
+            self.assertEqual(f"examples/{path.name} " in two, path.stem != "common", path.stem)
+
+    def test_launches_refer_to_others(self):
+        for launch in self.launches.values():
+            for name in (launch.after, launch.like, launch.like_on_average):
+                self.assertIn(name, {"", *self.launches})
+
+    def test_the_fsdp2_line_of_the_documentation(self):
+        page = (ROOT / "docs" / "how_to" / "several_gpus.md").read_text(encoding="utf-8")
+        flags = [word for word in page.split("```")[3].split() if word.startswith("--")][:-1]
+        for flag in flags:
+            self.assertIn(flag, self.launches["trainer/fsdp2"].command)
+
+    def test_selection_adds_what_it_needs(self):
+        names = [launch.name for launch in select(list(self.launches.values()), ["train/resumed", "kill-ddp"])]
+        self.assertEqual(
+            names,
+            ["resume-ddp/whole", "kill-ddp/killed", "kill-ddp/resumed", "train/ddp", "train/resumed", "train/one"],
+        )
+
+    @parameterized.expand(
+        [
+            ("cuda", "trainer/fsdp2", ["-m", "accelerate.commands.launch", "--main_process_port"]),
+            ("cpu", "trainer/ddp", ["-m", "torch.distributed.run", "--master_port"]),
+            ("cuda", "train/ddp", ["-m", "torch.distributed.run", "--master_port"]),
+            ("cuda", "train/one", ["-m", "transformers_packed.cli", "train"]),
+        ]
+    )
+    def test_commands(self, device, name, begin):
+        runner = launches.Runner(mock.Mock(device=device, folder=Path("there")), [], {})
+        words = runner.argv(self.launches[name], Path("there/run"))
+        self.assertEqual(words[:4], [sys.executable, *begin])
+        self.assertNotIn("CHECKPOINT", words)
+        self.assertIn("there/run", words)
+
+
+def page(report: dict) -> str:
+    """The text of the page of a report."""
+    # Its module has the name of the benchmark.
+    spec = importlib.util.spec_from_file_location("launches_card", CARDS / "launches.py")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", [*sys.path, str(CARDS)]):
+        card = importlib.import_module("card")
+    with mock.patch.object(card, "LAUNCHES", ("0123456", "2026-11-24"), create=True):
+        spec.loader.exec_module(module)
+    return module.launches({"launches.json": report}).page({"results": "results"})
+
+
+class EndTest(unittest.TestCase):
+    def test_a_launcher_ends_with_its_processes_in_other_sessions(self):
+        command = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); p.wait()"
+        process = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+        self.addCleanup(process.stdout.close)
+        child = psutil.Process(int(process.stdout.readline()))
+        launches.end(process)
+        psutil.wait_procs([child], timeout=10)
+        self.assertFalse(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
+        self.assertNotEqual(process.returncode, 0)
+
+
+class CardTest(unittest.TestCase):
+    def setUp(self):
+        one = {"name": "trainer/one", "command": "python examples/trainer.py", "status": "ok", "losses": {5: 2.0}}
+        one["checks"] = {"losses are finite": {"passed": True}}
+        two = {**one, "name": "trainer/ddp", "losses": {5: 2.001}}
+        two["checks"] = compared(two, one, average=False)
+        notices = {"passed": True, "exit_status": 1, "seconds": 2.4, "cause": "failed (exitcode: -9) local_rank: 1"}
+        killed = {**one, "name": "kill-ddp/killed", "checks": {"the launcher ends with a cause": notices}}
+        plain = {
+            **one,
+            "name": "resume-fsdp2/plain",
+            "status": "not possible",
+            "error": "ValueError: only FSDP",
+            "checks": {},
+        }
+        skipped = {"name": "trainer/fsdp2", "command": "", "status": "skipped", "reason": "no GPU"}
+        self.report = {
+            "machine": "2 x GPU",
+            "versions": {"torch": "2"},
+            "model": "tiny",
+            "command": "python launches.py",
+        }
+        self.report["bars"] = {"loss": 0.01, "mean loss": 0.05, "gradient norm": 0.1}
+        self.report["launches"] = [one, two, killed, plain, skipped]
+
+    def test_page(self):
+        text = page(self.report)
+        self.assertIn("**4 of 4 launches end as expected", text)
+        self.assertIn("losses of trainer/one within 0.05 %", text)
+        self.assertIn("exit status 1 after 2.4 s, failed (exitcode: -9) local_rank: 1", text)
+        self.assertIn("not possible: ValueError: only FSDP", text)
+        self.assertNotIn("trainer.py`: fsdp2", text)
+
+    def test_a_failed_check_is_on_the_page(self):
+        two = self.report["launches"][1]
+        two["losses"] = {5: 2.1}
+        two["checks"] = compared(two, self.report["launches"][0], average=False)
+        text = page(self.report)
+        self.assertIn("**3 of 4 launches end as expected", text)
+        self.assertIn("**fails**: losses of trainer/one within 5.00 %", text)
+
+
+@pytest.mark.slow
+class RunTest(unittest.TestCase):
+    def test_a_few_launches_on_a_cpu(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "launches.json")
+            command = [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--shape", "tiny", "--device", "cpu"]
+            command += ["--folder", folder, "--output", str(path), "--only", "trainer", "kill-ddp"]
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+            ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+            self.assertEqual(ran.returncode, 0, ran.stdout[-3000:] + ran.stderr[-3000:])
+            report = json.loads(path.read_text(encoding="utf-8"))
+        entries = {entry["name"]: entry for entry in report["launches"]}
+        self.assertEqual(entries["trainer/fsdp2"]["status"], "skipped")
+        two = entries["trainer/ddp"]["checks"]
+        self.assertLess(two["losses of trainer/one"]["largest"], 1e-5)
+        self.assertEqual(entries["kill-ddp/resumed"]["checks"]["rows of resume-ddp/whole"]["steps"], [5, 6, 7, 8])
+        self.assertIn("| `examples/trainer.py`: ddp |", page(report))
+
+
+if __name__ == "__main__":
+    unittest.main()
