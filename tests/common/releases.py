@@ -19,7 +19,7 @@ LLAMA4_IMAGES_CRASH = RELEASE.release[:2] == (5, 24)
 # How a stock model on a CPU refuses a packed row with boundaries.
 STOCK_REFUSAL = (
     (TypeError, "multiple values for keyword argument 'cu_seqlens'")
-    if RELEASE < Version("5.19")
+    if RELEASE < Version("5.20")
     else (ValueError, "packed sequences apart")
 )
 

@@ -76,12 +76,14 @@ class WarmUpCallback(TrainerCallback):
     def _may_use_graphs(self, model: torch.nn.Module) -> bool:
         """Whether the arguments leave the choice open, and rows and processes permit graphs."""
         args = self.trainer.args
-        is_open = getattr(args, "cuda_graphs", False) is None and args.packing and not args.torch_compile
+        # Only `PackedTrainingArguments` have the choice.
+        if getattr(args, "cuda_graphs", False) is not None or not args.packing or args.torch_compile:
+            return False
         # Sharded layers exchange weights, and graphs cannot run on parts of rows.
         is_whole = not self.trainer.is_fsdp_enabled and args.sequence_parallel_size == 1
         texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
         # An earlier call of `train` has made the choice.
-        return is_open and is_whole and bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
+        return is_whole and bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
 
     def _choose_graphs(self, model: torch.nn.Module, tokens: int) -> str:
         trainer, device = self.trainer, self.trainer.args.device
