@@ -14,7 +14,8 @@ from parameterized import parameterized
 
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmarks" / "peers"), str(ROOT / "utils" / "cards")]
+sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
+sys.path.insert(0, str(ROOT / "utils" / "cards"))
 import peers
 import train
 
