@@ -212,6 +212,11 @@ def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
     """How much the loss at the start of the second document changes with the first one, and in a repetition."""
     import torch
 
+    trainer.model.train()
+    if hasattr(trainer.model, "for_training"):
+        # Unsloth leaves the model ready for generation.
+        checkpointing = getattr(trainer.model, "_unsloth_gradient_checkpointing", False)
+        trainer.model.for_training(use_gradient_checkpointing=checkpointing)
     device = next(trainer.model.parameters()).device
     targets = min(NEAR, len(documents[1]) - 1)
 
@@ -237,6 +242,7 @@ def kernels_of(args, trainer) -> dict:
     if args.tool == "unsloth":
         from unsloth.utils.hf_packed_attention import HF_PACKED_ATTENTION_STATS
         from unsloth.utils.packing import HYBRID_PACKING_STATS
+        from unsloth_zoo.temporary_patches.gdn_causal_conv1d import GDN_CAUSAL_CONV1D_STATS
 
         # Unsloth raises an error in the first packed forward if a layer did not hand boundaries to its kernels.
         done = getattr(trainer.model, "_unsloth_varlen_handshake_done", False)
@@ -245,6 +251,9 @@ def kernels_of(args, trainer) -> dict:
             "boundaries_reached_kernels": done,
             "hybrid_packing": dict(HYBRID_PACKING_STATS),
             "packed_attention": dict(HF_PACKED_ATTENTION_STATS),
+            "convolution": dict(GDN_CAUSAL_CONV1D_STATS),
+            # Its own copy of FLA is older than 0.6.
+            "fla": getattr(sys.modules.get("fla"), "__version__", None),
         }
     if args.tool.startswith("ours"):
         from transformers_packed.ops import implementations_used

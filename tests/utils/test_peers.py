@@ -6,17 +6,23 @@ import json
 import sys
 import tempfile
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from parameterized import parameterized
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+from transformers_packed import patch_model
 
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "peers"))
-sys.path.insert(0, str(ROOT / "utils" / "cards"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "cards"))
 import peers
+import shapes
 import train
 
 
@@ -76,6 +82,29 @@ class TrainTest(unittest.TestCase):
                 train.write(output, found)
             runs = json.loads(output.read_text())["runs"]
         self.assertEqual([(x["tool"], x["step_ms"]) for x in runs], [("liger", 2.0), ("ours", 3.0)])
+
+
+class IsolationTest(unittest.TestCase):
+    def check(self, collator, model) -> dict:
+        trainer = SimpleNamespace(
+            model=model,
+            data_collator=collator,
+            _prepare_inputs=lambda batch: batch,
+            compute_loss_context_manager=nullcontext,
+            compute_loss=lambda model, inputs, num_items_in_batch: model(**inputs).loss,
+        )
+        documents = torch.randint(3, 2000, (3, 12), generator=torch.Generator().manual_seed(0)).tolist()
+        return train.isolation(trainer, documents)
+
+    def test_a_leak_is_noticed(self):
+        config = AutoConfig.for_model(**shapes.MODELS["tiny"])
+        stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # Only `position_ids` mark the boundaries, which the stock delta rule and convolution do not read.
+        leaking = self.check(DataCollatorWithFlattening(), stock)
+        self.assertGreater(leaking["changed"], 1e-3)
+        self.assertEqual(leaking["repeated"], 0)
+        ours = self.check(DataCollatorWithFlattening(), patch_model(stock))
+        self.assertEqual(ours["changed"], 0)
 
 
 class CardTest(unittest.TestCase):
