@@ -40,8 +40,9 @@ backward, clipping, fused AdamW and logging.""",
                 rows,
             ),
             """*TRL with Liger* is the stock class with `padding_free=True` and `use_liger_kernel=True`. Without FlashAttention and
-causal-conv1d, it has torch's `varlen_attn` and flash-linear-attention's convolution instead. *Unsloth* chooses its
-kernels and its padding-free batches by itself.""",
+causal-conv1d, it has torch's `varlen_attn` and flash-linear-attention's convolution instead. TRL 1.16 takes the loss from
+a head of its own, which also gives the entropy and the accuracy of tokens. *Unsloth* chooses its kernels and its
+padding-free batches by itself.""",
             f"""The weights are in bfloat16, under autocast. LoRA has rank 16 on all linear layers, in float32. Each time is the mean
 of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others, and *first step* counts from
 `trainer.train()` with {shared(measured, "caches")} kernel caches. The losses are those of the first and the last log.
