@@ -7,12 +7,16 @@ step is the mean of `--steps` steps after `--warmup` others. The first step coun
 kernel caches are as `--caches` says.
 
 Each tool is one process in an environment of its own, which `environments.sh` builds. The results of all of them go into
-one JSON file. `liger` is Transformers' own class with all of Liger's kernels. On a machine without FlashAttention and
-causal-conv1d, it gets torch's variable-length attention and flash-linear-attention's convolution in their place.
+one JSON file. `liger` is Transformers' own class with Liger's kernels. On a machine without FlashAttention and
+causal-conv1d, it gets torch's variable-length attention and flash-linear-attention's convolution in their place. `padded`
+is the same class on TRL's padded batches, with SDPA and without Liger; it also runs on a CPU.
+
+The run checks itself. It notes the shapes that the forward got in the warm-up. After the last step it replaces the first
+document of a batch, and notes how much the loss at the start of the second one changes (`isolation`).
 
     python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --make 0.8B
     python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool ours --lora --output benchmarks/results/peers.json
-    PYTHONPATH=unsloth's python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool unsloth --lora --output ...
+    unsloth/bin/python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool unsloth --lora --output ...
 """
 
 import argparse
@@ -21,16 +25,24 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 
 
-TOOLS = ("ours", "ours+float8", "ours+graphs", "liger", "unsloth")
-PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "flash-linear-attention", "flash-qla",
-            "tilelang", "causal-conv1d", "flash-attn", "liger-kernel", "unsloth", "unsloth-zoo")  # fmt: skip
+TOOLS = ("ours", "ours+float8", "ours+graphs", "liger", "unsloth", "padded")
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "flash-linear-attention",
+            "flash-qla", "tilelang", "causal-conv1d", "flash-attn", "xformers", "liger-kernel", "unsloth",
+            "unsloth-zoo", "bitsandbytes")  # fmt: skip
+# Targets of the second document whose loss shows a leak from the first one.
+NEAR = 16
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+class TimeIsUp(Exception):
+    pass
 
 
 def make_checkpoint(name: str, folder: Path) -> None:
@@ -45,8 +57,9 @@ def make_checkpoint(name: str, folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
 def make_samples(args, vocab_size: int) -> list[list[int]]:
@@ -60,56 +73,64 @@ def make_samples(args, vocab_size: int) -> list[list[int]]:
         lengths = 2 + (shares / shares.sum() * (args.tokens - 2 * args.documents)).long()
         lengths[0] += args.tokens - lengths.sum()
         # The tokens of few words, so that there is something to learn.
-        samples += [torch.randint(2, min(vocab_size, 2000), (n,), generator=generator).tolist() for n in lengths]
+        samples += [torch.randint(3, min(vocab_size, 2000), (n,), generator=generator).tolist() for n in lengths]
     return samples
 
 
 def load(args):
-    """Return the model of the tool, with adapters if asked for."""
+    """Return the model of the tool, with adapters if asked for, and its tokenizer."""
+    from shapes import LORA_LAYERS
+
     if args.tool == "unsloth":
+        import torch
         from unsloth import FastLanguageModel
 
-        model, _ = FastLanguageModel.from_pretrained(
-            str(args.checkpoint), args.tokens, load_in_4bit=False, full_finetuning=not args.lora
+        # Both calls switch checkpointing on by default, and the first one's choice holds for full fine-tuning.
+        checkpointing = {"use_gradient_checkpointing": "unsloth" if args.checkpointing else False}
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            str(args.checkpoint),
+            max_seq_length=args.tokens,
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            full_finetuning=not args.lora,
+            **checkpointing,
         )
         if args.lora:
-            from shapes import LORA_LAYERS
-
             own = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+            layers = [name for name in LORA_LAYERS if name in own]
             model = FastLanguageModel.get_peft_model(
-                model, 16, [x for x in LORA_LAYERS if x in own], 32, use_gradient_checkpointing=False
+                model, r=16, target_modules=layers, lora_alpha=32, lora_dropout=0, random_state=0, **checkpointing
             )
-        return model
+        return model, tokenizer
+    # Hides FLA from the stock classes on a machine without a GPU, so it comes before Transformers' models.
+    from arms import prepare  # isort: skip
     import torch
-    from arms import prepare
     from peft import LoraConfig, get_peft_model
-    from shapes import LORA_LAYERS
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+    attention = None
     if args.tool == "liger":
-        if torch.cuda.is_available() and not (_installed("flash_attn") and _installed("causal_conv1d")):
-            prepare("cuda")
-        attention = "flash_attention_2" if _installed("flash_attn") else "varlen"
-    else:
-        attention = None
+        if not (installed("flash_attn") and installed("causal_conv1d")):
+            prepare(args.device)
+        attention = "flash_attention_2" if installed("flash_attn") else "varlen"
     model = AutoModelForCausalLM.from_pretrained(
         args.checkpoint, dtype=torch.bfloat16, attn_implementation=attention, device_map=args.device
     )
     if args.lora:
+        set_seed(0)
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS)))
-    return model
+    return model, AutoTokenizer.from_pretrained(args.checkpoint)
 
 
-def make_trainer(args, model, samples, callback):
+def make_trainer(args, model, tokenizer, samples, callback):
     from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        args.scratch,
+        output_dir=args.scratch,
         per_device_train_batch_size=args.documents,
         max_steps=args.warmup + args.steps,
+        train_sampling_strategy="sequential",
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_length=None,
@@ -117,69 +138,179 @@ def make_trainer(args, model, samples, callback):
         bf16=True,
         optim="adamw_torch_fused",
         logging_steps=5,
+        logging_first_step=True,
         save_strategy="no",
         report_to="none",
-        gradient_checkpointing=False,
+        gradient_checkpointing=args.checkpointing,
         use_cpu=args.device == "cpu",
         # Unsloth chooses by itself; with this package, `configure_packing` does.
         **({"padding_free": True, "use_liger_kernel": True} if args.tool == "liger" else {}),
     )
+    dataset = Dataset.from_dict({"input_ids": samples})
     trainer = SFTTrainer(
-        model,
-        settings,
-        train_dataset=Dataset.from_dict({"input_ids": samples}),
-        processing_class=AutoTokenizer.from_pretrained(args.checkpoint),
-        callbacks=[callback],
+        model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[callback]
     )
-    trainer._get_train_sampler = lambda *_, **__: SequentialSampler(trainer.train_dataset)
     if args.tool.startswith("ours"):
         from transformers_packed import configure_packing, use_cuda_graphs
 
         configure_packing(trainer, float8="float8" in args.tool)
         if "graphs" in args.tool:
-            use_cuda_graphs(trainer.model, args.tokens)
+            use_cuda_graphs(trainer.model, -(-args.tokens // 64) * 64)
     return trainer
 
 
-def measure(args) -> dict:
+def make_clock(args):
+    """A callback that notes the end of each step without waiting for the GPU, and the losses."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.started = time.perf_counter()
+            self.first, self.ends, self.losses, self.shapes = None, [], {}, []
+            self.hook = None
+
+        def on_train_begin(self, settings, state, control, model=None, **kwargs):
+            self.hook = model.register_forward_pre_hook(self.note, with_kwargs=True)
+
+        def note(self, module, inputs, named):
+            ids = named["input_ids"] if "input_ids" in named else inputs[0]
+            self.shapes.append(list(ids.shape))
+
+        def on_step_end(self, settings, state, control, **kwargs):
+            if args.device == "cuda":
+                self.ends.append(torch.cuda.Event(enable_timing=True))
+                self.ends[-1].record()
+            else:
+                self.ends.append(time.perf_counter())
+            if self.first is None:
+                self.wait()
+                self.first = time.perf_counter()
+            if len(self.ends) >= args.warmup and self.hook:
+                self.hook.remove()
+                self.hook = None
+
+        def on_log(self, settings, state, control, logs=None, **kwargs):
+            if "loss" in (logs or {}):
+                self.losses[state.global_step] = round(float(logs["loss"]), 5)
+
+        def wait(self):
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+
+        def milliseconds(self) -> list[float]:
+            """Of each step after the warm-up."""
+            self.wait()
+            ends = self.ends[args.warmup - 1 :]
+            between = (lambda a, b: a.elapsed_time(b)) if args.device == "cuda" else (lambda a, b: 1000 * (b - a))
+            return [round(between(a, b), 2) for a, b in zip(ends, ends[1:], strict=False)]
+
+    return Clock()
+
+
+def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
+    """How much the loss at the start of the second document changes with the first one, and in a repetition."""
+    import torch
+
+    trainer.model.train()
+    if hasattr(trainer.model, "for_training"):
+        # Unsloth leaves the model ready for generation.
+        checkpointing = getattr(trainer.model, "_unsloth_gradient_checkpointing", False)
+        trainer.model.for_training(use_gradient_checkpointing=checkpointing)
+    device = next(trainer.model.parameters()).device
+    targets = min(NEAR, len(documents[1]) - 1)
+
+    def loss(first: list[int]) -> float:
+        batch = dict(trainer.data_collator([{"input_ids": x} for x in (first, *documents[1:])]))
+        labels = torch.full_like(batch["labels"], -100)
+        row, start = (0, len(first) + 1) if len(labels) == 1 else (1, 1)
+        kept = slice(start, start + targets)
+        labels[row, kept] = batch["labels"][row, kept]
+        inputs = trainer._prepare_inputs(batch | {"labels": labels})
+        with trainer.compute_loss_context_manager():
+            # With gradients, as in training: a tool may take other kernels without.
+            count = torch.tensor(targets, device=device)
+            return float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count).detach())
+
+    before, again, changed = (loss(first) for first in (documents[0], documents[0], documents[0][::-1]))
+    return {"loss": before, "repeated": abs(again - before), "changed": abs(changed - before)}
+
+
+def kernels_of(args, trainer) -> dict:
+    """What the tool itself says about its kernels."""
+    found = {"attention": trainer.model.config._attn_implementation, "collator": type(trainer.data_collator).__name__}
+    if args.tool == "unsloth":
+        from unsloth.utils.hf_packed_attention import HF_PACKED_ATTENTION_STATS
+        from unsloth.utils.packing import HYBRID_PACKING_STATS
+        from unsloth_zoo.temporary_patches.gdn_causal_conv1d import GDN_CAUSAL_CONV1D_STATS
+
+        # Unsloth raises an error in the first packed forward if a layer did not hand boundaries to its kernels.
+        done = getattr(trainer.model, "_unsloth_varlen_handshake_done", False)
+        return found | {
+            "padding_free": getattr(trainer.args, "padding_free", None),
+            "boundaries_reached_kernels": done,
+            "hybrid_packing": dict(HYBRID_PACKING_STATS),
+            "packed_attention": dict(HF_PACKED_ATTENTION_STATS),
+            "convolution": dict(GDN_CAUSAL_CONV1D_STATS),
+            # Its own copy of FLA is older than 0.6.
+            "fla": getattr(sys.modules.get("fla"), "__version__", None),
+        }
+    if args.tool.startswith("ours"):
+        from transformers_packed.ops import implementations_used
+
+        return found | {"implementations": implementations_used()}
+    return found
+
+
+def measure(args, entry: dict) -> None:
+    """Train, and add what was found to the entry as soon as it is known."""
     if args.tool == "unsloth":
         import unsloth  # noqa: F401 (before all that it patches)
     import torch
-    from transformers import AutoConfig, TrainerCallback, set_seed
+    from transformers import AutoConfig, set_seed
 
-    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-
-    class Clock(TrainerCallback):
-        times, losses = {}, []
-
-        def on_step_end(self, settings, state, control, **kwargs):
-            if state.global_step in (1, args.warmup, args.warmup + args.steps):
-                wait()
-                self.times[state.global_step] = time.perf_counter()
-
-        def on_log(self, settings, state, control, logs=None, **kwargs):
-            if "loss" in logs:
-                self.losses.append(float(logs["loss"]))
-
+    entry["machine"] = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     set_seed(0)
-    clock = Clock()
+    begin = time.perf_counter()
     samples = make_samples(args, AutoConfig.from_pretrained(args.checkpoint).vocab_size)
-    start = time.perf_counter()
-    trainer = make_trainer(args, load(args), samples, clock)
-    loaded = time.perf_counter()
-    trainer.train()
-    seconds = (clock.times[args.warmup + args.steps] - clock.times[args.warmup]) / args.steps
-    found = {
-        "step_ms": round(1000 * seconds, 2),
-        "tokens_per_second": round(args.tokens / seconds),
-        "first_step_seconds": round(clock.times[1] - loaded, 2),
-        "load_seconds": round(loaded - start, 2),
-        "losses": clock.losses,
-        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-    }
+    clock = make_clock(args)
+    trainer = make_trainer(args, *load(args), samples, clock)
+    trained = [x for x in trainer.model.parameters() if x.requires_grad]
+    entry["trained_parameters"] = sum(x.numel() for x in trained)
+    entry["trained_dtypes"] = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
+    clock.started = time.perf_counter()
+    entry["load_seconds"] = round(clock.started - begin, 2)
+    try:
+        trainer.train()
+    except TimeIsUp:
+        entry["stopped"] = f"after {args.time_limit} seconds"
+    finally:
+        signal.alarm(0)
+        add_times(args, entry, clock)
+    try:
+        entry["kernels"] = kernels_of(args, trainer)
+        if "stopped" not in entry:
+            entry["isolation"] = isolation(trainer, samples[: args.documents])
+            entry["isolated"] = entry["isolation"]["changed"] <= entry["isolation"]["repeated"]
+    except Exception as error:
+        # The times are good without the check.
+        entry["check_failed"] = f"{type(error).__name__}: {error}"[:300]
+
+
+def add_times(args, entry: dict, clock) -> None:
+    import torch
+
+    times = clock.milliseconds()
+    entry |= {"losses": clock.losses, "shapes": [list(x) for x in sorted({tuple(x) for x in clock.shapes})]}
+    # One row of exactly the step's tokens in each step.
+    entry["padding_free"] = bool(clock.shapes) and all(x == [1, args.tokens] for x in clock.shapes)
+    if clock.first:
+        entry["first_step_seconds"] = round(clock.first - clock.started, 2)
+    if times:
+        mean = sum(times) / len(times)
+        entry |= {"step_ms": round(mean, 2), "tokens_per_second": round(1000 * args.tokens / mean), "steps_ms": times}
     if args.device == "cuda":
-        found["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    return found
+        entry["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
 def versions() -> dict[str, str]:
@@ -190,8 +321,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def stop(*_):
+    raise TimeIsUp
+
+
+def write(output: Path, entry: dict) -> None:
+    """Add the entry to the file, in place of an earlier one of the same cell and tool."""
+    report = json.loads(output.read_text()) if output.exists() else {"runs": []}
+    key = ("tool", "model", "lora", "checkpointing", "tokens", "documents", "caches", "machine")
+    same = [run for run in report["runs"] if all(run.get(name) == entry.get(name) for name in key)]
+    report["runs"] = [run for run in report["runs"] if run not in same] + [entry]
+    output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> int:
@@ -202,35 +346,44 @@ def main() -> int:
     )
     parser.add_argument("--tool", choices=TOOLS, default="ours")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, as the tool does it")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--documents", type=int, default=34, help="of a step")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--caches", choices=("empty", "filled"), default="filled", help="kernel caches at the start")
+    parser.add_argument("--time-limit", type=int, metavar="SECONDS", help="stop then, and write what was measured")
     parser.add_argument("--scratch", default="/tmp/peers", help="folder of the trainer's files")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     if args.make:
         make_checkpoint(args.make, args.checkpoint)
         return 0
+    if args.device == "cpu" and args.tool not in ("ours", "padded"):
+        parser.error(f"{args.tool} needs a GPU: without its kernels, the stock class refuses packed rows.")
+    if args.warmup < 1 or args.documents < 2 or args.tokens < 4 * args.documents:
+        parser.error("A run needs a warm-up step, two documents, and at least four tokens for each.")
     entry = {"command": shlex.join(["python", "benchmarks/peers/train.py", *sys.argv[1:]]), "tool": args.tool}
-    entry |= {key: getattr(args, key) for key in ("lora", "tokens", "documents", "warmup", "steps", "caches")}
-    entry |= {"model": args.checkpoint.name, "versions": versions()}
+    entry |= {key: getattr(args, key) for key in ("lora", "checkpointing", "tokens", "documents", "warmup", "steps")}
+    entry |= {"caches": args.caches, "model": args.checkpoint.name, "versions": versions()}
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(args.time_limit or 0)
     try:
-        entry |= measure(args)
-    except Exception as error:
+        measure(args, entry)
+    except (TimeIsUp, Exception) as error:
         entry["error"] = f"{type(error).__name__}: {error}"[:300]
         raise
     finally:
+        signal.alarm(0)
         print(json.dumps({key: value for key, value in entry.items() if key not in ("command", "versions")}))
         if args.output:
-            report = json.loads(args.output.read_text()) if args.output.exists() else {"runs": []}
-            report["runs"].append(entry)
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
+            write(args.output, entry)
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", "/tmp/peers_unsloth")
     sys.exit(main())

@@ -1,0 +1,137 @@
+"""The comparison of whole training steps: the same samples for every tool, losses that agree, and its page."""
+
+import argparse
+import io
+import json
+import sys
+import tempfile
+import unittest
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+from transformers_packed import patch_model
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "cards"))
+import peers
+import shapes
+import train
+
+
+SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
+
+
+def run(*arguments: str) -> None:
+    with mock.patch.object(sys, "argv", ["train.py", *arguments]), redirect_stdout(io.StringIO()):
+        train.main()
+
+
+def entry(tool: str, milliseconds: float, **values) -> dict:
+    step = {"step_ms": milliseconds, "tokens_per_second": 1, "losses": {"1": 12.5}, "first_step_seconds": 9.0}
+    cell = {"model": "4B", "lora": False, "checkpointing": False, "tokens": 16384, "documents": 34, "machine": "GPU"}
+    how = {"warmup": 5, "steps": 20, "caches": "filled", "versions": {"torch": "2.11", tool: "1"}, "command": tool}
+    return cell | how | step | {"tool": tool, "padding_free": True, "isolated": True} | values
+
+
+class SamplesTest(unittest.TestCase):
+    @parameterized.expand([(16384, 34), (100, 7), (256, 64)])
+    def test_the_samples_of_each_step_add_up(self, tokens, documents):
+        args = argparse.Namespace(tokens=tokens, documents=documents, warmup=2, steps=3)
+        samples = train.make_samples(args, vocab_size=2048)
+        self.assertEqual(len(samples), 5 * documents)
+        steps = [samples[i : i + documents] for i in range(0, len(samples), documents)]
+        self.assertEqual([sum(map(len, step)) for step in steps], [tokens] * 5)
+        self.assertGreaterEqual(min(map(len, samples)), 2)
+        self.assertEqual(samples, train.make_samples(args, vocab_size=2048))
+
+
+class TrainTest(unittest.TestCase):
+    def test_packed_and_padded_losses_agree(self):
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint, output = Path(folder, "tiny"), Path(folder, "peers.json")
+            with redirect_stderr(io.StringIO()):
+                run("--checkpoint", str(checkpoint), "--make", "tiny")
+                for tool in ("ours", "padded"):
+                    common = ["--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder]
+                    run(*common, *SMALL, "--tool", tool)
+            ours, padded = json.loads(output.read_text())["runs"]
+        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
+        self.assertEqual(ours["shapes"], [[1, 48]])
+        self.assertTrue(ours["padding_free"] and ours["isolated"])
+        self.assertFalse(padded["padding_free"])
+        self.assertEqual(len(ours["steps_ms"]), 1)
+        self.assertGreater(ours["first_step_seconds"], 0)
+
+    def test_a_tool_that_needs_a_gpu_is_refused_on_a_cpu(self):
+        with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
+            run("--checkpoint", "none", "--tool", "unsloth", "--device", "cpu")
+        self.assertIn("needs a GPU", printed.getvalue())
+
+    def test_a_repeated_run_replaces_the_earlier_one(self):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "peers.json")
+            for found in (entry("ours", 1.0), entry("liger", 2.0), entry("ours", 3.0)):
+                train.write(output, found)
+            runs = json.loads(output.read_text())["runs"]
+        self.assertEqual([(x["tool"], x["step_ms"]) for x in runs], [("liger", 2.0), ("ours", 3.0)])
+
+
+class IsolationTest(unittest.TestCase):
+    def check(self, collator, model) -> dict:
+        trainer = SimpleNamespace(
+            model=model,
+            data_collator=collator,
+            _prepare_inputs=lambda batch: batch,
+            compute_loss_context_manager=nullcontext,
+            compute_loss=lambda model, inputs, num_items_in_batch: model(**inputs).loss,
+        )
+        documents = torch.randint(3, 2000, (3, 12), generator=torch.Generator().manual_seed(0)).tolist()
+        return train.isolation(trainer, documents)
+
+    def test_a_leak_is_noticed(self):
+        config = AutoConfig.for_model(**shapes.MODELS["tiny"])
+        stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # Only `position_ids` mark the boundaries, which the stock delta rule and convolution do not read.
+        leaking = self.check(DataCollatorWithFlattening(), stock)
+        self.assertGreater(leaking["changed"], 1e-3)
+        self.assertEqual(leaking["repeated"], 0)
+        ours = self.check(DataCollatorWithFlattening(), patch_model(stock))
+        self.assertEqual(ours["changed"], 0)
+
+
+class CardTest(unittest.TestCase):
+    def page(self, *runs: dict) -> str:
+        return peers.peers({"peers.json": {"runs": list(runs)}}).page({"results": "results"})
+
+    def words(self, *runs: dict) -> str:
+        return " ".join(self.page(*runs).split())
+
+    def test_tools_of_a_cell_stand_together_with_their_ratio(self):
+        lora = entry("ours", 50.0, lora=True)
+        page = self.page(entry("unsloth", 150.0), lora, entry("liger", 200.0), entry("ours", 100.0))
+        lines = [line for line in page.splitlines() if line.startswith("| 4B")]
+        tools = [(cells[1], cells[3]) for cells in ([x.strip() for x in line.split("|")[1:]] for line in lines)]
+        self.assertEqual(tools[:3], [("ours", "1 x"), ("TRL with Liger", "2 x"), ("Unsloth", "1.5 x")])
+        self.assertEqual(tools[3:], [("ours", "1 x"), ("TRL with Liger", ""), ("Unsloth", "")])
+        self.assertEqual(sum("not measured" in line for line in lines), 2)
+        self.assertIn("4B full: TRL with Liger 2 x, Unsloth 1.5 x.", page)
+        self.assertIn("| Versions | torch 2.11 |", page)
+
+    def test_a_run_that_failed_or_leaks_is_named(self):
+        failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")
+        del failed["step_ms"]
+        page = self.words(entry("ours", 100.0), failed, entry("liger", 200.0, isolated=False))
+        self.assertIn("not measured (OutOfMemoryError)", page)
+        self.assertIn("Not shown to be isolated: TRL with Liger.", page)
+
+
+if __name__ == "__main__":
+    unittest.main()

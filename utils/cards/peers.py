@@ -1,0 +1,131 @@
+"""The page of whole training steps beside other tools."""
+
+from card import Card, fixed, gib, table, times
+
+
+TOOLS = {
+    "ours": "ours",
+    "ours+graphs": "ours, CUDA graphs",
+    "ours+float8": "ours, FP8",
+    "liger": "TRL with Liger",
+    "unsloth": "Unsloth",
+    "padded": "TRL, padded batches",
+}
+# A cell names these if it lacks them.
+EXPECTED = ("ours", "liger", "unsloth")
+CELL = ("model", "lora", "checkpointing", "tokens", "documents", "machine")
+
+
+def peers(results: dict) -> Card:
+    cells = grouped(results["peers.json"]["runs"])
+    rows, ratios = [], []
+    for key, runs in cells.items():
+        ours = runs.get("ours", {}).get("step_ms")
+        for tool in [tool for tool in TOOLS if tool in runs or tool in EXPECTED]:
+            run = runs.get(tool)
+            rows.append((title(key), TOOLS[tool], *figures(run, ours)))
+            if run and ours and "step_ms" in run and tool in ("liger", "unsloth"):
+                ratios.append((key, tool, run["step_ms"] / ours))
+    measured = [run for runs in cells.values() for run in runs.values() if "step_ms" in run]
+    unsafe = sorted({TOOLS[run["tool"]] for run in measured if not run.get("isolated")})
+    return Card(
+        "Whole steps beside other tools",
+        claim(ratios),
+        [
+            """A shape, such as 0.8B, has the layer sizes of the Qwen3.5 model of that name and random weights. Every tool trains
+the same checkpoint on the same samples in the same order in its version of `SFTTrainer`. A step is loading, forward,
+backward, clipping, fused AdamW and logging.""",
+            table(
+                ("Cell", "Tool", "Step", "Over ours", "Tokens/s", "Peak memory", "First step", "Losses", "One row"),
+                rows,
+            ),
+            """*TRL with Liger* is the stock class with `padding_free=True` and `use_liger_kernel=True`. Without FlashAttention and
+causal-conv1d, it has torch's `varlen_attn` and flash-linear-attention's convolution instead. TRL 1.16 takes the loss from
+a head of its own, which also gives the entropy and the accuracy of tokens. *Unsloth* chooses its kernels and its
+padding-free batches by itself.""",
+            f"""The weights are in bfloat16, under autocast. LoRA has rank 16 on all linear layers, in float32. Each time is the mean
+of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others, and *first step* counts from
+`trainer.train()` with {shared(measured, "caches")} kernel caches. The losses are those of the first and the last log.
+*One row* says whether the forward of each warm-up step got exactly one row of all tokens.""",
+            isolation(unsafe),
+        ],
+        ["peers.json"],
+        machine=", ".join(dict.fromkeys(f"one {run['machine']}" for run in measured)),
+        versions=common(measured),
+        extra=[(f"Versions, {TOOLS[tool]}", text) for tool in TOOLS if (text := versions(tool, measured))],
+        commands=[run["command"] for run in measured],
+        committed=[],
+        number=claim(ratios, short=True),
+    )
+
+
+def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
+    """The last run of each tool by cell, small shapes first and full fine-tuning before LoRA."""
+    cells = {}
+    for run in runs:
+        if run["caches"] == "filled":
+            cells.setdefault(tuple(run.get(name, "") for name in CELL), {})[run["tool"]] = run
+    size = lambda key: float("".join(c for c in key[0].split("B")[0] if c.isdigit() or c == ".") or 0)  # noqa: E731
+    return dict(sorted(cells.items(), key=lambda item: (size(item[0]), *item[0][1:5])))
+
+
+def title(key: tuple) -> str:
+    model, lora, checkpointing, tokens, documents, _ = key
+    parts = [f"{model}, {'LoRA' if lora else 'full'}", *(["checkpointing"] if checkpointing else [])]
+    return f"{', '.join(parts)}, {tokens:,} tokens in {documents} documents"
+
+
+def figures(run: dict | None, ours: float | None) -> tuple:
+    if not run or "step_ms" not in run:
+        reason = (run or {}).get("error", (run or {}).get("stopped", "")).split(":")[0]
+        return (f"not measured{f' ({reason})' if reason else ''}", *[""] * 6)
+    losses = list(run["losses"].values())
+    return (
+        f"{fixed(run['step_ms'], 0)} ms",
+        times(run["step_ms"] / ours) if ours else "",
+        f"{run['tokens_per_second']:,}",
+        gib(run),
+        f"{fixed(run['first_step_seconds'], 0)} s",
+        ", ".join(fixed(x, 3) for x in (losses[0], losses[-1])) if losses else "",
+        "yes" if run["padding_free"] else "no",
+    )
+
+
+def claim(ratios: list[tuple], short: bool = False) -> str:
+    """The ratios that were measured, with nothing about a cell without one."""
+    if not ratios:
+        return "no comparison yet" if short else "No tool was measured beside this package yet."
+    texts = {}
+    for (model, lora, *_), tool, ratio in ratios:
+        texts.setdefault(f"{model} {'LoRA' if lora else 'full'}", []).append(f"{TOOLS[tool]} {times(ratio)}")
+    text = "; ".join(f"{cell}: {', '.join(parts)}" for cell, parts in texts.items())
+    return f"time over ours: {text}" if short else f"Time of a whole training step over ours: {text}."
+
+
+def isolation(unsafe: list[str]) -> str:
+    check = """After the last step, each run reverses the first document of a batch and reads the loss of the first tokens of the
+second one. It counts as isolated if this loss changes no more than in a repetition of the same batch."""
+    if unsafe:
+        return f"{check} **Not shown to be isolated: {', '.join(unsafe)}.**"
+    return f"{check} All runs of the table passed."
+
+
+def shared(runs: list[dict], name: str) -> str:
+    return " or ".join(dict.fromkeys(str(run[name]) for run in runs)) or "no"
+
+
+def common(runs: list[dict]) -> dict[str, str]:
+    """The packages that every run has in the same version."""
+    first = runs[0]["versions"] if runs else {}
+    return {name: at for name, at in first.items() if all(run["versions"].get(name) == at for run in runs)}
+
+
+def versions(tool: str, runs: list[dict]) -> str:
+    """The other packages of a tool."""
+    known = common(runs)
+    texts = (
+        ", ".join(f"{name} {at}" for name, at in run["versions"].items() if name not in known)
+        for run in runs
+        if run["tool"] == tool
+    )
+    return "; ".join(dict.fromkeys(texts))
