@@ -56,10 +56,22 @@ class Clock(TrainerCallback):
 
     def __init__(self, args):
         self.first, self.last, self.profiled = args.warmup, args.warmup + args.steps, args.profile
-        self.times, self.losses, self.trace, self.peak = {}, [], None, 0
+        self.times, self.losses, self.tokens, self.trace, self.peak = {}, [], [], None, 0
 
     def on_train_begin(self, *_, **__):
         self.begin = time.perf_counter()
+        # Without the rows that compiled kernels.
+        self.tokens.clear()
+
+    def counted(self, collator):
+        """The same collator, with the tokens of each row kept."""
+
+        def collate(features):
+            batch = collator(features)
+            self.tokens.append(batch["input_ids"].numel())
+            return batch
+
+        return collate
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.last and self.profiled:
@@ -153,14 +165,18 @@ def measure(args, config: dict) -> dict:
     clock = Clock(args)
     rows = settings.world_size * settings.max_steps
     trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
+    trainer.data_collator = clock.counted(trainer.data_collator)
     trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = sample_lengths("lognormal", args.tokens)
-    flops = model_flops(config, lengths, frozen=args.lora)
+    # Rows are not quite full.
+    tokens = sum(clock.tokens[clock.first : clock.last]) / args.steps
+    flops = model_flops(config, lengths, frozen=args.lora) * tokens / args.tokens
     kind = "fsdp2" if trainer.is_fsdp_enabled else "ddp" if settings.world_size > 1 else "one"
     found = {"kind": kind, "gpus": settings.world_size, "step_ms": round(1000 * seconds, 2)}
     found |= {
-        "tokens_per_second_per_gpu": round(args.tokens / seconds),
+        "tokens_per_row": round(tokens),
+        "tokens_per_second_per_gpu": round(tokens / seconds),
         "model_flops_utilization": round(flops / seconds / PEAK_FLOPS, 4),
         "peak_GiB": round(clock.peak / 2**30, 2),
         "first_step_seconds": round(clock.times[1] - clock.begin, 2),
