@@ -1,6 +1,6 @@
 """The page of training in FP8: steps, and the loss."""
 
-from card import FLOAT8, FLOAT8_AGAIN, PRODUCTS, Card, fixed, gib, ms, on_gpu, percent, table, times
+from card import FLOAT8, FLOAT8_AGAIN, PRODUCTS, TORCHAO, Card, fixed, gib, ms, on_gpu, percent, table, times
 from steps import LENGTHS, SHAPE, setting
 
 
@@ -41,6 +41,14 @@ def float8(results: dict) -> Card:
     ]
     header = ("Products", "Order", "Training loss", "Over the first run", "Held-out loss", "Over the first run")
     steps, tokens = base["steps"], base["tokens"]
+    (others,) = results["float8_torchao.json"]["runs"]
+    (torchao,) = others["arms"].values()
+    ours = next(
+        arm
+        for run in steps_of
+        for name, arm in run["arms"].items()
+        if name == "ours+float8" and run["model"] == others["model"]
+    )
     alone = results["float8_products.json"]["runs"]
     rounding = spread(
         [x["rounding_of_casts"] for run in alone for y in run.get("layers", {}).values() for x in y.values()]
@@ -57,6 +65,10 @@ def float8(results: dict) -> Card:
 largest projections only.""",
             """Weights are cast in each forward and backward, which the times include. LoRA has rank 16 on all linear layers.
 Its base is in bfloat16 and is cast in the same way, or torchao has stored it in FP8.""",
+            f"""torchao's `Float8Linear` with a scale per row, on the same layers of the stock class with Liger, takes
+{ms(torchao)} and {gib(torchao)} for the step of {others["model"]} without `torch.compile`, {times(torchao["median_ms"] / ours["median_ms"])}
+the time of this package's FP8 step. It ran on another machine with an H200, with Transformers
+{results["float8_torchao.json"]["versions"]["transformers"]}. With `torch.compile` on each layer it has not run yet.""",
             setting(),
             "## Accumulation",
             """Products accumulate fast (`use_fast_accum=True`): their sums are exact only in parts. The table adds up the three
@@ -94,10 +106,10 @@ cosine.""",
             f"""The text is Python code of the standard library and of installed packages, which every machine has. Documents have at
 most 2,048 tokens of a byte-level BPE. A run sees {fixed(steps * tokens / 1e6, 1)} million tokens, and none of them twice.""",
         ],
-        ["float8.json", "float8_products.json", "float8_loss.json"],
+        ["float8.json", "float8_products.json", "float8_torchao.json", "float8_loss.json"],
         **on_gpu(results, "float8.json"),
-        commands=[run["command"] for run in (*steps_of, *alone, *runs)],
-        committed=[FLOAT8, FLOAT8_AGAIN, PRODUCTS],
+        commands=[run["command"] for run in (*steps_of, *alone, others, *runs)],
+        committed=[FLOAT8, FLOAT8_AGAIN, PRODUCTS, TORCHAO],
         number=f"9B {times(gains['9B', 'ours+float8'])} as fast; loss {change(fp8, base, 'held_out_loss')}",
     )
 

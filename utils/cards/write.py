@@ -16,11 +16,13 @@ from data_parallel import data_parallel
 from first_steps import first_steps
 from float8 import float8
 from gpu_tests import audit_gpu, gpu_tests, sequence_parallel, tried
+from launches import launches
 from lora import lora
 from moe import moe
 from on_cpu import balance, cpu_step, dataset_cost, planning
 from preference import preference
 from steps import equal_documents, long_rows, memory_4b, profile, short_rows, step_time
+from whole_steps import whole_steps
 
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,8 @@ CARDS = {
     "profile": profile,
     "sequence_parallel": sequence_parallel,
     "data_parallel": data_parallel,
+    "launches": launches,
+    "whole_steps": whole_steps,
     "cpu_step": cpu_step,
     "planning": planning,
     "balance": balance,
