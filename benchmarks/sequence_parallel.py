@@ -33,6 +33,7 @@ import torch.distributed as dist
 from arms import make_model
 
 from transformers_packed import DataCollatorWithFlattening
+from transformers_packed.boundaries import Derived
 from transformers_packed.ops import dispatch, implementations_used
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
@@ -87,7 +88,8 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
         inputs = dict(batch)
         if size > 1:
             # Boundaries cache the index tensors that layers share. In training every row computes its own.
-            inputs["boundaries"] = replace(batch["boundaries"], row=replace(batch["boundaries"].row))
+            row = replace(batch["boundaries"].row, shared=Derived())
+            inputs["boundaries"] = replace(batch["boundaries"], row=row, shared=Derived())
         with torch.autocast(device, torch.bfloat16, enabled=args.lora):
             loss = model(**inputs, num_items_in_batch=targets).loss
         loss.backward()

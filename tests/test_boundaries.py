@@ -4,9 +4,12 @@ import unittest
 import numpy as np
 import torch
 from parameterized import parameterized
+from torch.distributed.utils import _apply_to_tensors
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.models.inputs import resolve_boundaries
+from transformers_packed.parallel import RowShard
+from transformers_packed.shared_prompts import SharedPrompts
 
 
 LENGTHS = [
@@ -164,6 +167,27 @@ class SequenceBoundariesTest(unittest.TestCase):
         first = boundaries.derived("name", object)
         self.assertIs(boundaries.derived("name", object), first)
         self.assertIsNot(boundaries.derived("other name", object), first)
+
+    def test_copies_of_fsdp_share_what_is_derived(self):
+        """FSDP2 with mixed precision copies the arguments of each layer in this way."""
+        for original in (
+            SequenceBoundaries.from_lengths([3, 2]),
+            SharedPrompts.of(SequenceBoundaries.from_lengths([3, 2]), [-1, 0]),
+            RowShard.cut(SequenceBoundaries.from_lengths([3, 3]), 0, 2),
+        ):
+            with self.subTest(type(original).__name__):
+                first, second = (_apply_to_tensors(lambda x: x, {"boundaries": original})["boundaries"] for _ in "ab")
+                self.assertIsNot(first, original)
+                made = first.derived("indices", object)
+                self.assertIs(second.derived("indices", object), made)
+                self.assertIs(original.seq_idx, second.seq_idx)
+                self.assertIs(second.position_ids.dtype, torch.int64)
+
+    def test_copies_with_other_values_do_not(self):
+        boundaries = SequenceBoundaries.from_lengths([3, 2])
+        made = boundaries.derived("indices", object)
+        for other in (boundaries.with_padding(2), boundaries.to("meta")):
+            self.assertIsNot(other.derived("indices", object), made)
 
     def test_to(self):
         boundaries = SequenceBoundaries.from_lengths([2, 3])

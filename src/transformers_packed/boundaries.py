@@ -9,15 +9,15 @@ document lengths without a host sync.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from .errors import input_error
 
 
+T = TypeVar("T")
 # Images and videos: their value in `mm_token_type_ids`, and their columns of pixels and grids.
 VISION_KINDS = {
     "image": (1, "pixel_values", "image_grid_thw"),
@@ -30,6 +30,29 @@ CHUNK_SIZE = 64
 FLASH_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LAYER_KEYWORDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 PACKING_KEYWORDS = (*LAYER_KEYWORDS, "padding_tokens", "prompt_of")
+
+
+class Derived:
+    """What has been derived from boundaries. Copies of them with the same values share it.
+
+    FSDP2 with mixed precision copies each dataclass among the arguments of a layer. If every copy derived its index
+    tensors again, each layer would copy them to the GPU.
+    """
+
+    def __init__(self):
+        self.values: dict[str, Any] = {}
+
+
+class derived_property(Generic[T]):
+    """A property of boundaries that is computed once, also for their copies."""
+
+    def __init__(self, make: Callable[[Any], T]):
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __get__(self, boundaries: Any, owner: type | None = None) -> T:
+        if boundaries is None:
+            return self  # type: ignore[return-value]
+        return boundaries.derived(self.make.__qualname__, lambda: self.make(boundaries))
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +75,8 @@ class SequenceBoundaries:
             Set it for boundaries without a host copy, as in a CUDA graph that is replayed for different documents. The
             string is the advice in the error of an op that needs the host copy. `cu_seqlens` may be overwritten in
             place, documents may be empty, and the last one must be. Counts on the host become upper bounds.
+        shared (`Derived`, *optional*):
+            Results that copies share. A copy with other values needs one of its own.
 
     Example:
 
@@ -71,6 +96,7 @@ class SequenceBoundaries:
     padding_tokens: int = 0
     length: int | None = None
     device_only: str = ""
+    shared: Derived = field(default_factory=Derived, repr=False, kw_only=True)
 
     # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
@@ -265,7 +291,7 @@ class SequenceBoundaries:
             "host", lambda: SequenceBoundaries.from_cu_seqlens(self.cu_seqlens, total_length=length).host
         )
 
-    @cached_property
+    @derived_property
     def lengths(self) -> list[int]:
         """Document lengths in tokens, as Python integers in row order."""
         return self.cu_seqlens_cpu.diff().tolist()
@@ -280,18 +306,18 @@ class SequenceBoundaries:
         """`T`, the number of tokens in the row."""
         return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
 
-    @cached_property
+    @derived_property
     def max_length(self) -> int:
         """Length of the longest document, in tokens."""
         return self.total_length if self.device_only else max(self.lengths)
 
-    @cached_property
+    @derived_property
     def seq_idx(self) -> torch.Tensor:
         """int32 `[1, T]`: the document index of each token. No host sync."""
         documents = torch.arange(self.num_documents, dtype=torch.int32, device=self.cu_seqlens.device)
         return documents.repeat_interleave(self.cu_seqlens.diff(), output_size=self.total_length)[None]
 
-    @cached_property
+    @derived_property
     def position_ids(self) -> torch.Tensor:
         """int64 `[1, T]`: the position of each token in its document, from 0. No host sync."""
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
@@ -318,7 +344,7 @@ class SequenceBoundaries:
         if tokens != self.lengths[-1]:
             expected = f"padding_tokens of 0 or {self.lengths[-1]}, the length of the last document"
             raise input_error(expected, tokens, "Pass the collator's value.")
-        return replace(self, padding_tokens=tokens)
+        return replace(self, padding_tokens=tokens, shared=Derived())
 
     def check_whole(self, fix: str) -> None:
         """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
@@ -339,13 +365,16 @@ class SequenceBoundaries:
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
-        return self.derived(
-            f"to {device}", lambda: replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
-        )
+
+        def moved() -> SequenceBoundaries:
+            cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
+            return replace(self, cu_seqlens=cu_seqlens, shared=Derived())
+
+        return self.derived(f"to {device}", moved)
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the cached result of `make()` under `name`, such as index tensors that all layers share."""
-        values = self.__dict__.setdefault("_derived", {})
+        values = self.shared.values
         if name not in values:
             values[name] = make()
         return values[name]

@@ -9,14 +9,13 @@ Answers to one prompt, as in GRPO and DPO, repeat its tokens. A row can hold the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
-from .boundaries import SequenceBoundaries
+from .boundaries import SequenceBoundaries, derived_property
 from .errors import input_error
 
 
@@ -64,37 +63,37 @@ class SharedPrompts(SequenceBoundaries):
             raise input_error(expected, f"{list(prompt_of)} and {padding} tokens of padding")
         return cls(boundaries.cu_seqlens, boundaries.cu_seqlens_cpu, prompt_of=prompt_of)
 
-    @cached_property
+    @derived_property
     def num_prompts(self) -> int:
         """Number of documents that start on their own."""
         return sum(prompt < 0 for prompt in self.prompt_of)
 
-    @cached_property
+    @derived_property
     def first_answer(self) -> int:
         """Index of the first token of the answers."""
         return int(self.cu_seqlens_cpu[self.num_prompts])
 
-    @cached_property
+    @derived_property
     def prompts(self) -> SequenceBoundaries:
         """The boundaries of the tokens before the answers."""
         return SequenceBoundaries.from_lengths(self.lengths[: self.num_prompts], device=self.cu_seqlens.device)
 
-    @cached_property
+    @derived_property
     def answers(self) -> SequenceBoundaries:
         """The boundaries of the answers, as a row of their own."""
         return SequenceBoundaries.from_lengths(self.lengths[self.num_prompts :], device=self.cu_seqlens.device)
 
-    @cached_property
+    @derived_property
     def documents(self) -> SequenceBoundaries:
         """The boundaries of prompts and answers, which do not continue each other."""
         return SequenceBoundaries(self.cu_seqlens, self.cu_seqlens_cpu)
 
-    @cached_property
+    @derived_property
     def states(self) -> "Copies":
         """The final states of the prompts `[num_prompts, ...]`, one for each answer."""
         return Copies.of(self.prompt_of[self.num_prompts :], self.cu_seqlens.device)
 
-    @cached_property
+    @derived_property
     def position_ids(self) -> torch.Tensor:
         """int64 `[1, T]`: the position of each token in its document. Answers count on from their prompts."""
         before = torch.tensor([0 if prompt < 0 else self.lengths[prompt] for prompt in self.prompt_of])
@@ -102,7 +101,7 @@ class SharedPrompts(SequenceBoundaries):
         tokens = torch.arange(self.total_length, device=self.cu_seqlens.device)
         return tokens[None] - starts[self.seq_idx.long()]
 
-    @cached_property
+    @derived_property
     def keys(self) -> tuple[SequenceBoundaries, "Copies"]:
         """The row in which its whole prompt precedes each answer: its boundaries, and the tokens it consists of."""
         boundaries, index, _ = self._row_of(range(self.num_documents), slice(None), slice(None))

@@ -45,10 +45,12 @@ def named(method) -> list[tuple]:
 
 def hints(method) -> dict:
     """Return the annotation of every parameter except `**kwargs`, without regard to `None`."""
+    # A function with a signature of its own has its annotations too.
+    method = inspect.unwrap(method, stop=lambda function: hasattr(function, "__signature__"))
     # Transformers 5.20 still has the names of tensor types in places.
     hints = {
         name: torch.Tensor if hint in (torch.FloatTensor, torch.LongTensor) else hint
-        for name, hint in typing.get_type_hints(inspect.unwrap(method)).items()
+        for name, hint in typing.get_type_hints(method).items()
     }
     kinds = {p.name: p.kind for p in inspect.signature(method).parameters.values()}
     return {

@@ -93,12 +93,10 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
         # Another package may have replaced the method, which tells nothing about the release.
         is_stock = inspect.isfunction(original) and original.__module__.startswith("transformers.")
         if isinstance(method, FunctionType) and is_stock:
-            parameters = inspect.signature(method).parameters.values()
-            known = {p.name for p in parameters}
-            known |= {*_EARLIER_CACHES} if "cache" in known else set()
+            known = inspect.signature(method).parameters
             new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
             # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
-            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+            if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known.values()):
                 found += [f"argument {x} of {builtin.__name__}.{name}" for x in new if x not in known]
     return found
 
@@ -111,17 +109,25 @@ def _check(names: list[str], has: str, verb: str) -> None:
         )
 
 
-def takes_cache(method: Callable) -> Callable:
-    """Let a method with the argument `cache` also take it by its names before 5.24."""
+def takes_cache(name: str) -> Callable[[Callable], Callable]:
+    """Let a method with the argument `cache` take it by all its names, and show the `name` of this release."""
 
-    @wraps(method)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        for name in _EARLIER_CACHES:
-            if name in kwargs:
-                kwargs["cache"] = kwargs.pop(name)
-        return method(*args, **kwargs)
+    def decorate(method: Callable) -> Callable:
+        @wraps(method)
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            for earlier in _EARLIER_CACHES:
+                if earlier in kwargs:
+                    kwargs["cache"] = kwargs.pop(earlier)
+            return method(*args, **kwargs)
 
-    return renamed
+        names = {"cache": name}
+        signature = inspect.signature(method)
+        parameters = [p.replace(name=names.get(p.name, p.name)) for p in signature.parameters.values()]
+        vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
+        renamed.__annotations__ = {names.get(key, key): x for key, x in method.__annotations__.items()}
+        return renamed
+
+    return decorate
 
 
 def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:

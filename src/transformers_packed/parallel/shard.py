@@ -1,14 +1,13 @@
 """One rank's part of a packed row: a contiguous run of its tokens, with the boundaries of the whole row."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
 
-from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, derived_property
 from ..errors import input_error
 from .collectives import all_gather
 from .groups import SequenceParallel
@@ -67,18 +66,18 @@ class RowShard(SequenceBoundaries):
         """Index of this part's first token in the row."""
         return self.rank * self.total_length
 
-    @cached_property
+    @derived_property
     def tokens_before(self) -> int:
         """Number of tokens of the first piece's document in earlier parts."""
         starts = self.row.cu_seqlens_cpu
         return self.start - int(starts[starts <= self.start][-1])
 
-    @cached_property
+    @derived_property
     def goes_on(self) -> bool:
         """Whether the document of the last piece continues in the next part."""
         return int(self.start + self.total_length) not in self.row.cu_seqlens_cpu.tolist()
 
-    @cached_property
+    @derived_property
     def longest_cut_piece(self) -> int:
         """Length of the longest piece of a cut document in any part of the row. The same on all ranks."""
         pieces = [0]

@@ -35,7 +35,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
     @force_accelerate_hooks("conv1d")
-    @takes_cache
+    @takes_cache(LINEAR_CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -115,7 +115,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
 
 @replaces_builtin
 class Qwen3_5Attention(builtin.Qwen3_5Attention):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -192,7 +192,7 @@ class Qwen3_5MLP(builtin.Qwen3_5MLP):
 
 @fast_path
 class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -282,7 +282,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache
+    @takes_cache(CACHE)
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -292,7 +292,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         attention_mask: torch.Tensor | None = None,
         cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-    ):
+    ) -> torch.Tensor | None:
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)

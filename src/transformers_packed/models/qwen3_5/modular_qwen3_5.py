@@ -74,7 +74,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache
+    @takes_cache(CACHE)
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -84,7 +84,7 @@ class Qwen3_5Model(PackedModelMixin, builtin.Qwen3_5Model):
         attention_mask: torch.Tensor | None = None,
         cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-    ):
+    ) -> torch.Tensor | None:
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)

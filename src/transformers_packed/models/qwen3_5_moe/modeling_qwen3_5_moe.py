@@ -37,7 +37,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
 
     @force_accelerate_hooks("conv1d")
-    @takes_cache
+    @takes_cache(LINEAR_CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -117,7 +117,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -227,7 +227,7 @@ class Qwen3_5MoeSparseMoeBlock(builtin.Qwen3_5MoeSparseMoeBlock):
 
 @fast_path
 class Qwen3_5MoeDecoderLayer(builtin.Qwen3_5MoeDecoderLayer):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -317,7 +317,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         outputs = super().get_video_features(*args, **without_packing(kwargs))
         return features_of_tokens("video", outputs, kwargs)
 
-    @takes_cache
+    @takes_cache(CACHE)
     def compute_3d_position_ids(
         self,
         input_ids: torch.Tensor | None,
@@ -327,7 +327,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
         attention_mask: torch.Tensor | None = None,
         cache: torch.Tensor | None = None,
         mm_token_type_ids: torch.IntTensor | None = None,
-    ):
+    ) -> torch.Tensor | None:
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             # The stock method fails on a row without real tokens, so treat its first token as real.
             first = attention_mask[:, :1].masked_fill(~attention_mask.any(1, keepdim=True), 1)

@@ -35,7 +35,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         return torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1), z, b, a
 
     @force_accelerate_hooks("conv1d")
-    @takes_cache
+    @takes_cache(LINEAR_CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -115,7 +115,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
 
 @replaces_builtin
 class Qwen3NextAttention(builtin.Qwen3NextAttention):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -225,7 +225,7 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
 
 @fast_path
 class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
-    @takes_cache
+    @takes_cache(CACHE)
     def forward(
         self,
         hidden_states: torch.Tensor,
