@@ -96,12 +96,17 @@ class SequenceBoundaries:
     padding_tokens: int = 0
     length: int | None = None
     device_only: str = ""
-    shared: Derived = field(default_factory=Derived, repr=False, kw_only=True)
+    shared: Derived | None = field(default=None, repr=False, kw_only=True)
 
     # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
     # Whether several documents continue the same one (`shared_prompts.SharedPrompts`).
     shares_prompts: ClassVar[bool] = False
+
+    def __post_init__(self):
+        # torch.compile cannot make one, and boundaries in its graphs need none.
+        if self.shared is None and not torch.compiler.is_compiling():
+            object.__setattr__(self, "shared", Derived())
 
     @classmethod
     def from_lengths(
@@ -374,7 +379,7 @@ class SequenceBoundaries:
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the cached result of `make()` under `name`, such as index tensors that all layers share."""
-        values = self.shared.values
+        values = self.__dict__.setdefault("_derived", {}) if self.shared is None else self.shared.values
         if name not in values:
             values[name] = make()
         return values[name]
