@@ -170,7 +170,7 @@ class RegisterTest(unittest.TestCase):
     def test_new_arguments_of_stock_methods_are_refused(self):
         """Our methods would ignore them, because their `**kwargs` take every name."""
 
-        def forward(self, hidden_states, cache_params=None, attention_mask=None, window=None, **kwargs):
+        def forward(self, hidden_states, attention_mask=None, window=None, **kwargs):
             raise AssertionError
 
         forward.__module__ = modeling_qwen3_5.__name__

@@ -31,7 +31,8 @@ def launches(results: dict) -> Card:
     )
     return Card(
         "Launch lines on two GPUs",
-        "With DDP and with FSDP2, a run that is saved on two GPUs continues with the same rows and the same losses.",
+        f"{len(good)} of {len(entries)} launches end as expected: with DDP and with FSDP2, a run that is saved on two GPUs "
+        "continues with the same rows and the same losses.",
         [
             f"""Two GPUs ran these commands, with random weights of the {report["model"]} shape after a short training. CHECKPOINT
 and OUTPUT stand for paths. {report.get("note", "")}""",

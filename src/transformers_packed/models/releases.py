@@ -125,7 +125,13 @@ def takes_cache(name: str) -> Callable[[Callable], Callable]:
         parameters = [p.replace(name=names.get(p.name, p.name)) for p in signature.parameters.values()]
         vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
         renamed.__annotations__ = {names.get(key, key): x for key, x in method.__annotations__.items()}
-        return renamed
+
+        # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
+        @wraps(renamed, updated=())
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return renamed(*args, **kwargs)
+
+        return forward
 
     return decorate
 
