@@ -12,7 +12,7 @@ from transformers_packed.models.families import FAMILIES
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
 from transformers_packed.models.registry import REPLACEMENTS, modeling_module
-from transformers_packed.models.releases import supports_other_families
+from transformers_packed.models.releases import CACHES, supports_other_families, takes_cache
 
 
 # Two classes of each kind that a table generates.
@@ -79,6 +79,16 @@ class SignaturesTest(unittest.TestCase):
 
 
 class ArgumentsTest(unittest.TestCase):
+    def test_all_names_of_the_cache(self):
+        @takes_cache("past_key_values")
+        def forward(self, cache=None):
+            return cache
+
+        self.assertEqual([*inspect.signature(forward).parameters], ["self", "past_key_values"])
+        self.assertEqual([forward(0, 1), *(forward(0, **{name: 1}) for name in CACHES[:3])], [1] * 4)
+        with self.assertRaisesRegex(TypeError, "both cache and cache_params"):
+            forward(0, cache=1, cache_params=1)
+
     def test_named_arguments(self):
         self.assertEqual(named_arguments(["a", "b"], (1,), {"c": 2}), {"a": 1, "c": 2})
         with self.assertRaisesRegex(TypeError, "two values for a"):

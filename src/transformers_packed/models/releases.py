@@ -116,6 +116,8 @@ def takes_cache(name: str) -> Callable[[Callable], Callable]:
         @wraps(method)
         def renamed(*args: Any, **kwargs: Any) -> Any:
             for earlier in _EARLIER_CACHES:
+                if earlier in kwargs and "cache" in kwargs:
+                    raise TypeError(f"{method.__name__}() got both cache and {earlier}")
                 if earlier in kwargs:
                     kwargs["cache"] = kwargs.pop(earlier)
             return method(*args, **kwargs)
