@@ -76,9 +76,9 @@ def measure_product(left: torch.Tensor, right: torch.Tensor, repeats: int) -> di
     exact = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
     for name, fast in (("fast", True), ("exact", False)):
 
-        def product(fast=fast, dtype=torch.bfloat16):
+        def product(fast=fast):
             scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
-            return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
+            return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
         error = (product().float() - exact).norm() / exact.norm()
         found |= {f"{name}_ms": milliseconds(product, repeats), f"{name}_error": error.item()}

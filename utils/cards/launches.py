@@ -29,6 +29,11 @@ def launches(results: dict) -> Card:
     ends = (
         f"A launcher ended within {fixed(max(kills), 0)} s of the death of a process, with the cause." if kills else ""
     )
+    # A launch whose rows are planned for another number of processes sees other rows in each step.
+    is_averaged = any(name.startswith("mean loss") for entry in entries for name in entry.get("checks", {}))
+    averaged = (
+        f"Where rows are planned, the mean loss may differ by {percent(bars['mean loss'])}." if is_averaged else ""
+    )
     return Card(
         "Launch lines on two GPUs",
         f"{len(good)} of {len(entries)} launches end as expected: with DDP and with FSDP2, a run that is saved on two GPUs "
@@ -41,7 +46,7 @@ and OUTPUT stand for paths. {report.get("note", "")}""",
                 [(title(entry), f"`{entry['command']}`", result(entry)) for entry in entries],
             ),
             f"""Each logged loss may differ by {percent(bars["loss"])}, and the gradient norm by {percent(bars["gradient norm"])},
-because two GPUs add in another order, in bfloat16.""",
+because two GPUs add in another order, in bfloat16. {averaged}""",
             """A resumed run must train on the same rows as the whole run, in the same order. With `packing=True`, the plan of the rows
 depends on the number of processes. To continue on one GPU a run of two, pass `world_size=2` and
 `gradient_accumulation_steps=1` to `configure_packing`, and accumulate two batches.""",
