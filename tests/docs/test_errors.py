@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -21,6 +21,7 @@ from transformers_packed.audit.tiny import load_model
 from transformers_packed.data.records.samples import read_records
 from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.shared_prompts import SharedPrompts
+from transformers_packed.training.callbacks.resume import PackingPlanCallback
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
@@ -78,6 +79,15 @@ class CommonErrorsTest(unittest.TestCase):
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
             trainer.compute_metrics, trainer.train_dataset = None, [{"text": "a"}]
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+
+    def test_of_a_resumed_run(self):
+        plan, other = (plan_packing([5, 4, 3, 2] * 4, length, gradient_accumulation_steps=2) for length in (8, 16))
+        callback = PackingPlanCallback(plan, 2)
+        state = TrainerState(global_step=1, stateful_callbacks={"PackingPlanCallback": callback.state()})
+        for now in (PackingPlanCallback(plan, 1), PackingPlanCallback(other, 2)):
+            self.assert_on_the_page(
+                lambda now=now: now.on_train_begin(SimpleNamespace(ignore_data_skip=False), state, None)
+            )
 
     def test_of_preferences(self):
         # Stands for TRL's own, which is not installed everywhere.

@@ -27,6 +27,7 @@ from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
+from .callbacks.resume import PackingPlanCallback
 from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
 from .preference import (
     check_shares_prompts,
@@ -245,6 +246,11 @@ def _readers(trainer: Trainer) -> int:
     return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
+def _rows_per_step(trainer: Trainer) -> int:
+    args = trainer.args
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
+
+
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
     # The last one holds the row length of rows that TRL packed.
@@ -265,10 +271,13 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, DocumentNoise)
+    callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, PackingPlanCallback, DocumentNoise)
     others = [callback for callback in callbacks if type(callback) not in ours]
+    planned = (
+        [PackingPlanCallback(dataset.plan, _rows_per_step(trainer))] if isinstance(dataset, PackingDataset) else []
+    )
     # Metrics come first, so that reporting callbacks find them in the log.
-    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, DocumentNoise()]
+    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, DocumentNoise()]
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
@@ -325,8 +334,7 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
         known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
         return f"Padding-free on: {known}{isolation}"
     if isinstance(dataset, PackingDataset):
-        plan, args = dataset.plan, trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
+        plan, rows = dataset.plan, _rows_per_step(trainer)
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
             f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "

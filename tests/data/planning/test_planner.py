@@ -3,6 +3,7 @@ import unittest
 import warnings
 import zipfile
 from bisect import bisect_left, insort
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -272,6 +273,34 @@ class BalanceTest(unittest.TestCase):
             expected.append((tokens / documents)[:-1].var())
         found = np.mean([step_means(plan.shuffled(epoch)).var() for epoch in range(10)])
         self.assertAlmostEqual(found / np.mean(expected), 1, delta=tolerance)
+
+    @parameterized.expand([(True, "truncate"), (True, "split"), (False, "drop")])
+    def test_steps_do_not_depend_on_who_computes_them(self, balance, overlong):
+        """A run can continue on another number of ranks, in every epoch."""
+
+        lengths = lognormal(2000, most=6000)
+
+        def plan(world_size, accumulation, seed=0, lengths=lengths):
+            options = {"balance": balance, "overlong": overlong, "seed": seed}
+            sizes = {"world_size": world_size, "gradient_accumulation_steps": accumulation}
+            return plan_packing(lengths, 4096, **options, **sizes)
+
+        def steps(plan):
+            documents = zip(
+                plan.samples.tolist(), plan._starts(slice(None)).tolist(), plan.lengths.tolist(), strict=True
+            )
+            documents = list(documents)
+            rows = [documents[start:end] for start, end in pairwise(plan.row_offsets.tolist())]
+            return [sorted(sum(rows[at : at + 8], [])) for at in range(0, len(rows), 8)]
+
+        expected = plan(1, 8)
+        for epoch in (0, 1, 2):
+            for world_size in (2, 4, 8):
+                other = plan(world_size, 8 // world_size).shuffled(epoch)
+                self.assertEqual(steps(other), steps(expected.shuffled(epoch)))
+                self.assertEqual(other.fingerprint, expected.shuffled(epoch).fingerprint)
+        changed = [plan(1, 8, seed=1), plan(1, 4), plan(1, 8, lengths=lengths[::-1]), expected.shuffled(1)]
+        self.assertEqual(len({x.fingerprint for x in (expected, *changed)}), 5)
 
     def test_accumulated_rows_even_out(self):
         """With one document per row, only the assignment of rows to ranks can help."""

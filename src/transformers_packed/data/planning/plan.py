@@ -111,7 +111,12 @@ class PackingPlan:
     @property
     def steps(self) -> int:
         """Optimizer steps per epoch."""
-        return len(self) // (self.world_size * self.gradient_accumulation_steps)
+        return len(self) // self.rows_per_step
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of all ranks in an optimizer step."""
+        return self.world_size * self.gradient_accumulation_steps
 
     @cached_property
     def tokens(self) -> int:
@@ -185,6 +190,20 @@ class PackingPlan:
         ranks = self.row_cost.reshape(self.steps, self.gradient_accumulation_steps, self.world_size).sum(1)
         return float((ranks.max(1) / ranks.mean(1)).mean() - 1)
 
+    @property
+    def fingerprint(self) -> str:
+        """What identifies the documents of each step and the order of the steps in all epochs.
+
+        Plans with another `world_size` have the same fingerprint if they have the same documents in each step.
+        """
+        steps = np.repeat(np.arange(len(self)) // self.rows_per_step, self.documents_per_row)
+        mixed = np.full(len(self.lengths), self.seed, np.uint64)
+        # Mixes the bits of each document like splitmix64. The sum does not depend on the order within a step.
+        for part in (steps, self.samples, self._starts(slice(None)), self.lengths):
+            mixed = (mixed ^ part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+        return f"{mixed.sum():016x}"
+
     def summary(self) -> str:
         """A summary of the plan in a few lines of text."""
         low, middle, high = np.percentile(self.documents_per_row, (5, 50, 95))
@@ -238,8 +257,14 @@ class PackingPlan:
             raise input_error("an epoch from 0 on", epoch)
         if epoch == 0:
             return np.arange(len(self))
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
+        order = self._rows_of_steps()[np.random.default_rng((self.seed, epoch)).permutation(len(self))]
         return self._share(order) if self.balanced else order
+
+    def _rows_of_steps(self) -> np.ndarray:
+        """The rows, step after step, in an order that does not depend on which rank computes a row."""
+        first = self.row_offsets[:-1]
+        starts = np.zeros(len(self)) if self.starts is None else self.starts[first]
+        return np.lexsort((starts, self.samples[first], np.arange(len(self)) // self.rows_per_step))
 
     def shuffled(self, epoch: int) -> "PackingPlan":
         """The plan with its rows in the order of an epoch. See [`PackingPlan.epoch_order`]."""
@@ -328,7 +353,7 @@ class PackingPlan:
             and all(array.min() >= 0 for array in documents)
             and self.samples.max() < self.input_samples
             and self.row_tokens.max() <= self.max_length
-            and len(self) % (self.world_size * self.gradient_accumulation_steps) == 0
+            and len(self) % self.rows_per_step == 0
         )
         if not sound:
             raise ValueError("its arrays contradict each other")

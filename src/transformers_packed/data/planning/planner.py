@@ -46,10 +46,11 @@ def plan_packing(
     Each sample is in exactly one row, and whole unless it is too long. All ranks get the same number of rows, and the
     rows of a step cost about the same. To achieve this, the planner adds rows until their number is a multiple of
     `world_size * gradient_accumulation_steps`. Up to 0.5 % more rows keep rows with long documents from costing more
-    than others.
+    than others. Each step has the same rows for every `world_size` with the same product, so a run on two GPUs can
+    continue on one that accumulates twice as many rows.
 
     Rows are in random order and hold documents of mixed lengths. With thousands of rows, the mean document length
-    varies between steps about as much as for samples in random order. When ranks are balanced, a row that costs more
+    varies between steps about as much as for samples in random order. When rows are balanced, a row that costs more
     than others because of a long document is not mixed.
 
     Args:
@@ -67,8 +68,9 @@ def plan_packing(
         gradient_accumulation_steps (`int`, *optional*, defaults to 1):
             Rows per rank in an optimizer step.
         balance (`bool`, `PackingCost` or `PreTrainedConfig`, *optional*, defaults to `True`):
-            The cost that is balanced between ranks: that of a configuration, or with `True` that of Transformers'
-            default `Qwen3_5TextConfig`. `False` turns balancing off; all ranks still get the same number of rows.
+            The cost that is balanced between the rows of a step: that of a configuration, or with `True` that of
+            Transformers' default `Qwen3_5TextConfig`. `False` turns balancing off; all ranks still get the same number of
+            rows.
         seed (`int`, *optional*, defaults to 0):
             Seed of all random choices. The same arguments and seed give the same plan.
         strategy (`str`, *optional*):
@@ -102,12 +104,13 @@ def plan_packing(
         cost = balance
     else:
         cost = default_cost() if isinstance(balance, bool) else PackingCost.from_config(balance)
-    balanced = balance is not False and world_size > 1
+    rows_per_step = int(world_size) * int(gradient_accumulation_steps)
+    balanced = balance is not False and rows_per_step > 1
     max_length = min(int(max_length), _LONGEST)
 
     given = _check_lengths(lengths)
     lengths, samples, starts, counters = _cut_overlong(given, max_length, overlong, truncation_side)
-    patterns = _find_rows(lengths, max_length, cost, int(world_size) * int(gradient_accumulation_steps), balanced)
+    patterns = _find_rows(lengths, max_length, cost, rows_per_step, balanced)
     rng = np.random.default_rng(seed)
     taken, offsets = _deal(lengths, patterns, rng)
     longest = _longest_to_mix(lengths, cost) if balanced else max_length
@@ -128,7 +131,8 @@ def plan_packing(
         input_tokens=int(given.sum(dtype=np.int64)),
         **counters,
     )
-    return plan._take(plan._share(np.arange(len(plan)))) if balanced and gradient_accumulation_steps > 1 else plan
+    several = balanced and world_size > 1 and gradient_accumulation_steps > 1
+    return plan._take(plan._share(np.arange(len(plan)))) if several else plan
 
 
 def _check_lengths(lengths: ArrayLike) -> np.ndarray:

@@ -1,12 +1,15 @@
-"""Save the position of a packed stream in every Trainer checkpoint, and resume from it.
+"""Resume packed runs: at the position of a stream, or with the plan of the checkpoint.
 
-Trainer saves no data loader state: it reads from the beginning of the epoch and skips batches. The state of a stream
+For a stream, Trainer saves no data loader state: it reads from the beginning of the epoch and skips batches. The state of a stream
 is ahead of training by the prefetched batches, and with workers it is in other processes. It therefore travels with
 the batches. In the process that packed the batch, the collator adds the state of the dataset after the batch's last
 row. The main process removes it and saves it after training on the batch.
 
 Workers take turns, and a data loader always starts with the first worker. A resumed run restores the order of the
 interrupted run: batches of the workers whose turn it was come before those of the other workers.
+
+For planned rows, Trainer skips as many batches as the checkpoint has steps. These are the batches that the run has
+trained on only if it had the same plan and as many rows per step.
 """
 
 import json
@@ -18,12 +21,58 @@ from accelerate.data_loader import DataLoaderShard, IterableDatasetShard
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.utils import logging
 
+from ...data.planning.plan import PackingPlan
 from ...data.streaming import IterablePackingDataset
 from ...errors import input_error
 
 
+logger = logging.get_logger(__name__)
+
 _KEY = "packing_state"
+
+
+class PackingPlanCallback(TrainerCallback, ExportableState):
+    """Refuses to resume a run with other rows than those of its checkpoint. [`configure_packing`] adds it.
+
+    Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the plan
+    is part of `trainer_state.json`. With `ignore_data_skip=True`, which reads the data from the beginning, nothing is
+    compared.
+
+    Args:
+        plan (`PackingPlan`):
+            The plan of the training dataset.
+        rows_per_step (`int`):
+            The rows of all processes in an optimizer step.
+
+    Raises:
+        `ValueError`: raised in `train()` if rows would be trained on twice or never.
+    """
+
+    def __init__(self, plan: PackingPlan, rows_per_step: int):
+        self.plan, self.rows_per_step = plan, rows_per_step
+
+    def state(self) -> dict:
+        """The state that Trainer writes to `trainer_state.json`."""
+        return {"args": {}, "attributes": {"rows_per_step": self.rows_per_step, "plan": self.plan.fingerprint}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.global_step or args.ignore_data_skip:
+            return
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if saved is None:
+            logger.warning(
+                "The checkpoint does not tell its packed rows: resume it with the data and options of its run."
+            )
+            return
+        saved, now = saved["attributes"], self.state()["attributes"]
+        if saved["rows_per_step"] != now["rows_per_step"]:
+            fix = "Change gradient_accumulation_steps, so that its product with the number of processes is the same."
+            raise input_error(f"{saved['rows_per_step']} rows per step, as in the checkpoint", self.rows_per_step, fix)
+        if saved["plan"] != now["plan"]:
+            fix = "Resume with the same data, max_length, seed and options, or start anew with ignore_data_skip=True."
+            raise input_error("the packed rows of the checkpoint", "other rows", fix)
 
 
 class PackingStateCallback(TrainerCallback, ExportableState):

@@ -1,0 +1,104 @@
+"""A resumed run continues the plan of its checkpoint, or is refused."""
+
+import collections
+import json
+import logging
+import tempfile
+import unittest
+from pathlib import Path
+
+import numpy as np
+from parameterized import parameterized
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from transformers_packed import configure_packing
+
+
+LENGTHS = np.random.default_rng(0).integers(2, 30, 60).tolist()
+# The first token of a sample is its number.
+SAMPLES = [{"input_ids": [at] + [1] * (n - 1), "labels": [1] * n} for at, n in enumerate(LENGTHS)]
+
+
+class Recorder(Trainer):
+    """Keeps the samples of each step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = collections.defaultdict(set)
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.steps[self.state.global_step] |= set(inputs["input_ids"][inputs["position_ids"] == 0].tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class ResumedPlanTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(directory.cleanup)
+        self.output = directory.name
+
+    def trainer(self, batch=1, accumulation=2, samples=SAMPLES, max_length=64, steps=9, save=None, **arguments):
+        config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        args = TrainingArguments(
+            self.output,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            max_steps=steps,
+            save_strategy="steps" if save else "no",
+            save_steps=save or 1,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            **arguments,
+        )
+        return configure_packing(Recorder(Qwen3_5ForCausalLM(config), args, train_dataset=samples), True, max_length)
+
+    def start(self, steps, **options):
+        """Train for some steps, and save the last one."""
+        trainer = self.trainer(steps=steps, save=steps, **options)
+        trainer.train()
+        return trainer
+
+    def resume(self, **options):
+        trainer = self.trainer(**options)
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(self.output))
+        return trainer
+
+    @parameterized.expand([("in the first epoch", 3), ("in the second epoch", 6)])
+    def test_other_micro_steps(self, _, steps):
+        whole = self.trainer(batch=1, accumulation=4)
+        self.assertEqual(len(whole.train_dataset) // 4, 4)
+        whole.train()
+        self.start(steps, batch=1, accumulation=4)
+        for batch, accumulation in ((2, 2), (4, 1)):
+            resumed = self.resume(batch=batch, accumulation=accumulation)
+            self.assertEqual(resumed.steps, {at: whole.steps[at] for at in range(steps, 9)})
+
+    def refused(self, message, **options):
+        with self.assertRaisesRegex(ValueError, message):
+            self.resume(**options)
+
+    def test_other_rows_are_refused(self):
+        self.start(2)
+        other = SAMPLES[:-1] + [{"input_ids": [59, 1], "labels": [1, 1]}]
+        self.assertNotEqual(LENGTHS[-1], 2)
+        for changed in ({"max_length": 96}, {"seed": 1}, {"samples": other}, {"samples": SAMPLES[:50]}):
+            self.refused("expected the packed rows of the checkpoint, got other rows", **changed)
+        self.refused("expected 2 rows per step, as in the checkpoint, got 3. Change gradient", accumulation=3)
+        self.resume(ignore_data_skip=True, accumulation=3)
+
+    def test_a_checkpoint_without_its_plan_is_resumed_with_a_warning(self):
+        self.start(2)
+        path = Path(get_last_checkpoint(self.output), "trainer_state.json")
+        state = json.loads(path.read_text())
+        self.assertEqual(state["stateful_callbacks"].pop("PackingPlanCallback")["attributes"]["rows_per_step"], 2)
+        path.write_text(json.dumps(state))
+        with self.assertLogs("transformers_packed", logging.WARNING) as logs:
+            self.resume()
+        self.assertIn("does not tell its packed rows", str(logs.output))
+
+    def test_configured_twice(self):
+        trainer = configure_packing(self.trainer())
+        names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+        self.assertEqual(names.count("PackingPlanCallback"), 1)
