@@ -31,7 +31,6 @@ class Launch:
         command (`str`): what a user types.
         after (`str`, *optional*): the launch whose output this one continues.
         like (`str`, *optional*): the launch with the same losses.
-        like_on_average (`str`, *optional*): the launch with other rows in each step, and about the same mean loss.
         saved (`str`, *optional*): what the saved model started from, `"CHECKPOINT"` or `"VISION"`.
         lower (`bool`): whether a few steps must lower the loss of the saved model.
         merged (`bool`): whether the saved model must first be merged from its shards.
@@ -44,7 +43,6 @@ class Launch:
     command: str
     after: str = ""
     like: str = ""
-    like_on_average: str = ""
     saved: str = ""
     lower: bool = True
     merged: bool = False
@@ -76,7 +74,7 @@ def chain(group: str, start: str, start_of_one: str, sharded: bool) -> list[Laun
     whole = f"{group}/whole"
     again = {"after": whole, "like": whole}
     resume = f"--resume {SAVED_AT}"
-    one = f"{WORKER} --name one {resume} --accumulation 2 --planned-for 2"
+    one = f"{WORKER} --name one {resume} --accumulation 2"
     launches = [
         Launch(whole, f"{start} {WORKER} --name whole --save-at {SAVED_AT}", record="whole"),
         Launch(f"{group}/two", f"{start} {WORKER} --name two {resume}", record="two", **again),
@@ -106,7 +104,7 @@ def launches(vision: bool) -> list[Launch]:
     share = " --sequence_parallel_size 2"
     images = SHORT.replace("--model CHECKPOINT ", "--model VISION " if vision else "")
     answers = "--model CHECKPOINT --output OUTPUT --max-steps 5 --max-length 32"
-    text, seen = {"saved": "CHECKPOINT"}, {"saved": "VISION"} if vision else {}
+    text, seen = {"saved": "CHECKPOINT"}, {"saved": "VISION", "lower": False} if vision else {}
     return [
         *chain("resume-ddp", DDP, "python", sharded=False),
         *chain("resume-fsdp2", full, fsdp2("FULL_STATE_DICT", 1), sharded=True),
@@ -126,7 +124,7 @@ def launches(vision: bool) -> list[Launch]:
         Launch("sft/ddp", f"{DDP} {example('sft', 2)}", like="sft/one", **text),
         Launch("sft/fsdp2", f"{full} {example('sft', 2)}", like="sft/one", **text),
         Launch("sft/one", f"python {example('sft', 4)}", **text),
-        Launch("lora/ddp", f"{DDP} {example('lora', 2)}", like_on_average="lora/one", **text),
+        Launch("lora/ddp", f"{DDP} {example('lora', 2)}", like="lora/one", **text),
         Launch("lora/fsdp2", f"{full} {example('lora', 2)}", like="lora/ddp", **text),
         Launch("lora/one", f"python {example('lora', 4)}", **text),
         Launch("dpo/ddp", f"{DDP} {example('dpo', 2)}", like="dpo/one", lower=False, **text),

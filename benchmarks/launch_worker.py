@@ -112,6 +112,9 @@ def make_vision(folder: Path, text, stock: torch.nn.Module, tokenizer) -> None:
         model = Qwen3_5ForConditionalGeneration(config).to(stock.dtype)
     model.model.language_model.load_state_dict(stock.model.state_dict())
     model.tie_weights()
+    # Image features of about the size of token embeddings, as after training. Larger ones make steps depend on rounding.
+    with torch.no_grad():
+        model.model.visual.merger.linear_fc2.weight.mul_(0.1)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     AutoProcessor.from_pretrained(folder)
@@ -175,8 +178,7 @@ def train(options: argparse.Namespace) -> None:
     data = tokenized(common.chats(CHATS)["messages"], tokenizer)
     trainer = Recording(model, args, train_dataset=data, callbacks=[record])
     record.trainer = trainer
-    plan = {"world_size": options.planned_for, "gradient_accumulation_steps": 1} if options.planned_for else {}
-    configure_packing(trainer, True, max_length=options.tokens, overlong="truncate", **plan)
+    configure_packing(trainer, True, max_length=options.tokens, overlong="truncate")
     checkpoint = str(options.output / f"checkpoint-{options.resume}") if options.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.end_training()  # destroys the process group
@@ -198,7 +200,6 @@ def main() -> None:
     training.add_argument("--steps", type=int, default=8)
     training.add_argument("--tokens", type=int, default=256, help="tokens of each row")
     training.add_argument("--accumulation", type=int, default=1, help="rows of each process in a step")
-    training.add_argument("--planned-for", type=int, metavar="N", help="plan the rows of N processes (default: all)")
     training.add_argument("--save-at", type=int, metavar="STEP", help="save a checkpoint after this step")
     training.add_argument("--resume", type=int, metavar="STEP", help="start from the checkpoint of this step")
     training.add_argument("--kill-at", type=int, metavar="STEP", help="kill process 1 after this step")

@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, options: argparse.Namespace, wanted: list[Launch], report: dict):
         self.options, self.wanted, self.report = options, wanted, report
+        self.earlier = report.get("launches", [])
         self.lock, self.loading = threading.RLock(), threading.Lock()
         self.entries: dict[str, dict] = {}
         self.done = {launch.name: threading.Event() for launch in wanted}
@@ -237,14 +238,15 @@ class Runner:
             entry = self.entries.get(launch.name, {})
             if entry.get("status") != "ok" or not self.done[launch.name].is_set():
                 continue
-            for other, average in ((launch.like, False), (launch.like_on_average, True)):
-                against = self.entries.get(other, {})
-                if other and self.done[other].is_set() and against.get("status") == "ok":
-                    entry["checks"] |= compared(entry, against, average)
+            against = self.entries.get(launch.like, {})
+            if launch.like and self.done[launch.like].is_set() and against.get("status") == "ok":
+                entry["checks"] |= compared(entry, against)
 
     def write(self) -> None:
         if self.options.output:
-            self.report["launches"] = [self.entries[x.name] for x in self.wanted if self.done[x.name].is_set()]
+            new = [self.entries[x.name] for x in self.wanted if self.done[x.name].is_set()]
+            names = {entry["name"] for entry in new}
+            self.report["launches"] = [x for x in self.earlier if x["name"] not in names] + new
             self.options.output.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def clean(self, launch: Launch, others: list[Launch]) -> None:
@@ -256,12 +258,9 @@ class Runner:
             shutil.rmtree(runs / launch.name, ignore_errors=True)
 
 
-def compared(entry: dict, against: dict, average: bool) -> dict:
+def compared(entry: dict, against: dict) -> dict:
     """The checks of a launch against another one, by the names that the report shows."""
     name = against["name"]
-    if average:
-        means = [{0: sum(x["losses"].values()) / len(x["losses"])} for x in (entry, against)]
-        return {f"mean loss of {name}": checks.agreement(*means, checks.AVERAGE_BAR)}
     found = {f"losses of {name}": checks.agreement(entry["losses"], against["losses"], checks.LOSS_BAR)}
     if entry.get("grad_norms") and against.get("grad_norms"):
         norms = checks.agreement(entry["grad_norms"], against["grad_norms"], checks.NORM_BAR)
@@ -342,7 +341,7 @@ def select(everything: list[Launch], names: list[str] | None) -> list[Launch]:
     by_name = {launch.name: launch for launch in everything}
     wanted = [x for x in everything if x.name in names or x.group in names]
     for launch in wanted:
-        needed = [by_name[name] for name in (launch.after, launch.like, launch.like_on_average) if name]
+        needed = [by_name[name] for name in (launch.after, launch.like) if name]
         wanted += [x for x in needed if x not in wanted]
     return [launch for launch in everything if launch in wanted]
 
@@ -360,15 +359,20 @@ def main() -> int:
     options.folder = (options.folder or choose_folder()).resolve()
     options.output = options.output and options.output.resolve()
     begin = time.perf_counter()
-    make(options)
     machine = "2 processes on a CPU" if options.device == "cpu" else f"2 x {torch.cuda.get_device_name()}"
     packages = {name: metadata.version(name) for name in ("accelerate", "trl", "peft")}
-    report = {"machine": machine, "versions": versions() | packages, "model": options.shape}
+    report = {"machine": machine, "versions": versions() | packages, "model": options.shape, "commands": []}
+    if options.output and options.output.exists():
+        earlier = json.loads(options.output.read_text())
+        if any(earlier[key] != report[key] for key in ("machine", "versions", "model")):
+            parser.error(f"{options.output} holds launches of another machine, versions or model; name another file")
+        report = earlier
     words = ["python", "benchmarks/launches.py", *sys.argv[1:]]
     if options.output:
         words[words.index("--output") + 1] = f"benchmarks/results/{options.output.name}"
-    report["command"] = shlex.join(words)
-    report["bars"] = {"loss": checks.LOSS_BAR, "mean loss": checks.AVERAGE_BAR, "gradient norm": checks.NORM_BAR}
+    report["commands"].append(shlex.join(words))
+    make(options)
+    report["bars"] = {"loss": checks.LOSS_BAR, "gradient norm": checks.NORM_BAR}
     why = options.folder / "vision.txt"
     if why.is_file():
         report["vision"] = f"the example's own tiny model, because a larger one cannot be made: {why.read_text()}"

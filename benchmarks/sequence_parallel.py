@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --output benchmarks/results/sequence_parallel.json
     torchrun --nproc_per_node 4 benchmarks/sequence_parallel.py --sizes 4 --one-document 524288
-    torchrun --nproc_per_node 2 benchmarks/sequence_parallel.py --models 9B --lora --sizes 2 --one-document 131072
+    torchrun --nproc_per_node 2 benchmarks/sequence_parallel.py --models 9B --lora --sizes 2 --one-document 131072 262144
 
 A step is forward and backward of one row per group of processes, with random bfloat16 weights and gradient
 checkpointing. Every process holds all weights and gradients, and no optimizer runs. With `--lora`, only adapters in
@@ -141,7 +141,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=one_gpu.MODELS, default=["4B"])
     parser.add_argument("--tokens", type=int, default=65536, help="length of the row in tokens")
     parser.add_argument(
-        "--one-document", type=int, metavar="TOKENS", help="use a row of one document of this length instead"
+        "--one-document",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help="measure rows of one document of these lengths instead",
     )
     parser.add_argument(
         "--sizes",
@@ -168,37 +172,38 @@ def main() -> int:
     report = one_gpu.earlier_report(args.output, machine, parser)
     for name in args.models:
         config = one_gpu.MODELS[name]
-        lengths = [args.one_document] if args.one_document else one_gpu.sample_lengths("lognormal", args.tokens)
         start = time.perf_counter()
         model = make_model(config, "ours+lora" if args.lora else "ours", args.device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if first:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
-        run = {
-            "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
-            "model": name,
-            "gpus": world,
-            "documents": len(lengths),
-            "tokens": sum(lengths),
-            "lora": args.lora,
-            "flops": one_gpu.model_flops(config, lengths, frozen=args.lora),
-            "arms": [],
-        }
-        report["runs"].append(run)
-        for size in args.sizes:
-            for arm in args.arms if size > 1 else ["whole"]:
-                if world % size:
-                    continue
-                run["arms"].append(measure(model, lengths, size, arm, args))
-                if first:
-                    print_arm(run["arms"][-1], run["arms"][0])
-                    if args.output:
-                        args.output.write_text(json.dumps(report, indent=1) + "\n")
-        if first:
-            documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
-            print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
-            for arm in run["arms"]:
-                print_arm(arm, run["arms"][0])
+        rows = [[n] for n in args.one_document or ()] or [one_gpu.sample_lengths("lognormal", args.tokens)]
+        for lengths in rows:
+            run = {
+                "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
+                "model": name,
+                "gpus": world,
+                "documents": len(lengths),
+                "tokens": sum(lengths),
+                "lora": args.lora,
+                "flops": one_gpu.model_flops(config, lengths, frozen=args.lora),
+                "arms": [],
+            }
+            report["runs"].append(run)
+            for size in args.sizes:
+                for arm in args.arms if size > 1 else ["whole"]:
+                    if world % size:
+                        continue
+                    run["arms"].append(measure(model, lengths, size, arm, args))
+                    if first:
+                        print_arm(run["arms"][-1], run["arms"][0])
+                        if args.output:
+                            args.output.write_text(json.dumps(report, indent=1) + "\n")
+            if first:
+                documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
+                print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
+                for arm in run["arms"]:
+                    print_arm(arm, run["arms"][0])
     dist.destroy_process_group()
     return 0
 

@@ -15,10 +15,9 @@ from trl import GRPOConfig, GRPOTrainer
 from transformers_packed import configure_packing
 
 
-def share_of_digits(completions, **columns):
-    """Reward answers that consist of digits, as those to sums do."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts]
+def short_answers(completions, **columns):
+    """Reward answers for each character that they leave out."""
+    return [-float(len(completion[0]["content"])) for completion in completions]
 
 
 def main(options):
@@ -26,7 +25,7 @@ def main(options):
     dataset = load_dataset(options.dataset, split="train") if options.dataset else common.preferences()
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
-        reward_funcs=share_of_digits,
+        reward_funcs=short_answers,
         args=GRPOConfig(
             options.output,
             max_steps=options.max_steps,

@@ -34,7 +34,7 @@ SCRIPTS = {
     "sft": ([r"Packing on: isolation by ", *PACKED], "model.safetensors"),
     "lora": ([r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED], "adapter_model.safetensors"),
     "dpo": ([*SHARED, r"'rewards/margins': "], "adapter_model.safetensors"),
-    "grpo": ([*SHARED, r"'rewards/share_of_digits/mean': "], "model.safetensors"),
+    "grpo": ([*SHARED, r"'rewards/short_answers/mean': "], "model.safetensors"),
     "sequence_parallel": (
         [r"Packing on: fill \d\d\.\d%, .* rows of at most 1,024 tokens", *PACKED],
         "model.safetensors",

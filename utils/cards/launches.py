@@ -1,6 +1,6 @@
 """The page of the launch lines on two GPUs."""
 
-from card import LAUNCHES, Card, fixed, percent, table
+from card import LAUNCHES, LAUNCHES_AGAIN, Card, fixed, percent, table
 
 
 # The groups that follow no example by name.
@@ -29,11 +29,6 @@ def launches(results: dict) -> Card:
     ends = (
         f"A launcher ended within {fixed(max(kills), 0)} s of the death of a process, with the cause." if kills else ""
     )
-    # A launch whose rows are planned for another number of processes sees other rows in each step.
-    is_averaged = any(name.startswith("mean loss") for entry in entries for name in entry.get("checks", {}))
-    averaged = (
-        f"Where rows are planned, the mean loss may differ by {percent(bars['mean loss'])}." if is_averaged else ""
-    )
     return Card(
         "Launch lines on two GPUs",
         f"{len(good)} of {len(entries)} launches end as expected: with DDP and with FSDP2, a run that is saved on two GPUs "
@@ -46,11 +41,10 @@ and OUTPUT stand for paths. {report.get("note", "")}""",
                 [(title(entry), f"`{entry['command']}`", result(entry)) for entry in entries],
             ),
             f"""Each logged loss may differ by {percent(bars["loss"])}, and the gradient norm by {percent(bars["gradient norm"])},
-because two GPUs add in another order, in bfloat16. {averaged}""",
-            """A resumed run must train on the same rows as the whole run, in the same order. With `packing=True`, the plan of the rows
-depends on the number of processes. To continue on one GPU a run of two, pass `world_size=2` and
-`gradient_accumulation_steps=1` to `configure_packing`, and accumulate two batches.""",
-            f"""A process gets SIGKILL in the middle of a step, after a checkpoint. {ends} With DDP, the run then continued from
+because two GPUs add in another order, in bfloat16.""",
+            """A resumed run must train on the same rows as the whole run, in the same order. One GPU that resumes a run of two
+accumulates two batches.""",
+            f"""A process gets SIGKILL in the middle of a step, after a checkpoint. {ends} The run then continued from
 the checkpoint.""",
             """With SHARDED_STATE_DICT, `save_model` writes no weights. `accelerate merge-weights` makes a file of them from the
 `pytorch_model_fsdp_0` folder of a checkpoint.""",
@@ -58,8 +52,8 @@ the checkpoint.""",
         ["launches.json"],
         machine=report["machine"],
         versions=report["versions"],
-        commands=[report["command"]],
-        committed=[LAUNCHES],
+        commands=report["commands"],
+        committed=[LAUNCHES, LAUNCHES_AGAIN],
         number=f"{len(good)} of {len(entries)} launches as expected, the same rows and losses after each stop",
     )
 
