@@ -7,6 +7,7 @@ from card import (
     AUDIT_FLA,
     GPU_TESTS,
     GPU_TESTS_FIRST,
+    LONG_DOCUMENTS,
     RANKS,
     TRIED,
     Card,
@@ -57,6 +58,8 @@ def sequence_parallel(results: dict) -> Card:
     tests = suite(results)["flash-linear-attention+flash-qla+tilelang+triton"].values()
     training = [figure for entry in tests for figure in entry["figures"] if "losses, largest" in figure]
     default = found["state+gather"]
+    documents = results["long_documents.json"]
+    long = [(f"{run['tokens']:,}", run["arms"][0]) for run in documents["runs"]]
     return Card(
         "Sequence parallelism on two GPUs",
         f"Two GPUs that share a row reach {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of two GPUs with a row each, and "
@@ -79,6 +82,16 @@ rule and of attention, which [long rows](../how_to/long_rows.md#how-layers-share
 table is from another run, in which a row of its own took {ms(last)}.""",
             f"""One document of {one["tokens"]:,} tokens takes two GPUs {gib(one["arms"][0])} each. That run took {one["arms"][0]["median_ms"] / 1000:.0f} s, while another test
 used the same GPUs.""",
+            "## LoRA on one long document",
+            table(
+                ("9B, tokens of the document", "Time of a step", "Tokens/s per GPU", "Memory per GPU"),
+                [
+                    (n, f"{arm['median_ms'] / 1000:.1f} s", f"{arm['tokens_per_second_per_gpu']:,}", gib(arm))
+                    for n, arm in long
+                ],
+            ),
+            """Two GPUs share the document with `"heads"` and `"heads"`. Adapters of rank 16 are on all linear layers, weights are in
+bfloat16, and there is gradient checkpointing. A step is forward and backward, under autocast.""",
             "## Equality",
             f"""Over 20 steps of `accelerate launch` with FSDP2 in bfloat16, losses stay within {percent(max(f["losses, largest"] for f in training), 1)} of one GPU's and gradient norms within
 {percent(max(f["grad_norms, largest"] for f in training), 2)} ([gpu_tests.json](../../benchmarks/results/gpu_tests.json)). Each op on two GPUs is about as close to the whole row in
@@ -88,11 +101,12 @@ float32 as the whole row in bfloat16 is. No bit of another document changes, als
 images, experts and gradient checkpointing. `eval_loss` is the same, and no document changes another by a bit. A
 checkpoint continues on another number of processes if a step has as many rows as before (`pytest -m slow tests/parallel`).""",
         ],
-        ["sequence_parallel.json", "gpu_tests.json"],
+        ["sequence_parallel.json", "long_documents.json", "gpu_tests.json"],
         machine=f"two {data['machine']}s",
         versions=data["versions"],
-        commands=[run["command"] for run in [*runs, one]],
-        committed=[RANKS],
+        extra=[("Versions, long documents", ", ".join(f"{k} {v}" for k, v in documents["versions"].items()))],
+        commands=[run["command"] for run in [*runs, one, *documents["runs"]]],
+        committed=[RANKS, LONG_DOCUMENTS],
         number=f"{percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of separate rows",
     )
 
