@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.releases import checkpointing_argument
+from transformers_packed.training import configure
 
 
 # Dense bfloat16 products of an H100 or H200, without sparsity.
@@ -160,6 +161,8 @@ def measure(args, config: dict) -> dict:
         disable_tqdm=True,
         **options,
     )
+    if args.waits:
+        configure.run_ahead = lambda trainer: None
     with settings.device:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, args.weights))
     if args.lora:
@@ -201,6 +204,7 @@ def main() -> int:
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
+    parser.add_argument("--waits", action="store_true", help="let Trainer wait for the GPU in each step")
     parser.add_argument("--bucket-mb", type=int, help="gradients that DDP sums at once, and no search for unused ones")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
@@ -212,7 +216,8 @@ def main() -> int:
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)
     entry = {
-        key: getattr(args, key) for key in ("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8")
+        key: getattr(args, key)
+        for key in ("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8", "waits")
     }
     entry["layers"] = config["num_hidden_layers"]
     words = [word for word in sys.argv if word not in ("--launched", args.launched)]

@@ -51,6 +51,8 @@ boundaries from pageable memory.""",
             f"""**CUDA graphs under FSDP2** are refused, because they have little to gain. With rows of 4,096 tokens, the kernels of a
 step compute for {ms_of(brief, "computation")}, and no computation covers {ms_of(brief, "uncovered_communication")} of the
 communication. At most {fixed(left, 0)} ms of the {fixed(short["step_ms"], 0)} ms are left for launches.""",
+            """In these runs, Trainer waited for the GPU twice in each step. `configure_packing` and `PackedTrainer` have since
+[removed these waits](../how_to/trainer.md), and the steps have not been measured again.""",
             """On one H200, 4B with weights and AdamW in float32 does not fit at 16,384 tokens without gradient checkpointing. So
 there is no step of one GPU to compare with that of FSDP2.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per

@@ -222,7 +222,9 @@ def make_trainer(
         save_total_limit=KEPT_CHECKPOINTS,
         logging_steps=settings.logging_steps,
         logging_first_step=True,
+        # Neither waits for the GPU in each step.
         logging_nan_inf_filter=False,
+        accelerator_config={"non_blocking": torch.cuda.is_available()},
         include_num_input_tokens_seen="all",
         remove_unused_columns=False,
         report_to="none",

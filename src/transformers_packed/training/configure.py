@@ -36,6 +36,7 @@ from .preference import (
     pack_batches,
     reason_against_packed_batches,
 )
+from .run_ahead import run_ahead
 
 
 logger = logging.get_logger(__name__)
@@ -62,7 +63,8 @@ def configure_packing(
     Call this function after building a Trainer and before `trainer.train()`. It prints one line with the active mode,
     or with the reason why packing is off. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
-    creates later are patched as well.
+    creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
+    `non_blocking=True`, and `logging_nan_inf_filter` becomes a filter on the GPU.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
       unchanged; only the padding is not computed.
@@ -271,6 +273,7 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
+    run_ahead(trainer)
     callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, PackingPlanCallback, DocumentNoise)
     others = [callback for callback in callbacks if type(callback) not in ours]
     planned = (

@@ -1,0 +1,94 @@
+"""Trainers of this package wait for no value of the GPU between steps."""
+
+import tempfile
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
+
+from transformers_packed import configure_packing
+from transformers_packed.training.run_ahead import run_ahead
+
+
+SAMPLES = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 26)]
+
+
+class NotFinite(Trainer):
+    """Returns a loss that is not finite for some calls. Weights are updated as ever."""
+
+    def __init__(self, *args, losses=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.losses, self.returned = list(losses), []
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        replaced = self.losses.pop(0) if self.losses else None
+        loss = loss if replaced is None else torch.full_like(loss, replaced)
+        self.returned.append(loss.item())
+        return loss
+
+
+class RunAheadTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(directory.cleanup)
+        self.output = directory.name
+
+    def trainer(self, packed=True, losses=(), **options):
+        config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        args = TrainingArguments(
+            self.output,
+            per_device_train_batch_size=4,
+            max_steps=4,
+            logging_steps=4,
+            save_strategy="no",
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = NotFinite(
+            Qwen3_5ForCausalLM(config), args, losses=losses, train_dataset=SAMPLES if packed else SAMPLES[:1] * 16
+        )
+        return configure_packing(trainer, "padding_free") if packed else trainer
+
+    def logged(self, trainer) -> float:
+        trainer.train()
+        return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+    @parameterized.expand([(float("nan"),), (float("inf"),)])
+    def test_losses_that_are_not_finite(self, wrong):
+        trainer = self.trainer(losses=[None, wrong, wrong, None])
+        found, losses = self.logged(trainer), trainer.returned
+        self.assertAlmostEqual(found, (3 * losses[0] + losses[3]) / 4, places=6)
+        self.assertEqual(self.logged(self.trainer(losses=[wrong] * 4)), 0.0)
+
+    def test_finite_losses_are_unchanged(self):
+        trainer = self.trainer()
+        self.assertAlmostEqual(self.logged(trainer), sum(trainer.returned) / 4, places=6)
+
+    def test_no_filter_if_none_is_wanted(self):
+        trainer = self.trainer(losses=[float("nan")], logging_nan_inf_filter=False)
+        self.assertNotEqual(found := self.logged(trainer), found)
+
+    def test_the_host_reads_no_loss(self):
+        for packed, reads in ((False, 4), (True, 0)):
+            trainer = self.trainer(packed)
+            with mock.patch.object(torch, "isnan", wraps=torch.isnan) as isnan:
+                trainer.train()
+            self.assertEqual(isnan.call_count, reads)
+
+    def test_configured_twice(self):
+        trainer = self.trainer()
+        step = trainer.training_step
+        self.assertIs(configure_packing(trainer).training_step, step)
+
+    @parameterized.expand([("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+    def test_batches_are_copied_without_waiting_from_pinned_memory(self, device, pinned, expected):
+        args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=pinned, logging_nan_inf_filter=False)
+        args.accelerator_config, config = SimpleNamespace(non_blocking=False), SimpleNamespace(non_blocking=False)
+        run_ahead(SimpleNamespace(args=args, accelerator=SimpleNamespace(dataloader_config=config)))
+        self.assertEqual((args.accelerator_config.non_blocking, config.non_blocking), (expected, expected))
