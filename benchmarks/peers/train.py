@@ -351,7 +351,12 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=34, help="of a step")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--caches", choices=("empty", "filled"), default="filled", help="kernel caches at the start")
+    parser.add_argument(
+        "--caches",
+        choices=("empty", "partly", "filled"),
+        default="filled",
+        help="kernel caches at the start: partly is what another cell of the tool left",
+    )
     parser.add_argument("--time-limit", type=int, metavar="SECONDS", help="stop then, and write what was measured")
     parser.add_argument("--scratch", default="/tmp/peers", help="folder of the trainer's files")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

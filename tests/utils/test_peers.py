@@ -125,6 +125,13 @@ class CardTest(unittest.TestCase):
         self.assertIn("4B full: TRL with Liger 2 x, Unsloth 1.5 x.", page)
         self.assertIn("| Versions | torch 2.11 |", page)
 
+    def test_the_first_step_is_that_with_empty_caches(self):
+        filled, empty = entry("ours", 100.0), entry("ours", 120.0, caches="empty", first_step_seconds=70.0)
+        alone = entry("unsloth", 150.0, caches="empty", first_step_seconds=400.0)
+        lines = self.page(empty, filled, alone, entry("liger", 200.0)).splitlines()
+        cells = [[x.strip() for x in line.split("|")[1:]] for line in lines if line.startswith("| 4B")]
+        self.assertEqual([(x[2], x[6]) for x in cells], [("100 ms", "70 s"), ("200 ms", ""), ("150 ms", "400 s")])
+
     def test_a_run_that_failed_or_leaks_is_named(self):
         failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")
         del failed["step_ms"]

@@ -14,6 +14,8 @@ TOOLS = {
 # A cell names these if it lacks them.
 EXPECTED = ("ours", "liger", "unsloth")
 CELL = ("model", "lora", "checkpointing", "tokens", "documents", "machine")
+# The run of a cell whose steps count. Caches hardly matter after the first steps.
+PREFERRED = ("filled", "partly", "empty")
 
 
 def peers(results: dict) -> Card:
@@ -44,8 +46,8 @@ causal-conv1d, it has torch's `varlen_attn` and flash-linear-attention's convolu
 a head of its own, which also gives the entropy and the accuracy of tokens. *Unsloth* chooses its kernels and its
 padding-free batches by itself.""",
             f"""The weights are in bfloat16, under autocast. LoRA has rank 16 on all linear layers, in float32. Each time is the mean
-of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others, and *first step* counts from
-`trainer.train()` with {shared(measured, "caches")} kernel caches. The losses are those of the first and the last log.
+of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others. *First step* counts from
+`trainer.train()`, and is stated where all kernel caches were empty. The losses are those of the first and the last log.
 *One row* says whether the forward of each warm-up step got exactly one row of all tokens.""",
             isolation(unsafe),
         ],
@@ -60,13 +62,22 @@ of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others, 
 
 
 def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """The last run of each tool by cell, small shapes first and full fine-tuning before LoRA."""
-    cells = {}
+    """A run of each tool by cell, small shapes first and full fine-tuning before LoRA.
+
+    `first_step_seconds` is that of a run with empty caches, if there is one.
+    """
+    found = {}
     for run in runs:
-        if run["caches"] == "filled":
-            cells.setdefault(tuple(run.get(name, "") for name in CELL), {})[run["tool"]] = run
+        tools = found.setdefault(tuple(run.get(name, "") for name in CELL), {})
+        tools.setdefault(run["tool"], {})[run["caches"]] = run
     size = lambda key: float("".join(c for c in key[0].split("B")[0] if c.isdigit() or c == ".") or 0)  # noqa: E731
-    return dict(sorted(cells.items(), key=lambda item: (size(item[0]), *item[0][1:5])))
+    cells = sorted(found.items(), key=lambda item: (size(item[0]), *item[0][1:5]))
+    return {key: {tool: chosen(by_caches) for tool, by_caches in tools.items()} for key, tools in cells}
+
+
+def chosen(by_caches: dict[str, dict]) -> dict:
+    run = next(by_caches[name] for name in PREFERRED if name in by_caches)
+    return run | {"first_step_seconds": by_caches.get("empty", {}).get("first_step_seconds")}
 
 
 def title(key: tuple) -> str:
@@ -85,7 +96,7 @@ def figures(run: dict | None, ours: float | None) -> tuple:
         times(run["step_ms"] / ours) if ours else "",
         f"{run['tokens_per_second']:,}",
         gib(run),
-        f"{fixed(run['first_step_seconds'], 0)} s",
+        "" if run["first_step_seconds"] is None else f"{fixed(run['first_step_seconds'], 0)} s",
         ", ".join(fixed(x, 3) for x in (losses[0], losses[-1])) if losses else "",
         "yes" if run["padding_free"] else "no",
     )
