@@ -114,14 +114,16 @@ def length(intervals: list[tuple[float, float]]) -> float:
 
 def summary(trace) -> dict:
     """Milliseconds of kernels, and counts of what makes the host wait."""
-    computing, communicating, names, copies = [], [], {}, {}
+    computing, communicating, names, copies, times = [], [], {}, {}, {}
     for event in trace.events():
         span = event.time_range.start, event.time_range.end
         if event.device_type == torch.autograd.DeviceType.CUDA:
             if "Memcpy" in event.name:
                 copies[event.name] = copies.get(event.name, 0) + 1
-            elif not event.name.startswith(("Memset", "## ", "ProfilerStep")) and "Optimizer." not in event.name:
+            # Annotations, such as `DistributedDataParallel.forward`, last from their first kernel to their last one.
+            elif not event.is_user_annotation and not event.name.startswith("Memset"):
                 (communicating if "nccl" in event.name.lower() else computing).append(span)
+                times[event.name] = times.get(event.name, 0) + span[1] - span[0]
         elif event.name.startswith(
             ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
         ):
@@ -132,6 +134,9 @@ def summary(trace) -> dict:
         "communication_ms": round(length(communicating) / 1000, 2),
         "uncovered_communication_ms": round((both - length(computing)) / 1000, 2),
         "kernels": len(computing),
+        "longest_ms": {
+            name[:80]: round(time / 1000, 2) for name, time in sorted(times.items(), key=lambda x: -x[1])[:15]
+        },
         "waits": names,
         "copies": copies,
     }

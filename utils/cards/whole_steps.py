@@ -13,9 +13,8 @@ def whole_steps(results: dict) -> Card:
     small = [run for run in done if "H100" in run["machine"]]
     fits = max(run["peak_GiB"] for run in small)
     one, ddp = (find(done, "0.8B", kind) for kind in ("one", "ddp"))
-    sharded, short = (find(done, "4B", "fsdp2", tokens) for tokens in (16384, 4096))
-    long, brief = sharded["profile"], short["profile"]
-    left = short["step_ms"] - brief["computation_ms"] - brief["uncovered_communication_ms"]
+    sharded = find(done, "4B", "fsdp2")
+    waits = sharded["profile"]["waits"]
     share = percent(ddp["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"])
     return Card(
         "Whole steps, and a GPU of 80 GB",
@@ -40,18 +39,10 @@ weights in float32.""",
                 ),
                 [line(run) for run in report["runs"]],
             ),
-            f"""**DDP.** In a profiled step of 0.8B, kernels compute for {ms_of(ddp["profile"], "computation")} and communicate for
-{ms_of(ddp["profile"], "communication")}, of which no computation covers {ms_of(ddp["profile"], "uncovered_communication")}. Two
-settings were tried in the same call and are about as fast: buckets of 400 MB with `NCCL_MAX_CTAS=8`, and one bucket for all
-gradients.""",
-            f"""**FSDP2.** In a profiled step of 4B with 16,384 tokens, kernels compute for {ms_of(long, "computation")} and communicate
-for {ms_of(long, "communication")}, of which no computation covers {ms_of(long, "uncovered_communication")}. The host waits for the
-GPU {long["waits"]["cudaStreamSynchronize"]} times in a step of {sharded["layers"]} layers, so not once per layer, and no layer copies
-boundaries from pageable memory.""",
-            f"""**CUDA graphs under FSDP2** are refused, because they have little to gain. With rows of 4,096 tokens, the kernels of a
-step compute for {ms_of(brief, "computation")}, and no computation covers {ms_of(brief, "uncovered_communication")} of the
-communication. At most {fixed(left, 0)} ms of the {fixed(short["step_ms"], 0)} ms are left for launches.""",
-            """In these runs, Trainer waited for the GPU twice in each step. `configure_packing` and `PackedTrainer` have since
+            f"""With FSDP2, the host waits for the GPU {waits["cudaStreamSynchronize"]} times in a step of {sharded["layers"]} layers (torch's
+profiler, 4B with 16,384 tokens). So it does not wait once per layer, and no layer copies boundaries from pageable
+memory.""",
+            """In these runs, Trainer itself waited for the GPU twice in each step. `configure_packing` and `PackedTrainer` have since
 [removed these waits](../how_to/trainer.md), and the steps have not been measured again.""",
             """On one H200, 4B with weights and AdamW in float32 does not fit at 16,384 tokens without gradient checkpointing. So
 there is no step of one GPU to compare with that of FSDP2.""",
@@ -67,14 +58,10 @@ second of two runs differ by some percent.""",
     )
 
 
-def find(runs: list[dict], model: str, kind: str, tokens: int = 16384) -> dict:
+def find(runs: list[dict], model: str, kind: str) -> dict:
     """The last run of this kind on H200s."""
-    given = {"model": model, "kind": kind, "tokens": tokens}
+    given = {"model": model, "kind": kind, "tokens": 16384}
     return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()][-1]
-
-
-def ms_of(profile: dict, name: str) -> str:
-    return f"{fixed(profile[f'{name}_ms'], 0)} ms"
 
 
 def line(run: dict) -> tuple:
