@@ -81,13 +81,18 @@ class CommonErrorsTest(unittest.TestCase):
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
 
     def test_of_a_resumed_run(self):
-        plan, other = (plan_packing([5, 4, 3, 2] * 4, length, gradient_accumulation_steps=2) for length in (8, 16))
-        callback = PackingPlanCallback(plan, 2)
-        state = TrainerState(global_step=1, stateful_callbacks={"PackingPlanCallback": callback.state()})
-        for now in (PackingPlanCallback(plan, 1), PackingPlanCallback(other, 2)):
-            self.assert_on_the_page(
-                lambda now=now: now.on_train_begin(SimpleNamespace(ignore_data_skip=False), state, None)
-            )
+        def begin(max_length, accumulation, state):
+            plan = plan_packing([5, 4, 3, 2] * 4, max_length, gradient_accumulation_steps=2)
+            callback, args = PackingPlanCallback(), SimpleNamespace(ignore_data_skip=False)
+            args.gradient_accumulation_steps = accumulation
+            loader = SimpleNamespace(dataset=SimpleNamespace(plan=plan), total_batch_size=1)
+            callback.on_train_begin(args, state, None, train_dataloader=loader)
+            return callback.state()
+
+        saved = begin(8, 2, TrainerState())
+        state = TrainerState(global_step=1, stateful_callbacks={"PackingPlanCallback": saved})
+        for now in ((8, 1), (16, 2)):
+            self.assert_on_the_page(lambda now=now: begin(*now, state))
 
     def test_of_preferences(self):
         # Stands for TRL's own, which is not installed everywhere.

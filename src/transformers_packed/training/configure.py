@@ -248,11 +248,6 @@ def _readers(trainer: Trainer) -> int:
     return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
-def _rows_per_step(trainer: Trainer) -> int:
-    args = trainer.args
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
-
-
 def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
     args = trainer.args
     # The last one holds the row length of rows that TRL packed.
@@ -276,9 +271,7 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     run_ahead(trainer)
     callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, PackingPlanCallback, DocumentNoise)
     others = [callback for callback in callbacks if type(callback) not in ours]
-    planned = (
-        [PackingPlanCallback(dataset.plan, _rows_per_step(trainer))] if isinstance(dataset, PackingDataset) else []
-    )
+    planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
     # Metrics come first, so that reporting callbacks find them in the log.
     callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, DocumentNoise()]
 
@@ -337,7 +330,8 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
         known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
         return f"Padding-free on: {known}{isolation}"
     if isinstance(dataset, PackingDataset):
-        plan, rows = dataset.plan, _rows_per_step(trainer)
+        plan, args = dataset.plan, trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
             f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "

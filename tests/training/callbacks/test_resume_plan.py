@@ -6,9 +6,11 @@ import logging
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from parameterized import parameterized
+from torch.utils.data import DataLoader
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -88,15 +90,29 @@ class ResumedPlanTest(unittest.TestCase):
         self.refused("expected 2 rows per step, as in the checkpoint, got 3. Change gradient", accumulation=3)
         self.resume(ignore_data_skip=True, accumulation=3)
 
+    def test_states_of_callbacks_that_trainer_restores(self):
+        self.start(2)
+        self.refused("other rows", max_length=96, restore_callback_states_from_checkpoint=True)
+        self.resume(restore_callback_states_from_checkpoint=True)
+
     def test_a_checkpoint_without_its_plan_is_resumed_with_a_warning(self):
         self.start(2)
         path = Path(get_last_checkpoint(self.output), "trainer_state.json")
         state = json.loads(path.read_text())
-        self.assertEqual(state["stateful_callbacks"].pop("PackingPlanCallback")["attributes"]["rows_per_step"], 2)
+        self.assertEqual(
+            state["stateful_callbacks"].pop("PackingPlanCallback")["attributes"]["saved"]["rows_per_step"], 2
+        )
         path.write_text(json.dumps(state))
         with self.assertLogs("transformers_packed", logging.WARNING) as logs:
             self.resume()
         self.assertIn("does not tell its packed rows", str(logs.output))
+
+    def test_a_data_loader_of_the_users_own(self):
+        trainer = self.trainer(steps=2, save=2)
+        rows = DataLoader(trainer.train_dataset, 1, collate_fn=trainer.data_collator)
+        with mock.patch.object(trainer, "get_train_dataloader", lambda: rows):
+            trainer.train()
+        self.assertEqual(trainer.state.global_step, 2)
 
     def test_configured_twice(self):
         trainer = configure_packing(self.trainer())

@@ -23,7 +23,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
-from ...data.planning.plan import PackingPlan
 from ...data.streaming import IterablePackingDataset
 from ...errors import input_error
 
@@ -36,41 +35,43 @@ _KEY = "packing_state"
 class PackingPlanCallback(TrainerCallback, ExportableState):
     """Refuses to resume a run with other rows than those of its checkpoint. [`configure_packing`] adds it.
 
-    Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the plan
-    is part of `trainer_state.json`. With `ignore_data_skip=True`, which reads the data from the beginning, nothing is
-    compared.
-
-    Args:
-        plan (`PackingPlan`):
-            The plan of the training dataset.
-        rows_per_step (`int`):
-            The rows of all processes in an optimizer step.
+    Rows are the same for another number of processes if a step has as many rows as before. The fingerprint of the
+    [`PackingDataset`]'s plan is part of `trainer_state.json`. With `ignore_data_skip=True`, which reads the data from
+    the beginning, nothing is compared.
 
     Raises:
         `ValueError`: raised in `train()` if rows would be trained on twice or never.
     """
 
-    def __init__(self, plan: PackingPlan, rows_per_step: int):
-        self.plan, self.rows_per_step = plan, rows_per_step
+    def __init__(self):
+        self.saved: dict | None = None
 
     def state(self) -> dict:
         """The state that Trainer writes to `trainer_state.json`."""
-        return {"args": {}, "attributes": {"rows_per_step": self.rows_per_step, "plan": self.plan.fingerprint}}
+        return {"args": {}, "attributes": {"saved": self.saved}}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        plan = getattr(getattr(train_dataloader, "dataset", None), "plan", None)
+        # A data loader of the user's own may tell neither.
+        rows = getattr(train_dataloader, "total_batch_size", None)
+        if plan is None or rows is None:
+            self.saved = None
+            return
+        rows_per_step = rows * args.gradient_accumulation_steps
+        self.saved = {"rows_per_step": rows_per_step, "plan": plan.fingerprint}
         if not state.global_step or args.ignore_data_skip:
             return
-        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if saved is None:
+        found = (state.stateful_callbacks or {}).get(type(self).__name__)
+        saved = found and found["attributes"]["saved"]
+        if not saved:
             logger.warning(
                 "The checkpoint does not tell its packed rows: resume it with the data and options of its run."
             )
             return
-        saved, now = saved["attributes"], self.state()["attributes"]
-        if saved["rows_per_step"] != now["rows_per_step"]:
+        if saved["rows_per_step"] != rows_per_step:
             fix = "Change gradient_accumulation_steps, so that its product with the number of processes is the same."
-            raise input_error(f"{saved['rows_per_step']} rows per step, as in the checkpoint", self.rows_per_step, fix)
-        if saved["plan"] != now["plan"]:
+            raise input_error(f"{saved['rows_per_step']} rows per step, as in the checkpoint", rows_per_step, fix)
+        if saved["plan"] != self.saved["plan"]:
             fix = "Resume with the same data, max_length, seed and options, or start anew with ignore_data_skip=True."
             raise input_error("the packed rows of the checkpoint", "other rows", fix)
 
