@@ -366,7 +366,8 @@ def main() -> int:
         earlier = json.loads(options.output.read_text())
         if any(earlier[key] != report[key] for key in ("machine", "versions", "model")):
             parser.error(f"{options.output} holds launches of another machine, versions or model; name another file")
-        report = earlier
+        # The machine of a run tells whether images can be used, and a note concerns one run.
+        report = {name: x for name, x in earlier.items() if name not in ("note", "vision", "stock_classes", "seconds")}
     words = ["python", "benchmarks/launches.py", *sys.argv[1:]]
     if options.output:
         words[words.index("--output") + 1] = f"benchmarks/results/{options.output.name}"

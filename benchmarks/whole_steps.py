@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments
 from transformers_packed.models.releases import checkpointing_argument
-from transformers_packed.training import configure
+from transformers_packed.training.run_ahead import RunAheadCallback
 
 
 # Dense bfloat16 products of an H100 or H200, without sparsity.
@@ -166,8 +166,6 @@ def measure(args, config: dict) -> dict:
         disable_tqdm=True,
         **options,
     )
-    if args.waits:
-        configure.run_ahead = lambda trainer: None
     with settings.device:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=getattr(torch, args.weights))
     if args.lora:
@@ -177,6 +175,10 @@ def measure(args, config: dict) -> dict:
     rows = 2 * settings.world_size * settings.max_steps
     trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
     trainer.data_collator = clock.counted(trainer.data_collator)
+    if args.waits:
+        trainer.remove_callback(RunAheadCallback)
+        del trainer.training_step
+        trainer.accelerator.dataloader_config.non_blocking = False
     trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = sample_lengths("lognormal", args.tokens)

@@ -83,7 +83,7 @@ class CommonErrorsTest(unittest.TestCase):
     def test_of_a_resumed_run(self):
         def begin(max_length, accumulation, state):
             plan = plan_packing([5, 4, 3, 2] * 4, max_length, gradient_accumulation_steps=2)
-            callback, args = PackingPlanCallback(), SimpleNamespace(ignore_data_skip=False)
+            callback, args = PackingPlanCallback(), SimpleNamespace(ignore_data_skip=False, seed=0, data_seed=None)
             args.gradient_accumulation_steps = accumulation
             loader = SimpleNamespace(dataset=SimpleNamespace(plan=plan), total_batch_size=1)
             callback.on_train_begin(args, state, None, train_dataloader=loader)

@@ -1,5 +1,6 @@
 """Trainers of this package wait for no value of the GPU between steps."""
 
+import pickle
 import tempfile
 import unittest
 from types import SimpleNamespace
@@ -7,10 +8,10 @@ from unittest import mock
 
 import torch
 from parameterized import parameterized
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainerCallback, TrainingArguments
 
 from transformers_packed import configure_packing
-from transformers_packed.training.run_ahead import run_ahead
+from transformers_packed.training.run_ahead import RunAheadCallback
 
 
 SAMPLES = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 26)]
@@ -29,6 +30,18 @@ class NotFinite(Trainer):
         loss = loss if replaced is None else torch.full_like(loss, replaced)
         self.returned.append(loss.item())
         return loss
+
+
+class Stepping:
+    """What the callback reads of a Trainer."""
+
+    def __init__(self):
+        self.args = SimpleNamespace(
+            device=torch.device("cpu"), dataloader_pin_memory=True, logging_nan_inf_filter=True
+        )
+
+    def training_step(self):
+        return torch.ones(())
 
 
 class RunAheadTest(unittest.TestCase):
@@ -64,7 +77,42 @@ class RunAheadTest(unittest.TestCase):
         trainer = self.trainer(losses=[None, wrong, wrong, None])
         found, losses = self.logged(trainer), trainer.returned
         self.assertAlmostEqual(found, (3 * losses[0] + losses[3]) / 4, places=6)
-        self.assertEqual(self.logged(self.trainer(losses=[wrong] * 4)), 0.0)
+        self.assertTrue(trainer.args.logging_nan_inf_filter)
+        # As Trainer does. A second run remembers nothing of the first.
+        trainer.losses = [wrong] * 4
+        trainer.state.log_history.clear()
+        self.assertEqual(self.logged(trainer), 0.0)
+
+    def test_micro_steps_that_are_not_finite(self):
+        trainer = self.trainer(losses=[None, float("nan")] * 4, gradient_accumulation_steps=2)
+        found, losses = self.logged(trainer), trainer.returned[::2]
+        counted, total = [], 0.0
+        for loss in losses:
+            counted.append(loss)
+            counted.append(sum(counted) / len(counted))
+        total = sum(counted)
+        self.assertAlmostEqual(found, total / 4, places=5)
+
+    def test_evaluation_keeps_its_filter(self):
+        """Trainer logs and evaluates after the end of a step, with its own setting."""
+        seen = []
+
+        class Seen(TrainerCallback):
+            def on_log(self, args, state, control, **kwargs):
+                seen.append(args.logging_nan_inf_filter)
+
+        trainer = self.trainer(gradient_accumulation_steps=2)
+        trainer.add_callback(Seen())
+        trainer.train()
+        self.assertEqual(seen, [True, True])
+
+    def test_pickles_with_its_trainer(self):
+        trainer = Stepping()
+        RunAheadCallback(trainer)
+        again = pickle.loads(pickle.dumps(trainer))
+        self.assertIs(again.training_step.trainer, again)
+        self.assertIs(again.training_step.step.__self__, again)
+        self.assertEqual(again.training_step(), torch.ones(()))
 
     def test_finite_losses_are_unchanged(self):
         trainer = self.trainer()
@@ -90,5 +138,6 @@ class RunAheadTest(unittest.TestCase):
     def test_batches_are_copied_without_waiting_from_pinned_memory(self, device, pinned, expected):
         args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=pinned, logging_nan_inf_filter=False)
         args.accelerator_config, config = SimpleNamespace(non_blocking=False), SimpleNamespace(non_blocking=False)
-        run_ahead(SimpleNamespace(args=args, accelerator=SimpleNamespace(dataloader_config=config)))
+        accelerator = SimpleNamespace(dataloader_config=config)
+        RunAheadCallback(SimpleNamespace(args=args, accelerator=accelerator, training_step=None))
         self.assertEqual((args.accelerator_config.non_blocking, config.non_blocking), (expected, expected))

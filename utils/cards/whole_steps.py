@@ -42,8 +42,8 @@ weights in float32.""",
             f"""With FSDP2, the host waits for the GPU {waits["cudaStreamSynchronize"]} times in a step of {sharded["layers"]} layers (torch's
 profiler, 4B with 16,384 tokens). So it does not wait once per layer, and no layer copies boundaries from pageable
 memory.""",
-            """In these runs, Trainer itself waited for the GPU twice in each step. `configure_packing` and `PackedTrainer` have since
-[removed these waits](../how_to/trainer.md), and the steps have not been measured again.""",
+            """These steps include two waits of Trainer for the GPU, which [`configure_packing`](../how_to/trainer.md) removes. Steps
+without them have not been measured.""",
             """On one H200, 4B with weights and AdamW in float32 does not fit at 16,384 tokens without gradient checkpointing. So
 there is no step of one GPU to compare with that of FSDP2.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per

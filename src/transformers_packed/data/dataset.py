@@ -151,7 +151,7 @@ class PackingDataset(torch.utils.data.Dataset):
         # changes with the call would then lose rows and repeat others. The relevant call comes from the loader's own
         # `__iter__`, when accelerate's state has it as the active loader.
         loader = GradientState().active_dataloader
-        shuffled = getattr(loader, "dataset", None) is self and _shuffles(loader)
+        shuffled = getattr(loader, "dataset", None) is self and shuffles(loader)
         self._epoch.fill_(0 if shuffled else epoch)
 
     def __len__(self) -> int:
@@ -357,6 +357,10 @@ def _list_lengths(column: Any) -> np.ndarray | None:
     return np.concatenate([np.empty(0, np.int64), *chunks])
 
 
+# Changes with the plans for the same data and arguments, so that a cached plan of another version is not used.
+_PLANNER = 2
+
+
 def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], sizes: list, options: dict) -> Path:
     """The file of the plan for this data and these arguments."""
     if cache is True:
@@ -370,7 +374,7 @@ def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], siz
     if data is None:
         data = hashlib.sha256(np.ascontiguousarray(lengths(), np.int64).tobytes()).hexdigest()
     options_text = {name: repr(value) for name, value in options.items()}
-    key = json.dumps([data, len(dataset), *sizes, options_text])
+    key = json.dumps([_PLANNER, data, len(dataset), *sizes, options_text])
     return Path(cache) / f"packing-plan-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 
@@ -384,7 +388,7 @@ def _load(path: Path) -> PackingPlan | None:
         return None
 
 
-def _shuffles(loader: Any) -> bool:
+def shuffles(loader: Any) -> bool:
     """Whether a data loader draws its indices at random. Looks inside accelerate's wrappers of the sampler."""
     sampler = loader
     while sampler is not None and not isinstance(sampler, RandomSampler):

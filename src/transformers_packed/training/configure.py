@@ -36,7 +36,7 @@ from .preference import (
     pack_batches,
     reason_against_packed_batches,
 )
-from .run_ahead import run_ahead
+from .run_ahead import RunAheadCallback
 
 
 logger = logging.get_logger(__name__)
@@ -64,7 +64,7 @@ def configure_packing(
     or with the reason why packing is off. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
-    `non_blocking=True`, and `logging_nan_inf_filter` becomes a filter on the GPU.
+    `non_blocking=True`, and losses that are not finite are left out of the log on the GPU.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
       unchanged; only the padding is not computed.
@@ -268,12 +268,13 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
-    run_ahead(trainer)
-    callbacks, ours = trainer.callback_handler.callbacks, (PackingMetricsCallback, PackingPlanCallback, DocumentNoise)
+    callbacks, step = trainer.callback_handler.callbacks, trainer.training_step
+    ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
+    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise
     others = [callback for callback in callbacks if type(callback) not in ours]
     planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
     # Metrics come first, so that reporting callbacks find them in the log.
-    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, DocumentNoise()]
+    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, ahead, DocumentNoise()]
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:

@@ -4,35 +4,47 @@ Trainer waits for the GPU twice in each step: after backward, to leave out of th
 it copies a batch to the GPU. Without these waits, clipping, the optimizer, logging and collating take no time of the GPU.
 """
 
-from functools import wraps
-
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 
-def run_ahead(trainer: Trainer) -> None:
-    """Remove both waits from a Trainer.
+class RunAheadCallback(TrainerCallback):
+    """The training step of a Trainer without both waits. [`configure_packing`] adds it.
 
-    Sets `accelerator_config.non_blocking` if batches are in pinned memory, and replaces `logging_nan_inf_filter` by a
-    filter on the device: a loss that is not finite counts as the last finite one. Trainer would count it as the mean of
-    the losses since the last log.
+    Sets `accelerator_config.non_blocking` if batches are in pinned memory. In place of `logging_nan_inf_filter`, a filter
+    on the device counts a loss that is not finite as the mean of those since the last log, as Trainer does. Evaluation
+    keeps Trainer's filter.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer. Its `training_step` becomes this object.
     """
-    args = trainer.args
-    if args.device.type == "cuda" and args.dataloader_pin_memory:
-        args.accelerator_config.non_blocking = trainer.accelerator.dataloader_config.non_blocking = True
-    if args.logging_nan_inf_filter:
-        args.logging_nan_inf_filter = False
-        trainer.training_step = _with_finite_losses(trainer.training_step)
 
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.step = trainer, trainer.training_step
+        self.filters, self.total, self.number = False, 0.0, 0
+        args = trainer.args
+        if args.device.type == "cuda" and args.dataloader_pin_memory:
+            args.accelerator_config.non_blocking = trainer.accelerator.dataloader_config.non_blocking = True
+        trainer.training_step = self
 
-def _with_finite_losses(step):
-    last = 0.0
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        loss, settings = self.step(*args, **kwargs), self.trainer.args
+        self.filters = settings.logging_nan_inf_filter
+        if self.filters:
+            # Trainer reads it next. Evaluation reads it after the end of the step.
+            settings.logging_nan_inf_filter = False
+            loss = torch.where(torch.isfinite(loss), loss, self.total / max(self.number, 1))
+            self.total, self.number = self.total + loss, self.number + 1
+        return loss
 
-    @wraps(step)
-    def training_step(*args, **kwargs) -> torch.Tensor:
-        nonlocal last
-        loss = step(*args, **kwargs)
-        last = torch.where(torch.isfinite(loss), loss, last)
-        return last
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.filters:
+            self.trainer.args.logging_nan_inf_filter = True
 
-    return training_step
+    on_substep_end = on_step_end
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.total, self.number = 0.0, 0
+
+    on_log = on_train_begin

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from transformers_packed import configure_packing
+from transformers_packed import PackingDataset, configure_packing
 
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 60).tolist()
@@ -87,8 +87,19 @@ class ResumedPlanTest(unittest.TestCase):
         self.assertNotEqual(LENGTHS[-1], 2)
         for changed in ({"max_length": 96}, {"seed": 1}, {"samples": other}, {"samples": SAMPLES[:50]}):
             self.refused("expected the packed rows of the checkpoint, got other rows", **changed)
-        self.refused("expected 2 rows per step, as in the checkpoint, got 3. Change gradient", accumulation=3)
+        self.refused("expected 2 rows per step, as in the checkpoint, got 3. Change per_device", accumulation=3)
         self.resume(ignore_data_skip=True, accumulation=3)
+
+    def test_rows_in_random_order(self):
+        """`PackingDataset` with Trainer's own sampler: the seed and the order within a step matter."""
+
+        def rows(world_size, accumulation):
+            return PackingDataset(SAMPLES, 64, world_size=world_size, gradient_accumulation_steps=accumulation)
+
+        self.start(2, accumulation=4, samples=rows(1, 4), max_length=None)
+        for changed in ({"samples": rows(2, 2)}, {"seed": 1}, {"train_sampling_strategy": "sequential"}):
+            self.refused("other rows", **{"accumulation": 4, "samples": rows(1, 4), "max_length": None} | changed)
+        self.resume(accumulation=4, samples=rows(1, 4), max_length=None)
 
     def test_states_of_callbacks_that_trainer_restores(self):
         self.start(2)
@@ -104,7 +115,7 @@ class ResumedPlanTest(unittest.TestCase):
         )
         path.write_text(json.dumps(state))
         with self.assertLogs("transformers_packed", logging.WARNING) as logs:
-            self.resume()
+            self.resume(save=3)
         self.assertIn("does not tell its packed rows", str(logs.output))
 
     def test_a_data_loader_of_the_users_own(self):

@@ -197,7 +197,7 @@ class PackingPlan:
         Plans with another `world_size` have the same fingerprint if they have the same documents in each step.
         """
         steps = np.repeat(np.arange(len(self)) // self.rows_per_step, self.documents_per_row)
-        mixed = np.full(len(self.lengths), self.seed, np.uint64)
+        mixed = np.full(len(self.lengths), self.seed % 2**64, np.uint64)
         # Mixes the bits of each document like splitmix64. The sum does not depend on the order within a step.
         for part in (steps, self.samples, self._starts(slice(None)), self.lengths):
             mixed = (mixed ^ part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)

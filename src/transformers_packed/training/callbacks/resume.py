@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
+from ...data.dataset import shuffles
 from ...data.streaming import IterablePackingDataset
 from ...errors import input_error
 
@@ -51,29 +52,38 @@ class PackingPlanCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"saved": self.saved}}
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        plan = getattr(getattr(train_dataloader, "dataset", None), "plan", None)
-        # A data loader of the user's own may tell neither.
-        rows = getattr(train_dataloader, "total_batch_size", None)
-        if plan is None or rows is None:
-            self.saved = None
+        self.saved = self._rows(args, train_dataloader)
+        # Trainer fails to save a state that the checkpoint lacks.
+        found = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {"saved": None}})
+        if self.saved is None or not state.global_step or args.ignore_data_skip:
             return
-        rows_per_step = rows * args.gradient_accumulation_steps
-        self.saved = {"rows_per_step": rows_per_step, "plan": plan.fingerprint}
-        if not state.global_step or args.ignore_data_skip:
-            return
-        found = (state.stateful_callbacks or {}).get(type(self).__name__)
-        saved = found and found["attributes"]["saved"]
-        if not saved:
+        saved = found["attributes"]["saved"]
+        if saved is None:
             logger.warning(
                 "The checkpoint does not tell its packed rows: resume it with the data and options of its run."
             )
-            return
-        if saved["rows_per_step"] != rows_per_step:
-            fix = "Change gradient_accumulation_steps, so that its product with the number of processes is the same."
-            raise input_error(f"{saved['rows_per_step']} rows per step, as in the checkpoint", rows_per_step, fix)
-        if saved["plan"] != self.saved["plan"]:
-            fix = "Resume with the same data, max_length, seed and options, or start anew with ignore_data_skip=True."
+        elif saved["rows_per_step"] != self.saved["rows_per_step"]:
+            fix = "Change per_device_train_batch_size or gradient_accumulation_steps: a step has their product on each process."
+            expected = f"{saved['rows_per_step']} rows per step, as in the checkpoint"
+            raise input_error(expected, self.saved["rows_per_step"], fix)
+        elif saved != self.saved:
+            fix = "Resume with the same data, max_length, seed and options. With ignore_data_skip=True, the epoch is read again."
             raise input_error("the packed rows of the checkpoint", "other rows", fix)
+
+    def _rows(self, args, loader: Any) -> dict | None:
+        """What identifies the rows of each step, or `None` if they are not planned."""
+        plan = getattr(getattr(loader, "dataset", None), "plan", None)
+        try:
+            rows_per_step = loader.total_batch_size * args.gradient_accumulation_steps
+        except (AttributeError, TypeError):  # a data loader of the user's own
+            return None
+        if plan is None:
+            return None
+        order: list | None = None
+        if (shuffled := shuffles(loader)) or rows_per_step != plan.rows_per_step:
+            # Then the order of the rows within a planned step matters.
+            order = [shuffled, args.seed, args.data_seed, plan.world_size, plan.gradient_accumulation_steps]
+        return {"rows_per_step": rows_per_step, "plan": plan.fingerprint, "order": order}
 
 
 class PackingStateCallback(TrainerCallback, ExportableState):
