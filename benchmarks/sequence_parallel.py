@@ -136,6 +136,36 @@ def print_arm(arm: dict, baseline: dict) -> None:
     )
 
 
+def measure_row(model, name: str, lengths: list[int], args, report: dict) -> None:
+    """Measure all arms on a row of documents of these lengths, and write the report after each arm."""
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    run = {
+        "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
+        "model": name,
+        "gpus": world,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "lora": args.lora,
+        "flops": one_gpu.model_flops(one_gpu.MODELS[name], lengths, frozen=args.lora),
+        "arms": [],
+    }
+    report["runs"].append(run)
+    for size in args.sizes:
+        for arm in args.arms if size > 1 else ["whole"]:
+            if world % size:
+                continue
+            run["arms"].append(measure(model, lengths, size, arm, args))
+            if first:
+                print_arm(run["arms"][-1], run["arms"][0])
+                if args.output:
+                    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if first:
+        documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
+        print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
+        for arm in run["arms"]:
+            print_arm(arm, run["arms"][0])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=one_gpu.MODELS, default=["4B"])
@@ -167,7 +197,7 @@ def main() -> int:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
-    world, first = dist.get_world_size(), dist.get_rank() == 0
+    first = dist.get_rank() == 0
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or "cpu"
     report = one_gpu.earlier_report(args.output, machine, parser)
     for name in args.models:
@@ -179,31 +209,7 @@ def main() -> int:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
         rows = [[n] for n in args.one_document or ()] or [one_gpu.sample_lengths("lognormal", args.tokens)]
         for lengths in rows:
-            run = {
-                "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
-                "model": name,
-                "gpus": world,
-                "documents": len(lengths),
-                "tokens": sum(lengths),
-                "lora": args.lora,
-                "flops": one_gpu.model_flops(config, lengths, frozen=args.lora),
-                "arms": [],
-            }
-            report["runs"].append(run)
-            for size in args.sizes:
-                for arm in args.arms if size > 1 else ["whole"]:
-                    if world % size:
-                        continue
-                    run["arms"].append(measure(model, lengths, size, arm, args))
-                    if first:
-                        print_arm(run["arms"][-1], run["arms"][0])
-                        if args.output:
-                            args.output.write_text(json.dumps(report, indent=1) + "\n")
-            if first:
-                documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
-                print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
-                for arm in run["arms"]:
-                    print_arm(arm, run["arms"][0])
+            measure_row(model, name, lengths, args, report)
     dist.destroy_process_group()
     return 0
 

@@ -191,7 +191,7 @@ def profile(arm: Arm) -> dict[str, float]:
     groups, rest = dict.fromkeys([*GROUPS, "other", "all kernels"], 0.0), {}
     launches = 0
     for event in trace.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
         milliseconds = event.device_time / 1000
         launches += 1

@@ -48,10 +48,10 @@ def run(main: Callable[[argparse.Namespace], None], description: str, dataset: s
     parser.add_argument("--max-length", type=int, default=1024, metavar="N", help="maximum tokens (default: 1024)")
     for name, options in more.items():
         parser.add_argument(f"--{name}", **options)
-    options = parser.parse_args()
-    # New weights, such as those of adapters, are the same in every run.
-    set_seed(0)
     try:
+        options = parser.parse_args()
+        # New weights, such as those of adapters, are the same in every run.
+        set_seed(0)
         main(options)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)

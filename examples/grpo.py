@@ -16,7 +16,7 @@ from transformers_packed import configure_packing
 
 
 def short_answers(completions, **columns):
-    """Reward answers for each character that they leave out."""
+    """Prefer short answers: the reward is minus the number of characters."""
     return [-float(len(completion[0]["content"])) for completion in completions]
 
 

@@ -86,12 +86,11 @@ class RunAheadTest(unittest.TestCase):
     def test_micro_steps_that_are_not_finite(self):
         trainer = self.trainer(losses=[None, float("nan")] * 4, gradient_accumulation_steps=2)
         found, losses = self.logged(trainer), trainer.returned[::2]
-        counted, total = [], 0.0
+        counted = []
         for loss in losses:
             counted.append(loss)
             counted.append(sum(counted) / len(counted))
-        total = sum(counted)
-        self.assertAlmostEqual(found, total / 4, places=5)
+        self.assertAlmostEqual(found, sum(counted) / 4, places=5)
 
     def test_evaluation_keeps_its_filter(self):
         """Trainer logs and evaluates after the end of a step, with its own setting."""

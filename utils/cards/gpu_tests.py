@@ -59,7 +59,7 @@ def sequence_parallel(results: dict) -> Card:
     training = [figure for entry in tests for figure in entry["figures"] if "losses, largest" in figure]
     default = found["state+gather"]
     documents = results["long_documents.json"]
-    long = [(f"{run['tokens']:,}", run["arms"][0]) for run in documents["runs"]]
+    long = [(run["tokens"], run["arms"][0]) for run in documents["runs"]]
     return Card(
         "Sequence parallelism on two GPUs",
         f"Two GPUs that share a row reach {percent(default['tokens_per_second_per_gpu'] / whole['tokens_per_second_per_gpu'])} of the tokens per second of two GPUs with a row each, and "
@@ -86,8 +86,13 @@ used the same GPUs.""",
             table(
                 ("9B, tokens of the document", "Time of a step", "Tokens/s per GPU", "Memory per GPU"),
                 [
-                    (n, f"{arm['median_ms'] / 1000:.1f} s", f"{arm['tokens_per_second_per_gpu']:,}", gib(arm))
-                    for n, arm in long
+                    (
+                        f"{tokens:,}",
+                        f"{arm['median_ms'] / 1000:.1f} s",
+                        f"{arm['tokens_per_second_per_gpu']:,}",
+                        gib(arm),
+                    )
+                    for tokens, arm in long
                 ],
             ),
             """Two GPUs share the document with `"heads"` and `"heads"`. Adapters of rank 16 are on all linear layers, weights are in

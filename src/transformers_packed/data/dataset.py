@@ -29,6 +29,8 @@ logger = logging.get_logger(__name__)
 _PASS_BATCH = 64
 # Rows per block that pack_dataset writes.
 _BLOCK_ROWS = 1 << 12
+# Changes with the plans for the same data and arguments, so that a cached plan of another version is not used.
+_PLANNER = 2
 
 
 class PackingDataset(torch.utils.data.Dataset):
@@ -355,10 +357,6 @@ def _list_lengths(column: Any) -> np.ndarray | None:
         return None
     chunks = (pc.fill_null(pc.list_value_length(chunk), -1).to_numpy() for chunk in column.chunks)
     return np.concatenate([np.empty(0, np.int64), *chunks])
-
-
-# Changes with the plans for the same data and arguments, so that a cached plan of another version is not used.
-_PLANNER = 2
 
 
 def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], sizes: list, options: dict) -> Path:

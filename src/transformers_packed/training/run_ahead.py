@@ -40,7 +40,7 @@ class RunAheadCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.filters:
-            self.trainer.args.logging_nan_inf_filter = True
+            args.logging_nan_inf_filter = True
 
     on_substep_end = on_step_end
 

@@ -286,10 +286,8 @@ class BalanceTest(unittest.TestCase):
             return plan_packing(lengths, 4096, **options, **sizes)
 
         def steps(plan):
-            documents = zip(
-                plan.samples.tolist(), plan._starts(slice(None)).tolist(), plan.lengths.tolist(), strict=True
-            )
-            documents = list(documents)
+            columns = plan.samples, plan._starts(slice(None)), plan.lengths
+            documents = list(zip(*(column.tolist() for column in columns), strict=True))
             rows = [documents[start:end] for start, end in pairwise(plan.row_offsets.tolist())]
             return [sorted(sum(rows[at : at + 8], [])) for at in range(0, len(rows), 8)]
 

@@ -1,9 +1,9 @@
 """Resume packed runs: at the position of a stream, or with the plan of the checkpoint.
 
-For a stream, Trainer saves no data loader state: it reads from the beginning of the epoch and skips batches. The state of a stream
-is ahead of training by the prefetched batches, and with workers it is in other processes. It therefore travels with
-the batches. In the process that packed the batch, the collator adds the state of the dataset after the batch's last
-row. The main process removes it and saves it after training on the batch.
+For a stream, Trainer saves no data loader state: it reads from the beginning of the epoch and skips batches. The state
+of a stream is ahead of training by the prefetched batches, and with workers it is in other processes. It therefore
+travels with the batches. In the process that packed the batch, the collator adds the state of the dataset after the
+batch's last row. The main process removes it and saves it after training on the batch.
 
 Workers take turns, and a data loader always starts with the first worker. A resumed run restores the order of the
 interrupted run: batches of the workers whose turn it was come before those of the other workers.
