@@ -115,6 +115,7 @@ def length(intervals: list[tuple[float, float]]) -> float:
 def summary(trace) -> dict:
     """Milliseconds of kernels, and counts of what makes the host wait."""
     computing, communicating, names, copies, times = [], [], {}, {}, {}
+    waited = 0
     for event in trace.events():
         span = event.time_range.start, event.time_range.end
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -125,11 +126,15 @@ def summary(trace) -> dict:
                 (communicating if "nccl" in event.name.lower() else computing).append(span)
                 times[event.name] = times.get(event.name, 0) + span[1] - span[0]
         elif event.name.startswith(
-            ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item")
+            ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync", "aten::item")
         ):
             names[event.name] = names.get(event.name, 0) + 1
-    both = length(computing + communicating)
+            waited += 0 if event.name == "aten::item" else span[1] - span[0]
+    spans = computing + communicating
+    both = length(spans)
     return {
+        "idle_ms": round((max(x[1] for x in spans) - min(x[0] for x in spans) - both) / 1000, 2) if spans else 0,
+        "host_waits_ms": round(waited / 1000, 2),
         "computation_ms": round(length(computing) / 1000, 2),
         "communication_ms": round(length(communicating) / 1000, 2),
         "uncovered_communication_ms": round((both - length(computing)) / 1000, 2),
@@ -171,8 +176,8 @@ def measure(args, config: dict) -> dict:
     if args.lora:
         model = with_lora(model, False)
     clock = Clock(args)
-    # More than are read, because one row of a plan may hold what was left.
-    rows = 2 * settings.world_size * settings.max_steps
+    # Many more than are read, so that the extra rows of a plan take little from each row.
+    rows = max(400, 2 * settings.world_size * settings.max_steps)
     trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
     trainer.data_collator = clock.counted(trainer.data_collator)
     if args.waits:
