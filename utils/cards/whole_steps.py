@@ -12,14 +12,17 @@ def whole_steps(results: dict) -> Card:
     done = [run for run in report["runs"] if "error" not in run]
     small = [run for run in done if "H100" in run["machine"]]
     fits = max(run["peak_GiB"] for run in small)
-    one, ddp = (find(done, "0.8B", kind) for kind in ("one", "ddp"))
-    sharded = find(done, "4B", "fsdp2")
+    one, ddp, large, sharded = (
+        find(done, *wanted) for wanted in (("0.8B", "one"), ("0.8B", "ddp"), ("4B", "one"), ("4B", "fsdp2"))
+    )
+    short, waiting = find(done, "4B", "fsdp2", tokens=4096), find(done, "0.8B", "one", waits=True)
     waits = sharded["profile"]["waits"]
-    share = percent(ddp["tokens_per_second_per_gpu"] / one["tokens_per_second_per_gpu"])
+    shares = [percent(x["tokens_per_second_per_gpu"] / y["tokens_per_second_per_gpu"]) for x, y in ((ddp, one), (sharded, large))]
     return Card(
         "Whole steps, and a GPU of 80 GB",
         f"On an H100 of 80 GB, full fine-tuning of the 4B shape with AdamW and LoRA of the 9B shape fit at 16,384 tokens, in at "
-        f"most {fixed(fits, 1)} GiB. With DDP, each of two H200s reaches {share} of the tokens per second of one.",
+        f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {shares[0]} of the tokens per second of one with DDP (0.8B), and "
+        f"{shares[1]} with FSDP2 (4B).",
         [
             f"""{SHAPE} A step of `PackedTrainer` loads a row on each GPU, and runs forward, backward, clipping and AdamW
 (`adamw_torch_fused`). Weights and AdamW are in the dtype of the table, and compute is in bfloat16. FSDP2 keeps trained
@@ -41,11 +44,16 @@ weights in float32.""",
             ),
             f"""With FSDP2, the host waits for the GPU {waits["cudaStreamSynchronize"]} times in a step of {sharded["layers"]} layers (torch's
 profiler, 4B with 16,384 tokens). So it does not wait once per layer, and no layer copies boundaries from pageable
-memory.""",
-            """These steps include two waits of Trainer for the GPU, which [`configure_packing`](../how_to/trainer.md) removes. Steps
-without them have not been measured.""",
-            """On one H200, 4B with weights and AdamW in float32 does not fit at 16,384 tokens without gradient checkpointing. So
-there is no step of one GPU to compare with that of FSDP2.""",
+memory. Of {fixed(sharded["profile"]["communication_ms"], 0)} ms of communication, computation covers all but {fixed(sharded["profile"]["uncovered_communication_ms"], 0)} ms. FSDP2 computes in bfloat16, so it is compared with
+bfloat16 weights on one GPU.""",
+            f"""The host is the bound of small shapes and of short rows. The kernels of 0.8B on one GPU take {fixed(one["profile"]["computation_ms"], 0)} ms of a step of
+{fixed(one["step_ms"], 0)} ms. DDP adds work of the host, and its communication takes less than what it adds. With FSDP2 and rows of
+4,096 tokens, kernels and uncovered communication take {fixed(short["profile"]["computation_ms"] + short["profile"]["uncovered_communication_ms"], 0)} of {fixed(short["step_ms"], 0)} ms. CUDA graphs do not support FSDP2,
+which gathers the weights of a layer from the host.""",
+            f"""Trainer waits for the GPU twice in each step, and [`configure_packing`](../how_to/trainer.md) removes these waits. A step of
+0.8B on one GPU takes {fixed(waiting["step_ms"], 1)} ms with them and {fixed(one["step_ms"], 1)} ms without.""",
+            f"""Steps on H100s and those of the 9B shape were measured with these waits. On one H200, 4B with weights and AdamW in float32
+does not fit at 16,384 tokens without gradient checkpointing.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per
 second of two runs differ by some percent.""",
         ],
@@ -58,9 +66,9 @@ second of two runs differ by some percent.""",
     )
 
 
-def find(runs: list[dict], model: str, kind: str) -> dict:
+def find(runs: list[dict], model: str, kind: str, tokens: int = 16384, waits: bool = False) -> dict:
     """The last run of this kind on H200s."""
-    given = {"model": model, "kind": kind, "tokens": 16384}
+    given = {"model": model, "kind": kind, "tokens": tokens, "waits": waits}
     return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()][-1]
 
 
