@@ -271,14 +271,7 @@ class SequenceBoundaries:
             got = f"{int(host[document])} followed by {int(host[document + 1])} at document {document}"
             raise input_error("strictly increasing cu_seqlens (no document is empty)", got, fix)
         total = int(host[-1])
-        if total_length is not None and total != total_length:
-            fix += (
-                " If the collator's values were correct, the batch was split on the way to the model: by accelerate's"
-                " dispatcher (set `dispatch_batches=False`) or by torch.nn.DataParallel (launch one process per GPU)."
-            )
-            if total < total_length:
-                fix += " Or tokens were added before the row, as PEFT prompt learning does: use padded batches."
-            raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", total, fix)
+        _check_total(total, total_length, fix)
         if total > torch.iinfo(torch.int32).max:
             raise input_error("at most 2**31 - 1 tokens in a row", total, "Split the row.")
         host = host.to(torch.int32)
@@ -350,6 +343,10 @@ class SequenceBoundaries:
             expected = f"padding_tokens of 0 or {self.lengths[-1]}, the length of the last document"
             raise input_error(expected, tokens, "Pass the collator's value.")
         return replace(self, padding_tokens=tokens, shared=Derived())
+
+    def check_length(self, total_length: int) -> None:
+        """Raise a `ValueError` if the row of these boundaries does not have `total_length` tokens."""
+        _check_total(self.total_length, total_length, "Change the batch's `boundaries` with its tokens.")
 
     def check_whole(self, fix: str) -> None:
         """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
@@ -501,6 +498,18 @@ def _check_integers(name: str, tensor: Any, shape: str, *, ndim: int, minimum_si
         cut = "If the collator's was correct, accelerate's dispatcher may have split it: set `dispatch_batches=False`."
         fix = cut if name == "cu_seqlens" else "Convert it first."
         raise input_error(f"{name} as an int32 or int64 tensor {shape}", _describe(tensor), fix)
+
+
+def _check_total(total: int, total_length: int | None, fix: str) -> None:
+    if total_length is None or total == total_length:
+        return
+    fix += (
+        " If the collator's values were correct, the batch was split on the way to the model: by accelerate's"
+        " dispatcher (set `dispatch_batches=False`) or by torch.nn.DataParallel (launch one process per GPU)."
+    )
+    if total < total_length:
+        fix += " Or tokens were added before the row, as PEFT prompt learning does: use padded batches."
+    raise input_error(f"cu_seqlens that ends at the row's {total_length} tokens", total, fix)
 
 
 def _check_one_row(name: str, tensor: torch.Tensor) -> None:

@@ -112,6 +112,15 @@ class CuSeqlensTest(unittest.TestCase):
         self.assertTrue(boundaries.same_as(SequenceBoundaries.from_position_ids(batch["position_ids"])))
 
 
+class BoundariesTest(unittest.TestCase):
+    def test_lengths_on_the_host(self):
+        collator = DataCollatorWithFlattening(return_boundaries=True, pad_to_multiple_of=8, pad_token_id=0)
+        boundaries = pickle.loads(pickle.dumps(collator(make_features())["boundaries"]))
+        self.assertEqual((boundaries.lengths, boundaries.padding_tokens), ([3, 1, 5, 7], 7))
+        self.assertEqual(boundaries.to("meta").lengths, [3, 1, 5, 7])
+        self.assertNotIn("boundaries", collator(make_features(), return_tensors="np"))
+
+
 class PaddingTest(unittest.TestCase):
     def collate(self, features, pad_to_multiple_of=4, **arguments):
         collator = DataCollatorWithFlattening(

@@ -9,6 +9,7 @@ import pickle
 import tempfile
 import types
 import unittest
+import unittest.mock
 from importlib.util import find_spec
 from unittest import mock
 
@@ -365,6 +366,31 @@ class RefusalTest(unittest.TestCase):
         self.check("without cache_params", model, **batch, cache_params=cache)
         self.check("describe the same documents", model, input_ids=ids, cu_seq_lens_q=torch.tensor([0, 35]),
                    cu_seq_lens_k=torch.tensor([0, 5, 35]))  # fmt: skip
+
+    def test_what_given_boundaries_cannot_have(self):
+        model, ids = patch_model(tiny_model("mamba")), packed_batch(documents(SHORT))["input_ids"]
+        row = {"input_ids": ids, "boundaries": SequenceBoundaries.from_lengths([5, 30])}
+        self.assertIsNotNone(model(**row).logits)
+        self.check("ends at the row's 35 tokens, got 30", model,
+                   input_ids=ids, boundaries=SequenceBoundaries.from_lengths([30]))  # fmt: skip
+        self.check("without attention_mask", model, **row, attention_mask=torch.ones_like(ids))
+        self.check("without use_cache=True", model, **row, use_cache=True)
+        self.check("one packed row", model, **{**row, "input_ids": ids.repeat(2, 1)})
+        self.check("cu_seqlens with the 2 documents", model, **row, cu_seqlens=torch.tensor([0, 6, 35]))
+        self.check("position_ids with the 2 documents", model, **row, cu_seqlens=torch.tensor([0, 5, 35]),
+                   position_ids=torch.arange(35)[None])  # fmt: skip
+        # As on a GPU, whose values are not read.
+        with unittest.mock.patch("transformers_packed.models.inputs.may_read", return_value=False):
+            self.check("cu_seqlens with the 2 documents", model, **row, cu_seqlens=torch.tensor([0, 5, 6, 35]))
+
+    def test_padding_beside_boundaries(self):
+        model = patch_model(tiny_model("mamba")).eval()
+        options = {"pad_to_multiple_of": 8, "pad_token_id": 0, "on_leak": "ignore"}
+        samples, found = [{"input_ids": [1 + n % 9] * n} for n in (3, 10)], []
+        for given in (True, False):
+            batch = transformers_packed.DataCollatorWithFlattening(return_boundaries=given, **options)(samples)
+            found.append(model(**batch).logits)
+        self.assertTrue(torch.equal(*found))
 
     def test_heads_and_outputs(self):
         batch = packed_batch(documents(SHORT))

@@ -10,7 +10,7 @@ import torch
 from parameterized import parameterized
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainerCallback, TrainingArguments
 
-from transformers_packed import configure_packing
+from transformers_packed import SequenceBoundaries, configure_packing
 from transformers_packed.training.run_ahead import RunAheadCallback
 
 
@@ -71,6 +71,33 @@ class RunAheadTest(unittest.TestCase):
     def logged(self, trainer) -> float:
         trainer.train()
         return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+    @parameterized.expand([(0,), (1,)])
+    def test_lengths_are_not_read_from_the_device(self, workers):
+        trainer = self.trainer(dataloader_num_workers=workers)
+        # Tensors of a GPU cannot be read without a wait.
+        with mock.patch("transformers_packed.models.inputs.may_read", return_value=False):
+            for reading in ("from_cu_seqlens", "from_seq_idx", "from_position_ids"):
+                patch = mock.patch.object(SequenceBoundaries, reading, side_effect=AssertionError(reading))
+                self.enterContext(patch)
+            trainer.train()
+        self.assertEqual(trainer.state.global_step, 4)
+
+    def test_same_losses_as_without_lengths_on_the_host(self):
+        losses = []
+        for given in (True, False):
+            torch.manual_seed(0)
+            trainer = self.trainer()
+            self.assertTrue(trainer.data_collator.return_boundaries)
+            trainer.data_collator.return_boundaries = given
+            losses.append(self.logged(trainer))
+        self.assertEqual(*losses)
+
+    def test_neither_compiled_models_nor_own_losses_get_lengths_on_the_host(self):
+        self.assertFalse(self.trainer(torch_compile=True).data_collator.return_boundaries)
+        own = mock.patch.object(NotFinite, "compute_loss", lambda *args, **kwargs: None, create=True)
+        with own:
+            self.assertFalse(self.trainer().data_collator.return_boundaries)
 
     @parameterized.expand([(float("nan"),), (float("inf"),)])
     def test_losses_that_are_not_finite(self, wrong):

@@ -51,10 +51,11 @@ memory. Of {fixed(sharded["profile"]["communication_ms"], 0)} ms of communicatio
 bfloat16 weights on one GPU.""",
             f"""The host is the bound of small shapes and of short rows. The kernels of 0.8B on one GPU take {fixed(one["profile"]["computation_ms"], 0)} ms of a step of
 {fixed(one["step_ms"], 0)} ms. With DDP, {fixed(ddp["profile"]["uncovered_communication_ms"], 0)} ms of communication are not covered, which includes waiting for the other GPU. With
-FSDP2 and rows of 4,096 tokens, kernels and uncovered communication take {fixed(short["profile"]["computation_ms"] + short["profile"]["uncovered_communication_ms"], 0)} of {fixed(short["step_ms"], 0)} ms. CUDA graphs would
-save most of the rest, but they do not support FSDP2 yet.""",
+FSDP2 and rows of 4,096 tokens, kernels and uncovered communication take {fixed(short["profile"]["computation_ms"] + short["profile"]["uncovered_communication_ms"], 0)} of {fixed(short["step_ms"], 0)} ms. The GPU waits for
+the host in the rest. CUDA graphs do not support FSDP2 yet.""",
             f"""Trainer waits for the GPU twice in each step, and [`configure_packing`](../how_to/trainer.md) removes these waits. A step of
-0.8B on one GPU takes {fixed(waiting["step_ms"], 1)} ms with them and {fixed(one["step_ms"], 1)} ms without.""",
+0.8B on one GPU takes {fixed(waiting["step_ms"], 1)} ms with them and {fixed(one["step_ms"], 1)} ms without. In both, the model still waited for
+the document lengths. Steps without that wait have not been measured.""",
             """Steps on H100s and those of the 9B shape were measured with these waits. On one H200, 4B with weights and AdamW in float32
 does not fit at 16,384 tokens without gradient checkpointing.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per

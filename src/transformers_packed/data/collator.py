@@ -52,6 +52,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     Args:
         return_cu_seqlens (`bool`, *optional*, defaults to `False`):
             Return `cu_seqlens` (int32 `[N+1]`), the cumulative sample lengths.
+        return_boundaries (`bool`, *optional*, defaults to `False`):
+            Return `boundaries` ([`SequenceBoundaries`]), which keep the sample lengths on the host when the batch moves to
+            a GPU. A model with classes of this package then does not wait for the GPU to read them. Not with
+            `return_tensors="np"`.
         pad_to_multiple_of (`int`, *optional*):
             Pad the end of the row to a multiple of this number of tokens. The padding is an additional document with
             label -100. `padding_tokens` (`int`) in the batch holds its length.
@@ -112,6 +116,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self,
         *args,
         return_cu_seqlens: bool = False,
+        return_boundaries: bool = False,
         pad_to_multiple_of: int | None = None,
         pad_token_id: int | None = None,
         token_columns: Sequence[str] = (),
@@ -136,6 +141,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         )
         self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
+        self.return_boundaries = return_boundaries
         self.pad_to_multiple_of = pad_to_multiple_of
         self.pad_token_id = pad_token_id
         self.token_columns = (token_columns,) if isinstance(token_columns, str) else tuple(token_columns)
@@ -234,6 +240,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             batch["prompt_of"] = to_tensor(np.array(prompt_of))
             if self.return_position_ids:
                 batch["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())
+        if self.return_boundaries and tensors == "pt":
+            batch["boundaries"] = row or SequenceBoundaries.from_lengths(lengths).with_padding(padding)
         for name in VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
             if parts:

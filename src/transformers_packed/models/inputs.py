@@ -65,8 +65,8 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     prompt_of = metadata.pop("prompt_of")
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
-    if given is not None or tokens is None:
-        return given if tokens is None else given.to(tokens.device, non_blocking=True)
+    if tokens is None:
+        return given
     total_length = tokens.shape[1]
     position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     caches = [name for name in CACHES if inputs.get(name) is not None]
@@ -77,7 +77,19 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     if text_row is not None and text_row.shape[-1] != total_length:
         text_row = None
     # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
-    if explicit and not (inferred and explicit == ["padding_tokens"]):
+    if given is not None:
+        source, boundaries = "boundaries", given
+        if not is_torchdynamo_compiling():
+            _check_one_row(source, tokens)
+            boundaries.check_length(total_length)
+            _check_agrees(boundaries, {name: metadata[name] for name in explicit})
+            if explicit and not boundaries.shares_prompts and text_row is not None and may_read(position_ids):
+                boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
+        if prompt_of is not None and not boundaries.shares_prompts:
+            boundaries = SharedPrompts.of(boundaries, prompt_of)
+        if metadata["padding_tokens"] and not boundaries.padding_tokens:
+            boundaries = boundaries.with_padding(metadata["padding_tokens"])
+    elif explicit and not (inferred and explicit == ["padding_tokens"]):
         source = " and ".join(explicit)
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
@@ -103,6 +115,18 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
             f"a packed row ({source}) without {got}", got, "Remove it: packed rows need no mask and support no cache."
         )
     return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
+
+
+def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> None:
+    """Raise a `ValueError` if packing keywords describe other documents than the boundaries beside them."""
+    for name in [name for name in metadata if name.startswith("cu_") or name == "seq_idx"]:
+        tensor = metadata[name]
+        if may_read(tensor):
+            other = SequenceBoundaries.from_kwargs({name: tensor}, boundaries.total_length)
+            boundaries.check_same(other, name)
+        elif name != "seq_idx" and tensor.numel() != boundaries.num_documents + 1:
+            expected = f"{name} with the {boundaries.num_documents} documents of boundaries"
+            raise input_error(expected, f"{tensor.numel() - 1} documents", "Leave one of them out.")
 
 
 def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -70,8 +70,7 @@ def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
         yield input_error("an evaluation that needs only the loss", got, fix)
     if mode != "auto":
         return
-    own = type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
-    if own or trainer.compute_loss_func is not None:
+    if (own := has_own_loss(trainer)) or trainer.compute_loss_func is not None:
         got = f"a custom {'compute_loss' if own else 'compute_loss_func'}, which may count samples or read the mask"
         yield input_error("the loss of the model", got, 'Pass packing="padding_free" if it works on tokens.')
     if trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
@@ -249,3 +248,8 @@ def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
 def _takes_images(model: torch.nn.Module) -> bool:
     """Whether the packed rows of a vision-language model may hold images."""
     return hasattr(model.config, "vision_config") and model.config.model_type in ("qwen3_5", "qwen3_5_moe")
+
+
+def has_own_loss(trainer: Trainer) -> bool:
+    """Whether the class of the Trainer has a `compute_loss` of the user."""
+    return type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")

@@ -28,7 +28,7 @@ from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transf
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
-from .checks import check_cache, has_items, is_packed, is_sft_trainer, reason_against, way_of_isolation
+from .checks import check_cache, has_items, has_own_loss, is_packed, is_sft_trainer, reason_against, way_of_isolation
 from .preference import (
     check_shares_prompts,
     is_preference_trainer,
@@ -214,7 +214,11 @@ def _collator(trainer: Trainer, **options: Any) -> DataCollatorWithFlattening:
     current, kind = trainer.data_collator, type(trainer.data_collator)
     if isinstance(current, DataCollatorWithFlattening):
         return current
-    options |= {"model": transformers_model(trainer.model), "on_leak": "ignore"}
+    model = transformers_model(trainer.model)
+    options |= {"model": model, "on_leak": "ignore"}
+    # Compiled models read no lengths on the host, and a loss of the user may cut the row.
+    ours = hasattr(model, "forward_with_boundaries")
+    options["return_boundaries"] = ours and not trainer.args.torch_compile and not has_own_loss(trainer)
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
         return CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
     return DataCollatorWithFlattening(**options)

@@ -312,7 +312,7 @@ def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:
         got = "none" if labels is None else "shift_labels" if "shift_labels" in batch else f"{tuple(labels.shape)}"
         fix = "Use DataCollatorWithFlattening or a padding collator."
         raise input_error("batches with labels [rows, tokens] and without shift_labels", got, fix)
-    names = (*PACKING_KEYWORDS, "input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    names = (*PACKING_KEYWORDS, "boundaries", "input_ids", "inputs_embeds", "attention_mask", "position_ids")
     boundaries = resolve_boundaries({name: batch.get(name) for name in names})
     if boundaries is None:
         boundaries = SequenceBoundaries.from_lengths([labels.shape[1]] * labels.shape[0], device=labels.device)
