@@ -9,7 +9,6 @@ import pickle
 import tempfile
 import types
 import unittest
-import unittest.mock
 from importlib.util import find_spec
 from unittest import mock
 
@@ -380,7 +379,7 @@ class RefusalTest(unittest.TestCase):
         self.check("position_ids with the 2 documents", model, **row, cu_seqlens=torch.tensor([0, 5, 35]),
                    position_ids=torch.arange(35)[None])  # fmt: skip
         # As on a GPU, whose values are not read.
-        with unittest.mock.patch("transformers_packed.models.inputs.may_read", return_value=False):
+        with mock.patch("transformers_packed.models.inputs.may_read", return_value=False):
             self.check("cu_seqlens with the 2 documents", model, **row, cu_seqlens=torch.tensor([0, 5, 6, 35]))
 
     def test_padding_beside_boundaries(self):

@@ -34,6 +34,7 @@ class SummaryTest(unittest.TestCase):
         self.assertEqual(found["communication_ms"], 12)
         self.assertEqual(found["uncovered_communication_ms"], 8)
         self.assertEqual(found["kernels"], 2)
+        self.assertEqual((found["idle_ms"], found["host_waits_ms"]), (0, 90))
         self.assertEqual(found["longest_ms"], {"ncclDevKernel_AllReduce": 12, "gemm": 10, "norm": 7})
         self.assertEqual(found["waits"], {"cudaStreamSynchronize": 1})
         self.assertEqual(found["copies"], {"Memcpy HtoD (Pageable -> Device)": 1})

@@ -83,10 +83,6 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
             _check_one_row(source, tokens)
             boundaries.check_length(total_length)
             _check_agrees(boundaries, {name: metadata[name] for name in explicit})
-            if explicit and not boundaries.shares_prompts and text_row is not None and may_read(position_ids):
-                boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
-        if prompt_of is not None and not boundaries.shares_prompts:
-            boundaries = SharedPrompts.of(boundaries, prompt_of)
         if metadata["padding_tokens"] and not boundaries.padding_tokens:
             boundaries = boundaries.with_padding(metadata["padding_tokens"])
     elif explicit and not (inferred and explicit == ["padding_tokens"]):
@@ -96,10 +92,6 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         if mask is not None and prompt_of is None and boundaries.num_documents == 1:
             # ms-swift describes a padded batch of one row in this way. The mask also excludes padding.
             return None
-        if prompt_of is not None:
-            boundaries = SharedPrompts.of(boundaries, prompt_of)
-        elif text_row is not None and may_read(position_ids):
-            boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
     elif prompt_of is not None:
         raise input_error("cu_seqlens together with prompt_of", "no document boundaries", "Pass the batch unchanged.")
     elif not inferred or text_row is None or bool((text_row.diff() == 1).all()):
@@ -108,25 +100,31 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         source = "position_ids that restart"
         _check_one_row(source, tokens)
         boundaries = SequenceBoundaries.from_position_ids(text_row).with_padding(metadata["padding_tokens"])
+    if prompt_of is not None and not boundaries.shares_prompts:
+        boundaries = SharedPrompts.of(boundaries, prompt_of)
+    elif explicit and not boundaries.shares_prompts and text_row is not None and may_read(position_ids):
+        boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
     refused = caches if mask is None else ["attention_mask", *caches]
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
         raise input_error(
             f"a packed row ({source}) without {got}", got, "Remove it: packed rows need no mask and support no cache."
         )
-    return boundaries if is_torchdynamo_compiling() else boundaries.to(tokens.device, non_blocking=True)
+    made_in_graph = given is None and is_torchdynamo_compiling()
+    return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
 
 
 def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> None:
     """Raise a `ValueError` if packing keywords describe other documents than the boundaries beside them."""
-    for name in [name for name in metadata if name.startswith("cu_") or name == "seq_idx"]:
-        tensor = metadata[name]
-        if may_read(tensor):
-            other = SequenceBoundaries.from_kwargs({name: tensor}, boundaries.total_length)
-            boundaries.check_same(other, name)
-        elif name != "seq_idx" and tensor.numel() != boundaries.num_documents + 1:
+    described = {name: x for name, x in metadata.items() if name.startswith("cu_") or name == "seq_idx"}
+    if described and all(may_read(x) for x in described.values()):
+        other = SequenceBoundaries.from_kwargs(described, boundaries.total_length)
+        boundaries.check_same(other, " and ".join(described))
+        return
+    for name in described.keys() - {"seq_idx"}:
+        if (documents := described[name].numel() - 1) != boundaries.num_documents:
             expected = f"{name} with the {boundaries.num_documents} documents of boundaries"
-            raise input_error(expected, f"{tensor.numel() - 1} documents", "Leave one of them out.")
+            raise input_error(expected, f"{documents} documents", "Leave one of them out.")
 
 
 def named_arguments(names: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
