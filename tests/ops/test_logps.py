@@ -149,9 +149,21 @@ class LogpsMixin:
         hidden, weight, bias, targets = make()
         for rows in (None, ROWS[:tokens]):
             inputs = (hidden[:tokens], weight, bias, torch.full_like(targets, -100)[:tokens])
+            plain = run(self.impl, inputs, rows=rows, same_gradient=True)
+            self.assertEqual([int(x.count_nonzero()) for x in plain], 4 * [0])
             actual = run(self.impl, inputs, rows=rows, entropy=True)
             self.assertEqual([x.shape for x in actual[:3]], [(tokens,), (tokens,), (tokens, HIDDEN)])
             self.assertEqual([int(x.count_nonzero()) for x in actual], 5 * [0])
+
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
+    def test_no_ignored_index(self, _, options):
+        inputs = make(ignored=False)
+        actual = run(self.impl, inputs, ignore_index=None, chunk_size=5, **options)
+        for a, b in zip(actual, run(self.impl, inputs, chunk_size=5, **options), strict=True):
+            self.assertTrue(torch.equal(a, b))
+        # -100 is then a target outside of the vocabulary.
+        found = run(self.impl, make(), ignore_index=None, chunk_size=5, **options)[0]
+        self.assertEqual(int(found.isnan().sum()), int((make()[-1] == -100).sum()))
 
     @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS})])
     def test_repeats_bit_for_bit(self, _, options):
@@ -267,6 +279,46 @@ class LogpsMixin:
 
         self.assertLess(relative(tied(self.impl, torch.float32), tied("reference", torch.float64)), 2e-6)
 
+    @parameterized.expand([("plain", {}), ("rows", {"rows": ROWS}), ("entropy", {"entropy": True})])
+    def test_top_targets(self, _, options):
+        hidden, weight, bias, targets = make()
+        rows = options.get("rows", torch.arange(TOKENS))
+        # Every third target is the largest logit of its row. The next one ties with an earlier token.
+        weight[50] = weight[49]
+        bias[50] = bias[49]
+        logits = F.linear(hidden, weight, bias)[rows]
+        targets[::3] = logits.argmax(-1)[::3]
+        bias[49:51] += 50
+        targets[1::3], targets[2::3] = 50, 49
+        targets[[4, 5]] = -100
+        best = F.linear(hidden, weight, bias)[rows].argmax(-1)
+        found = outputs_of(self.impl, (hidden, weight, bias), targets, is_top1=True, chunk_size=5, **options)
+        expected = (best == targets) & (targets != -100)
+        self.assertTrue(torch.equal(found[-1], expected))
+        self.assertTrue(expected.any() and not expected[1::3].any())
+        plain = outputs_of(self.impl, (hidden, weight, bias), targets, chunk_size=5, **options)
+        for a, b in zip(found[:-1], plain, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    @parameterized.expand(
+        [(f"{name}_{i}", {"temperature": t}, i) for name, t in (("one", 1.0), ("other", 0.7)) for i in (False, True)]
+    )
+    def test_same_gradient(self, _, options, entropy):
+        """Equal gradients, others, and gradients of the entropy: all as without the option."""
+        *tensors, targets = make()
+        leaves = [x.requires_grad_() for x in tensors]
+        options = options | {"chunk_size": 5, "entropy": entropy}
+        for upstream in ("equal", "other", *(["entropy"] if entropy else [])):
+            gradients = []
+            for same in (True, False):
+                found = outputs_of(self.impl, leaves, targets, same_gradient=same, is_top1=True, **options)
+                loss = (found[0] * (torch.arange(TOKENS) if upstream == "other" else -0.3)).sum()
+                loss = loss + found[1].sum() if upstream == "entropy" else loss
+                kept = torch.autograd.grad(loss, leaves, retain_graph=True)
+                gradients.append(torch.autograd.grad(loss, leaves))
+                self.assertTrue(all(torch.equal(a, b) for a, b in zip(kept, gradients[-1], strict=True)))
+            self.assertLess(max(errors(*gradients)), 1e-6)
+
     def test_result_may_be_changed_in_place(self):
         for ignored in (True, False):
             *tensors, targets = make(ignored=ignored)
@@ -331,6 +383,23 @@ class ChunksMixin(LogpsMixin):
             products = [[(n, VOCAB), (n, HIDDEN)] + [(VOCAB, HIDDEN)] * trained for n in chunks]
             self.assertEqual(seen.products, sum(products, []))
             self.assertEqual(seen.elements, VOCAB * HIDDEN if trained else 4 * VOCAB)
+
+    def test_same_gradient_takes_three_products(self):
+        hidden, weight, _, targets = make(torch.bfloat16)
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        chunks = [4] * (int((targets != -100).sum()) // 4) + [int((targets != -100).sum()) % 4]
+        with LargestTensor() as seen:
+            (found,) = outputs_of(self.impl, leaves, targets, same_gradient=True, chunk_size=4)
+        self.assertEqual(seen.products, [size for n in chunks for size in ((n, VOCAB), (n, HIDDEN), (VOCAB, HIDDEN))])
+        for upstream, products in ((torch.full((TOKENS,), 2.0), 0), (upstream_of([found])[0], len(seen.products))):
+            with LargestTensor() as seen:
+                torch.autograd.grad(found, leaves, upstream, retain_graph=True)
+            self.assertEqual(len(seen.products), products)
+        # Without gradients, and for several targets of a row, nothing is computed ahead.
+        for options in ({}, {"rows": ROWS}):
+            with torch.set_grad_enabled(bool(options)), LargestTensor() as seen:
+                outputs_of(self.impl, leaves, targets, same_gradient=True, chunk_size=64, **options)
+            self.assertEqual(len(seen.products), 1)
 
     def test_equals_the_cross_entropy(self):
         hidden, weight, bias, targets = make()
@@ -448,6 +517,13 @@ class TritonChunksTest(ChunksMixin, InterpretedKernelsTest):
         inputs = (hidden, weight, torch.zeros(len(weight)), targets)
         options = {"rows": torch.tensor([0, 1, 2, 2]), "entropy": True, "temperature": 1.1}
         self.assertLess(max(errors(run("triton", inputs, **options), oracle(inputs, **options))), 5e-6)
+        # The first of equal logits in lanes of several blocks, and in both halves of a step.
+        for places in ([0, 8191], [2048, 4096], [4095, 2047 + 4096, 8192 + 76], [4096 + 3, 2048 + 3], [8192, 8191]):
+            bias = torch.zeros(len(weight)).index_fill(0, torch.tensor(places), 1000.0)
+            for place in places:
+                targets = torch.full((3,), place)
+                _, top = linear_logps(0 * hidden, weight, targets, bias, impl="triton", is_top1=True)
+                self.assertEqual(top.tolist(), [place == min(places)] * 3)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ unchanged. `register` makes Transformers' Auto classes build our models, and `pa
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial, update_wrapper, wraps
+from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import getattr_static, getclosurevars
 from types import FunctionType, MethodType, ModuleType
@@ -26,6 +26,7 @@ from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
 from .releases import check_names, check_signatures, recorder_key, supports_other_families
+from .trl_head import beside_trl, is_trl_forward, use_our_products
 
 
 logger = logging.get_logger(__name__)
@@ -324,6 +325,9 @@ def patch_model(model: Model) -> Model:
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
     before = isinstance(model, torch.nn.Module) and has_our_classes(model)
     _switch(model, REPLACEMENTS, related)
+    for module in model.modules():
+        if isinstance(module, ours):
+            use_our_products(module)
     if not has_our_classes(model):
         _check_isolated(model)
     elif not before:
@@ -440,12 +444,12 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
         return {}
     wrapper = own["forward"]
     theirs = getattr(wrapper, "trl_forward", wrapper)
-    if "_hf_hook" not in own and "fused_lm_head" in (getattr(theirs, "__kwdefaults__", None) or ()):
+    if "_hf_hook" not in own and is_trl_forward(theirs):
         # Only TRL's closure holds the forward that it wraps, so nothing else shows whether it is that of the class.
         held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
         if theirs is wrapper and not _is_forward_of(module, held):
             raise _set_before(name, old, "forward")
-        return {"forward": _beside_trl(theirs, module, cls)}
+        return {"forward": beside_trl(theirs, module, cls, our_products=cls in REPLACEMENTS.values())}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
     if not _is_forward_of(module, bound):
@@ -466,17 +470,3 @@ def _set_before(name: str, cls: type, key: str) -> ValueError:
     fix = f"Convert it before setting {key} (Accelerator.prepare, tensor parallelism, Liger, Unsloth, kernels)."
     got = f"module {name} ({cls.__name__}) with its own {key}"
     return input_error(f"modules that run the {key} of their class", got, fix)
-
-
-def _beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type) -> MethodType:
-    """Create a `forward` that runs TRL's to score tokens, and that of `cls` instead of the old one in other calls."""
-    function = theirs.__func__
-
-    @wraps(cls.forward)
-    def forward(self, *args, fused_lm_head=False, **kwargs):
-        if fused_lm_head:
-            return function(self, *args, fused_lm_head=True, **kwargs)
-        return cls.forward(self, *args, **kwargs)
-
-    forward.trl_forward = theirs
-    return MethodType(forward, module)

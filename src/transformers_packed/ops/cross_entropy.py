@@ -108,7 +108,7 @@ def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label
 
 
 def _torch(*args, **kwargs):
-    return _chunked((_torch_softmax_step, _torch_scaled), *args, **kwargs)
+    return _chunked((_torch_softmax_step, torch_scaled), *args, **kwargs)
 
 
 def _triton(*args, **kwargs):
@@ -229,7 +229,7 @@ def _torch_softmax_step(logits, labels, label_smoothing, gradient_too):
     return losses[:, 0]
 
 
-def _torch_scaled(x, factor, dtype):
+def torch_scaled(x, factor, dtype):
     return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
 
 

@@ -5,6 +5,7 @@ log-sum-exp of each row of logits. The backward accepts any gradient per token: 
 overwrites them with their gradient, and computes the gradients of the hidden states and the head before the next chunk.
 The cost is four matrix products of `tokens x hidden x vocabulary`, or three with a frozen head.
 [`linear_cross_entropy`] needs three, or two with a frozen head, because the gradient of a mean is known in the forward.
+With a frozen head or `same_gradient`, this forward also computes the gradients, and the backward only scales them.
 Dropping ignored targets requires their number on the host, which costs one host sync.
 
 Several targets can share a hidden row, such as the first tokens of several completions of one prompt. The logits of a
@@ -14,7 +15,7 @@ Upstream gradients are added per pair and per row before the chunks: in order on
 Finding the distinct rows and pairs costs three more host syncs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .autograd import autocast_dtype, first_order
 from .backends import triton
-from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, add_product
+from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, add_product, torch_scaled
 from .dispatch import Implementation, always, run
 from .norm import widened
 
@@ -39,12 +40,14 @@ def linear_logps(
     bias: torch.Tensor | None = None,
     *,
     temperature: float = 1.0,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     rows: torch.Tensor | None = None,
     entropy: bool = False,
+    is_top1: bool = False,
+    same_gradient: bool = False,
     chunk_size: int | None = None,
     impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Compute `log_softmax((hidden_states @ weight.T + bias) / temperature)` at the targets, in chunks of tokens.
 
     Args:
@@ -59,11 +62,17 @@ def linear_logps(
         temperature (`float`, *optional*, defaults to 1.0):
             Divisor of the logits, applied in float32.
         ignore_index (`int`, *optional*, defaults to -100):
-            Target of tokens without one.
+            Target of tokens without one. With `None`, each token has a target, and none are searched for.
         rows (`torch.LongTensor` of the shape of `targets`, *optional*):
             Index of the hidden row of each target. Several targets can share a row. Defaults to one row per target.
         entropy (`bool`, *optional*, defaults to `False`):
             Whether to also return the entropy of each target's distribution. It is differentiable.
+        is_top1 (`bool`, *optional*, defaults to `False`):
+            Whether to also return whether each target is the `argmax` of its logits: the first largest one.
+        same_gradient (`bool`, *optional*, defaults to `False`):
+            Whether to expect the same gradient for all log-probabilities, as from their sum. The forward then computes
+            the gradient of a trained head, which takes one matrix product less. The backward compares the gradients,
+            which costs one host sync, and starts again if they differ. No effect with `rows`.
         chunk_size (`int`, *optional*):
             Number of hidden rows per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -72,8 +81,9 @@ def linear_logps(
 
     Returns:
         `torch.Tensor`: log-probabilities of the shape of `targets`, float32, or float64 for float64 inputs. 0 for
-            ignored targets, and NaN for targets outside the vocabulary. With `entropy=True`, a tuple of the
-            log-probabilities and the entropies, of the same shape and dtype, 0 for ignored targets.
+            ignored targets, and NaN for targets outside the vocabulary. With `entropy` or `is_top1`, a tuple of the
+            log-probabilities, the entropies (of the same shape and dtype, 0 for ignored targets) if asked for, and
+            booleans of the same shape (`False` for ignored targets) if asked for.
 
     Raises:
         `ValueError`: the shapes do not match, `temperature` or `chunk_size` is not positive, or `impl` does not
@@ -100,12 +110,13 @@ def linear_logps(
         chunk_size = CHUNK_SIZE if weight.requires_grad else FROZEN_CHUNK_SIZE
     if chunk_size < 1 or not temperature > 0:
         raise input_error("chunk_size of 1 or more and temperature above 0", f"{chunk_size} and {temperature}")
-    options = {"temperature": float(temperature), "ignore_index": ignore_index, "entropy": entropy}
+    options = {"temperature": float(temperature), "ignore_index": ignore_index, "same_gradient": same_gradient}
+    options |= {"entropy": entropy, "is_top1": is_top1}
     flat = targets.reshape(-1), bias, None if rows is None else rows.reshape(-1)
     call = hidden_states.reshape(-1, weight.shape[1]), weight, *flat
-    logps, entropies = run("linear_logps", impl, IMPLEMENTATIONS, *call, chunk_size=chunk_size, **options)
-    logps = logps.view(targets.shape)
-    return (logps, entropies.view(targets.shape)) if entropy else logps
+    found = run("linear_logps", impl, IMPLEMENTATIONS, *call, chunk_size=chunk_size, **options)
+    found = tuple(x.view(targets.shape) for x in found if x is not None)
+    return found if entropy or is_top1 else found[0]
 
 
 def _check(hidden_states, weight, targets, bias, rows):
@@ -125,9 +136,11 @@ def _check(hidden_states, weight, targets, bias, rows):
             raise input_error(f"integer {name}", x.dtype)
 
 
-def _reference(hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, chunk_size):
+def _reference(
+    hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, is_top1, same_gradient, chunk_size
+):
     targets = targets.to(hidden_states.device).long()
-    ignored = targets == ignore_index
+    ignored = torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
     if rows is not None:
         hidden_states = hidden_states[rows.to(hidden_states.device).masked_fill(ignored, 0).long()]
     # Zeros, so that NaN in a row without target reaches neither the result nor the gradient of the weight.
@@ -141,15 +154,18 @@ def _reference(hidden_states, weight, targets, bias, rows, *, temperature, ignor
     entropies = None
     if entropy:
         entropies = -(logps.exp() * logps.clamp_min(_LOWEST)).sum(-1).masked_fill(ignored, 0)
-    return found.masked_fill(ignored, 0), entropies
+    tops = (logits.argmax(-1) == targets) & ~ignored if is_top1 else None
+    return found.masked_fill(ignored, 0), entropies, tops
 
 
 def _torch(*args, **kwargs):
-    return _chunked((_torch_statistics, _torch_gradient), *args, **kwargs)
+    return _chunked((_torch_statistics, _torch_gradient, torch_scaled), *args, **kwargs)
 
 
 def _triton(*args, **kwargs):
-    return _chunked((_triton_statistics, _triton_gradient), *args, **kwargs)
+    from .backends.triton.cross_entropy import scaled
+
+    return _chunked((_triton_statistics, _triton_gradient, scaled), *args, **kwargs)
 
 
 class _Pairs(NamedTuple):
@@ -167,24 +183,40 @@ class _Pairs(NamedTuple):
     bounds: list[int]
 
 
-def _chunked(steps, hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, chunk_size):
+class _Options(NamedTuple):
+    """How to compute. `steps` are functions of the implementation: statistics, gradient of the logits, and scaling."""
+
+    steps: tuple
+    chunk_size: int
+    temperature: float
+    entropy: bool
+    is_top1: bool
+    same_gradient: bool
+    # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
+    wanted: bool
+
+
+def _chunked(steps, hidden_states, weight, targets, bias, rows, *, ignore_index, **options):
+    chunk_size = options["chunk_size"]
     device, count, vocab = hidden_states.device, len(targets), weight.shape[0]
-    kept = (targets != ignore_index).nonzero().flatten().to(device)
+    kept = None if ignore_index is None else (targets != ignore_index).nonzero().flatten().to(device)
+    if kept is not None and len(kept) == count:
+        kept = None
     targets, chosen = targets.to(device).long(), None
-    if len(kept) < count:
+    if kept is not None:
         targets, chosen = targets.index_select(0, kept), kept
     if rows is None:
         starts = torch.arange(len(targets) + 1, device=device)
         pairs = _Pairs(targets, starts[:-1], starts, None, [*range(0, len(targets), chunk_size), len(targets)])
     else:
         rows = rows.to(device).long()
-        chosen, slots = (rows if chosen is None else rows.index_select(0, kept)).unique(return_inverse=True)
+        chosen, slots = (rows if kept is None else rows.index_select(0, kept)).unique(return_inverse=True)
         pairs = _distinct(slots, targets, len(chosen), vocab, chunk_size)
     if chosen is not None:
         hidden_states = hidden_states.index_select(0, chosen)
-    options = *steps, chunk_size, temperature, entropy, torch.is_grad_enabled()
+    options = _Options(steps, wanted=torch.is_grad_enabled(), **options)
     found = _LinearLogps.apply(hidden_states, weight, bias, pairs, options)
-    if len(kept) < count:
+    if kept is not None:
         found = [None if x is None else x.new_zeros(count).index_copy(0, kept, x) for x in found]
     return found
 
@@ -217,11 +249,58 @@ def _chunks(hidden_states, weight, bias, pairs: _Pairs, chunk_size: int) -> Iter
         yield _Chunk(rows, slice(*pairs.bounds[i : i + 2]), logits)
 
 
-class _LinearLogps(torch.autograd.Function):
-    """The log-probability of each target, and the entropy of its row or `None`.
+class _Gradients:
+    """The gradients of the inputs that need one, summed over the chunks."""
 
-    With a frozen head, the forward also computes the gradient of each log-probability by its row of hidden states. A
-    backward without gradients of entropies only scales it.
+    def __init__(self, ctx, hidden_states, weight, bias):
+        for_hidden, self.for_weight, for_bias = ctx.needs_input_grad[:3]
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        self.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
+        self.hidden_states = torch.empty_like(hidden_states, dtype=ctx.dtype) if for_hidden else None
+        # The first product creates the sum, unless there is no chunk.
+        self.weight = torch.zeros_like(weight) if self.for_weight and not len(hidden_states) else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if for_bias else None
+
+    def add(self, chunk: _Chunk, hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add the gradients of a chunk, whose logits hold their own gradient."""
+        if self.hidden_states is not None:
+            torch.mm(chunk.logits, weight, out=self.hidden_states[chunk.rows])
+        if self.for_weight:
+            self.weight = add_product(self.weight, chunk.logits.t(), hidden_states[chunk.rows])
+        if self.bias is not None:
+            self.bias += chunk.logits.sum(0, dtype=self.bias.dtype)
+
+    def fit(self, d_logps: torch.Tensor | None) -> bool:
+        """Whether the gradients only need a factor. The sums over the tokens need the same one for all tokens."""
+        if self.weight is None and self.bias is None:
+            return True
+        return not len(d_logps) or bool((d_logps == d_logps[0]).all())
+
+    def times(self, d_logps: torch.Tensor, scaled: Callable) -> list[torch.Tensor | None]:
+        """The gradients for other gradients of the log-probabilities than ones."""
+        hidden_states = None if self.hidden_states is None else self.hidden_states * d_logps[:, None]
+        sums = [self.weight, self.bias]
+        if len(d_logps):
+            # In place, unless the graph is kept for another backward.
+            kept = torch._C._autograd._get_current_graph_task_keep_graph()
+            factor, dtypes = d_logps[0], self.dtypes[1:]
+            sums = [
+                None if x is None else scaled(x.clone() if kept else x, factor, dtype)
+                for x, dtype in zip(sums, dtypes, strict=True)
+            ]
+        return self.cast(hidden_states, *sums)
+
+    def cast(self, *gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """These gradients, or its own, in the dtypes of the inputs."""
+        found = gradients or (self.hidden_states, self.weight, self.bias)
+        return [None if x is None else x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True)]
+
+
+class _LinearLogps(torch.autograd.Function):
+    """The log-probability of each target, the entropy of its row or `None`, and whether it is the top one or `None`.
+
+    With a frozen head or `same_gradient`, the forward also computes the gradients of the sum of the log-probabilities. A
+    backward without gradients of entropies only scales them.
     """
 
     @staticmethod
@@ -230,39 +309,40 @@ class _LinearLogps(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Autocast would run the matrix product of the head in low precision too.
         ctx.dtype = autocast_dtype(hidden_states) or hidden_states.dtype
-        statistics, overwrite_with_gradient, chunk_size, temperature, entropy, wanted = options
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        totals = hidden_states.new_empty(len(hidden_states), dtype=wide)
-        entropies = torch.empty_like(totals) if entropy else None
+        statistics, overwrite_with_gradient, _ = options.steps
+        totals = hidden_states.new_empty(len(hidden_states), dtype=torch.promote_types(ctx.dtype, torch.float32))
+        entropies = torch.empty_like(totals) if options.entropy else None
         logps = totals.new_empty(len(pairs.ids))
-        for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
-        frozen = for_hidden and not for_weight and not for_bias and pairs.of is None
-        ctx.d_hidden = hidden_states.new_empty(hidden_states.shape, dtype=ctx.dtype) if frozen else None
-        ones = torch.ones_like(totals) if frozen else None
+        tops = torch.empty_like(logps, dtype=torch.bool) if options.is_top1 else None
+        frozen = not any(ctx.needs_input_grad[1:3])
+        ahead = options.wanted and any(ctx.needs_input_grad) and pairs.of is None and (frozen or options.same_gradient)
+        ctx.ahead = _Gradients(ctx, hidden_states, weight, bias) if ahead else None
+        ones = torch.ones_like(totals) if ahead else None
         head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
-        for chunk in _chunks(*head, pairs, chunk_size):
-            statistics(chunk, pairs, temperature, totals, logps, entropies)
-            if frozen:
-                overwrite_with_gradient(chunk, pairs, temperature, totals, logps, None, (ones, ones, None))
-                torch.mm(chunk.logits, head[1], out=ctx.d_hidden[chunk.rows])
+        for chunk in _chunks(*head, pairs, options.chunk_size):
+            statistics(chunk, pairs, options.temperature, totals, logps, entropies, tops)
+            if ahead:
+                overwrite_with_gradient(chunk, pairs, options.temperature, totals, logps, None, (ones, ones, None))
+                ctx.ahead.add(chunk, *head[:2])
         ctx.save_for_backward(hidden_states, weight, bias, totals, logps, entropies)
         # Copies, so that the caller may change the result in place.
         slots = pairs.slots if pairs.of is None else pairs.slots[pairs.of]
         logps = logps.clone() if pairs.of is None else logps[pairs.of]
-        entropies = entropies[slots] if entropy else None
-        return logps, entropies
+        if tops is not None:
+            tops = tops if pairs.of is None else tops[pairs.of]
+            ctx.mark_non_differentiable(tops)
+        return logps, entropies[slots] if options.entropy else None, tops
 
     @staticmethod
     @first_order('Pass impl="reference" to the op. It supports gradients of any order.')
-    def backward(ctx, d_logps, d_entropies):
+    def backward(ctx, d_logps, d_entropies, _):
         hidden_states, weight, bias, totals, logps, entropies = ctx.saved_tensors
-        pairs, (_, overwrite_with_gradient, chunk_size, temperature, _, _) = ctx.pairs, ctx.options
-        if ctx.d_hidden is not None and d_entropies is None:
-            d_hidden = None if d_logps is None else (ctx.d_hidden * d_logps[:, None]).to(hidden_states.dtype)
-            return d_hidden, None, None, None, None
+        pairs, (_, overwrite_with_gradient, scaled) = ctx.pairs, ctx.options.steps
+        if d_logps is None and d_entropies is None:
+            return (None,) * 5
+        if ctx.ahead is not None and d_entropies is None and ctx.ahead.fit(d_logps):
+            return *ctx.ahead.times(d_logps, scaled), None, None
         if d_logps is None:
-            if d_entropies is None:
-                return None, None, None, None, None
             d_logps = torch.zeros_like(d_entropies)
         slots = None if pairs.of is None else pairs.slots[pairs.of]
         upstream = (
@@ -270,23 +350,12 @@ class _LinearLogps(torch.autograd.Function):
             _sum_by(slots, d_logps, len(totals)),
             None if d_entropies is None else _sum_by(slots, d_entropies, len(totals)),
         )
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        d_hidden = hidden_states.new_empty(hidden_states.shape, dtype=ctx.dtype) if for_hidden else None
-        d_weight = None
-        d_bias = torch.zeros_like(bias, dtype=totals.dtype) if for_bias else None
+        gradients = _Gradients(ctx, hidden_states, weight, bias)
         head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
-        for chunk in _chunks(*head, pairs, chunk_size):
-            overwrite_with_gradient(chunk, pairs, temperature, totals, logps, entropies, upstream)
-            if for_hidden:
-                torch.mm(chunk.logits, head[1], out=d_hidden[chunk.rows])
-            if for_weight:
-                d_weight = add_product(d_weight, chunk.logits.t(), head[0][chunk.rows])
-            if for_bias:
-                d_bias += chunk.logits.sum(0, dtype=totals.dtype)
-        if for_weight and d_weight is None:
-            d_weight = torch.zeros_like(weight)
-        inputs = (d_hidden, hidden_states), (d_weight, weight), (d_bias, bias)
-        return *(None if gradient is None else gradient.to(x.dtype) for gradient, x in inputs), None, None
+        for chunk in _chunks(*head, pairs, ctx.options.chunk_size):
+            overwrite_with_gradient(chunk, pairs, ctx.options.temperature, totals, logps, entropies, upstream)
+            gradients.add(chunk, *head[:2])
+        return *gradients.cast(), None, None
 
 
 def _sum_by(index: torch.Tensor | None, values: torch.Tensor, count: int) -> torch.Tensor:
@@ -305,12 +374,14 @@ def _at_targets(chunk: _Chunk, pairs: _Pairs):
     return pairs.slots[chunk.pairs] - chunk.rows.start, ids.where(known, 0), known
 
 
-def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies):
-    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair."""
+def _torch_statistics(chunk, pairs, temperature, totals, logps, entropies, tops):
+    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair and whether it is top."""
     values = chunk.logits.to(totals.dtype, copy=True).div_(temperature)
     totals[chunk.rows] = total = values.logsumexp(-1)
     slots, ids, known = _at_targets(chunk, pairs)
     logps[chunk.pairs] = (values[slots, ids] - total[slots]).where(known, float("nan"))
+    if tops is not None:
+        tops[chunk.pairs] = values.argmax(-1)[slots] == pairs.ids[chunk.pairs]
     if entropies is not None:
         values -= total[:, None]
         entropies[chunk.rows] = torch.special.entr(values.exp_()).sum(-1)

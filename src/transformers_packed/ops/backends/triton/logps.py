@@ -21,8 +21,8 @@ def _scaled_logits(logits_ptr, columns, vocab, temperature):
 
 @triton.jit(do_not_specialize=["first"])
 def _statistics(
-    logits_ptr, ids_ptr, starts_ptr, totals_ptr, logps_ptr, entropies_ptr, first, vocab, stride, temperature,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, ids_ptr, starts_ptr, totals_ptr, logps_ptr, entropies_ptr, tops_ptr, first, vocab, stride, temperature,
+    ENTROPY: tl.constexpr, TOPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     logits_ptr += tl.program_id(0).to(tl.int64) * stride
     row = first + tl.program_id(0)
@@ -31,6 +31,7 @@ def _statistics(
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
+    place = columns
     for start in range(0, vocab, 2 * BLOCK):
         x0 = _scaled_logits(logits_ptr, start + columns, vocab, temperature)
         x1 = _scaled_logits(logits_ptr, start + BLOCK + columns, vocab, temperature)
@@ -44,6 +45,10 @@ def _statistics(
             weighted = scale * (weighted + tl.maximum(largest - reference, _LOWEST) * total)
             weighted += e0 * tl.maximum(x0 - reference, _LOWEST) + e1 * tl.maximum(x1 - reference, _LOWEST)
         total = total * scale + e0 + e1
+        if TOPS:
+            # The first column of each lane's largest exponent.
+            place = tl.where(x1 > tl.maximum(largest, x0), start + BLOCK + columns, place)
+            place = tl.where((x0 > largest) & (x0 >= x1), start + columns, place)
         largest = new
     top = tl.max(largest, 0)
     scale = tl.exp2(largest - top)
@@ -55,24 +60,28 @@ def _statistics(
     tl.store(totals_ptr + row, log_total)
     if ENTROPY:
         tl.store(entropies_ptr + row, (log_sum - weighted / sum_of_all) * _LN_2)
+    if TOPS:
+        place = tl.min(tl.where(largest == top, place, vocab), 0)
     for pair in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
         target = tl.load(ids_ptr + pair)
         # A target outside of the vocabulary makes the log-probability NaN.
         known = (target >= 0) & (target < vocab)
         logit = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
         tl.store(logps_ptr + pair, logit / temperature - log_total)
+        if TOPS:
+            tl.store(tops_ptr + pair, target == place)
 
 
 @on_its_device
-def statistics(logits, first, ids, starts, temperature, totals, logps, entropies) -> None:
-    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair.
+def statistics(logits, first, ids, starts, temperature, totals, logps, entropies, tops) -> None:
+    """Write the log-sum-exp and the entropy of each row, and the log-probability of each pair and whether it is top.
 
     The rows of `logits` `[C, V]` are the rows from `first` on. The targets of row `i` are `ids[starts[i]:starts[i+1]]`.
     """
     rows, vocab = logits.shape
     block = min(2048, triton.next_power_of_2(vocab))
-    outputs = totals, logps, totals if entropies is None else entropies
-    options = first, vocab, logits.stride(0), temperature, entropies is not None, block
+    outputs = totals, logps, totals if entropies is None else entropies, logps if tops is None else tops
+    options = first, vocab, logits.stride(0), temperature, entropies is not None, tops is not None, block
     _statistics[(rows,)](logits, ids, starts, *outputs, *options, num_warps=8)
 
 

@@ -1,0 +1,107 @@
+"""The `forward` that TRL's trainers set to score tokens without logits, with the products of this package.
+
+TRL's head folds tiles of logits into the scores of their tokens and computes all logits again in backward. In its place,
+[`linear_logps`] keeps whole rows of logits for a moment, and does not compute them again where the forward can know the
+gradients: with a frozen head, and for the sum of the log-probabilities, which is the loss of `SFTTrainer`.
+"""
+
+from functools import update_wrapper, wraps
+from inspect import signature
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+
+# The function in TRL's module that computes the scores, and its arguments in the releases that this module knows.
+_THEIRS = "_ChunkedLogProbFunction"
+_ARGUMENTS = [
+    *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"),
+    *("logit_scale", "outputs"),
+]
+# In the order of TRL's results. The head of this package computes those that it names.
+_OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_OURS = {"log_probs", "entropy", "is_top1"}
+
+
+def is_trl_forward(forward: Any) -> bool:
+    """Whether `forward` is what TRL's trainers set, possibly with other products."""
+    return isinstance(forward, MethodType) and "fused_lm_head" in (forward.__func__.__kwdefaults__ or ())
+
+
+def use_our_products(module: torch.nn.Module) -> None:
+    """Score tokens with the products of this package, if TRL set the `forward` of the module."""
+    forward = vars(module).get("forward")
+    if is_trl_forward(forward) and not hasattr(forward, "trl_forward"):
+        function = _with_our_products(forward.__func__)
+        function.trl_forward = forward
+        module.forward = MethodType(function, module)
+
+
+def beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type, our_products: bool) -> MethodType:
+    """Create a `forward` that runs TRL's to score tokens, and that of `cls` instead of the old one in other calls."""
+    function = _with_our_products(theirs.__func__) if our_products else theirs.__func__
+
+    @wraps(cls.forward)
+    def forward(self, *args, fused_lm_head=False, **kwargs):
+        if fused_lm_head:
+            return function(self, *args, fused_lm_head=True, **kwargs)
+        return cls.forward(self, *args, **kwargs)
+
+    forward.trl_forward = theirs
+    return MethodType(forward, module)
+
+
+def _with_our_products(function: FunctionType) -> FunctionType:
+    """A copy of TRL's function with [`_Scores`] in place of its own, unless a release computes scores in another way."""
+    names, theirs = function.__globals__, function.__globals__.get(_THEIRS)
+    known = isinstance(theirs, type) and theirs.__module__.startswith("trl.")
+    if known and list(signature(theirs.forward).parameters) == _ARGUMENTS:
+        names = names | {_THEIRS: _Scores(theirs)}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, function)
+
+
+class _Scores:
+    """What TRL's forward calls in place of its autograd function."""
+
+    def __init__(self, theirs: type[torch.autograd.Function]):
+        self.theirs = theirs
+
+    def apply(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcapping: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> Any:
+        plain = softcapping is None and logit_scale == 1.0 and set(outputs) <= _OURS and _is_plain(hidden, weight)
+        if not plain:
+            given = hidden, weight, bias, targets, temperature, chunk_size, softcapping, logit_scale, outputs
+            return self.theirs.apply(*given)
+        # The ops import the compiler of torch.
+        from ..ops import linear_logps
+
+        # On a CPU, TRL also scores tokens without a target, and their gradients are 0.
+        summed = "is_top1" in outputs and hidden.is_cuda
+        asked = {name: name in outputs for name in ("entropy", "is_top1")}
+        found = linear_logps(
+            hidden, weight, targets, bias, temperature=temperature, ignore_index=None, same_gradient=summed, **asked
+        )
+        names = [name for name in _OUTPUTS if name == "log_probs" or asked.get(name)]
+        scores = dict(zip(names, found if any(asked.values()) else (found,), strict=True))
+        return tuple(scores.get(name) for name in _OUTPUTS)
+
+
+def _is_plain(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the weight is whole, of the dtype of the product, and the same in backward (unlike DeepSpeed's)."""
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or hasattr(weight, "ds_id"):
+        return False
+    same = hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    return same and not torch.compiler.is_compiling()
