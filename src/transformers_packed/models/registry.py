@@ -449,7 +449,7 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
         held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
         if theirs is wrapper and not _is_forward_of(module, held):
             raise _set_before(name, old, "forward")
-        return {"forward": beside_trl(theirs, module, cls, our_products=cls in REPLACEMENTS.values())}
+        return {"forward": beside_trl(theirs, module, cls.forward, our_products=cls in REPLACEMENTS.values())}
     hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
     bound = own.get("_old_forward") if hooked else wrapper
     if not _is_forward_of(module, bound):

@@ -5,14 +5,19 @@ TRL's head folds tiles of logits into the scores of their tokens and computes al
 gradients: with a frozen head, and for the sum of the log-probabilities, which is the loss of `SFTTrainer`.
 """
 
-from functools import update_wrapper, wraps
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from inspect import signature
-from types import FunctionType, MethodType
+from threading import RLock
+from types import MethodType
 from typing import Any
 
 import torch
 
 
+_MODULE = "trl.trainer.utils"
 # The function in TRL's module that computes the scores, and its arguments in the releases that this module knows.
 _THEIRS = "_ChunkedLogProbFunction"
 _ARGUMENTS = [
@@ -24,43 +29,51 @@ _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 _OURS = {"log_probs", "entropy", "is_top1"}
 
 
+# TRL's forward looks its function up in its module, so only one thread at a time may replace the function.
+_LOCK = RLock()
+
+
 def is_trl_forward(forward: Any) -> bool:
-    """Whether `forward` is what TRL's trainers set, possibly with other products."""
+    """Whether `forward` is what TRL's trainers set, or what [`beside_trl`] made of it."""
     return isinstance(forward, MethodType) and "fused_lm_head" in (forward.__func__.__kwdefaults__ or ())
 
 
 def use_our_products(module: torch.nn.Module) -> None:
     """Score tokens with the products of this package, if TRL set the `forward` of the module."""
-    forward = vars(module).get("forward")
-    if is_trl_forward(forward) and not hasattr(forward, "trl_forward"):
-        function = _with_our_products(forward.__func__)
-        function.trl_forward = forward
-        module.forward = MethodType(function, module)
+    theirs = vars(module).get("forward")
+    if is_trl_forward(theirs) and not hasattr(theirs, "trl_forward"):
+        module.forward = beside_trl(theirs, module, theirs.__func__, our_products=True)
 
 
-def beside_trl(theirs: MethodType, module: torch.nn.Module, cls: type, our_products: bool) -> MethodType:
-    """Create a `forward` that runs TRL's to score tokens, and that of `cls` instead of the old one in other calls."""
-    function = _with_our_products(theirs.__func__) if our_products else theirs.__func__
+def beside_trl(theirs: MethodType, module: torch.nn.Module, other: Callable, our_products: bool) -> MethodType:
+    """Create a `forward` that runs TRL's to score tokens, and `other` in other calls."""
+    products = _our_products if our_products else nullcontext
 
-    @wraps(cls.forward)
+    @wraps(other)
     def forward(self, *args, fused_lm_head=False, **kwargs):
-        if fused_lm_head:
-            return function(self, *args, fused_lm_head=True, **kwargs)
-        return cls.forward(self, *args, **kwargs)
+        if not fused_lm_head:
+            return other(self, *args, **kwargs)
+        with products():
+            return theirs.__func__(self, *args, fused_lm_head=True, **kwargs)
 
     forward.trl_forward = theirs
     return MethodType(forward, module)
 
 
-def _with_our_products(function: FunctionType) -> FunctionType:
-    """A copy of TRL's function with [`_Scores`] in place of its own, unless a release computes scores in another way."""
-    names, theirs = function.__globals__, function.__globals__.get(_THEIRS)
-    known = isinstance(theirs, type) and theirs.__module__.startswith("trl.")
-    if known and list(signature(theirs.forward).parameters) == _ARGUMENTS:
-        names = names | {_THEIRS: _Scores(theirs)}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return update_wrapper(copy, function)
+@contextmanager
+def _our_products() -> Iterator[None]:
+    """Let TRL's forward compute scores with [`_Scores`], unless this release computes them in another way."""
+    module = sys.modules[_MODULE]
+    with _LOCK:
+        theirs = getattr(module, _THEIRS, None)
+        if not isinstance(theirs, type) or list(signature(theirs.forward).parameters) != _ARGUMENTS:
+            yield
+            return
+        setattr(module, _THEIRS, _Scores(theirs))
+        try:
+            yield
+        finally:
+            setattr(module, _THEIRS, theirs)
 
 
 class _Scores:

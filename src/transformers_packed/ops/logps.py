@@ -137,7 +137,18 @@ def _check(hidden_states, weight, targets, bias, rows):
 
 
 def _reference(
-    hidden_states, weight, targets, bias, rows, *, temperature, ignore_index, entropy, is_top1, same_gradient, chunk_size
+    hidden_states,
+    weight,
+    targets,
+    bias,
+    rows,
+    *,
+    temperature,
+    ignore_index,
+    entropy,
+    is_top1,
+    same_gradient,
+    chunk_size,
 ):
     targets = targets.to(hidden_states.device).long()
     ignored = torch.zeros_like(targets, dtype=torch.bool) if ignore_index is None else targets == ignore_index
