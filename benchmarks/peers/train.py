@@ -129,6 +129,8 @@ def make_trainer(args, model, tokenizer, samples, callback):
     settings = SFTConfig(
         output_dir=args.scratch,
         per_device_train_batch_size=args.documents,
+        # Unsloth's default is 2.
+        gradient_accumulation_steps=1,
         max_steps=args.warmup + args.steps,
         train_sampling_strategy="sequential",
         learning_rate=1e-5,
@@ -302,8 +304,10 @@ def add_times(args, entry: dict, clock) -> None:
 
     times = clock.milliseconds()
     entry |= {"losses": clock.losses, "shapes": [list(x) for x in sorted({tuple(x) for x in clock.shapes})]}
+    entry["forwards_per_step"] = len(clock.shapes) / min(max(len(clock.ends), 1), args.warmup)
     # One row of exactly the step's tokens in each step.
-    entry["padding_free"] = bool(clock.shapes) and all(x == [1, args.tokens] for x in clock.shapes)
+    one = all(x == [1, args.tokens] for x in clock.shapes) and entry["forwards_per_step"] == 1
+    entry["padding_free"] = bool(clock.shapes) and one
     if clock.first:
         entry["first_step_seconds"] = round(clock.first - clock.started, 2)
     if times:

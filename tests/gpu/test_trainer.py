@@ -1,16 +1,19 @@
-"""Trainer hardly waits for the GPU: `make test-gpu`."""
+"""Trainer does not wait for the GPU, and TRL's head has our products: `make test-gpu`."""
 
 import tempfile
 import unittest
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
 from common.gpu import report
 from common.real_heads import FAMILIES, REAL_HEADS
+from parameterized import parameterized
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from transformers_packed import configure_packing
+from transformers_packed import configure_packing, patch_model
+from transformers_packed.ops import implementations_used
 
 
 FIRST, LAST = 3, 6
@@ -32,7 +35,7 @@ class Waits(TrainerCallback):
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class CudaTrainerTest(unittest.TestCase):
     def test_waits_of_a_step(self):
-        """That of the loss for the number of targets, and none of Trainer."""
+        """None, apart from the event after which the host knows the number of targets."""
         cls, config_class, options = FAMILIES["qwen3_5"]
         set_seed(0)
         generator = torch.Generator().manual_seed(0)
@@ -60,4 +63,33 @@ class CudaTrainerTest(unittest.TestCase):
             trainer.train()
         waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA operation" in str(w.message)]
         report("waits of a training step", waits=len(waits) / (LAST - FIRST))
-        self.assertTrue(0 < len(waits) <= LAST - FIRST, waits)
+        self.assertEqual(waits, [])
+
+    @parameterized.expand([("full", False), ("frozen_head", True)])
+    @unittest.skipUnless(find_spec("trl"), "needs trl")
+    def test_trl_head(self, _, frozen):
+        """The scores and gradients of TRL's own head, for its loss and for another one."""
+        from trl.trainer.utils import add_fused_lm_head
+
+        cls, config_class, options = FAMILIES["qwen3_5"]
+        ids = torch.randint(1, 97, (1, 300), generator=torch.Generator().manual_seed(0)).cuda()
+        labels = ids.masked_fill(ids < 20, -100)
+        found = []
+        for ours in (False, True):
+            set_seed(0)
+            model = cls._from_config(config_class(**REAL_HEADS, **options)).cuda()
+            model.lm_head.weight.requires_grad_(not frozen)
+            add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+            model = patch_model(model) if ours else model
+            leaves = [x for x in model.parameters() if x.requires_grad]
+            for factor in (1.0, torch.arange(299.0, device="cuda")):
+                output = model(input_ids=ids, labels=labels, fused_lm_head=True)
+                gradients = torch.autograd.grad((output.log_probs * factor).sum(), leaves, allow_unused=True)
+                scores = output.log_probs.detach(), output.entropy.detach(), output.is_top1.float()
+                found.append([*scores, *(x for x in gradients if x is not None)])
+        self.assertIn("linear_logps", implementations_used())
+        for theirs, ours in zip(found[:2], found[2:], strict=True):
+            self.assertEqual(len(theirs), len(ours))
+            errors = [float((a - b).norm() / a.norm().clamp_min(1e-30)) for a, b in zip(theirs, ours, strict=True)]
+            report("TRL's head", frozen=frozen, largest_error=max(errors))
+            self.assertLess(max(errors), 2e-3)

@@ -8,7 +8,7 @@ from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
 from transformers_packed.ops import cross_entropy, linear_cross_entropy
-from transformers_packed.ops.cross_entropy import _torch_softmax_step
+from transformers_packed.ops.cross_entropy import TargetCount, _torch_softmax_step
 
 
 def make(dtype=torch.float32, ignored=True):
@@ -87,6 +87,20 @@ class ChunksMixin:
         hidden, weight, bias, labels = make()
         for x in run(self.impl, (hidden, weight, bias, torch.full_like(labels, -100)), num_items_in_batch=0):
             self.assertEqual(int(x.count_nonzero()), 0)
+
+    def test_number_of_targets(self):
+        """Given, it changes nothing. A wrong one is an error, also by one."""
+        hidden, weight, bias, some = make()
+        for labels in (some, torch.zeros_like(some), torch.full_like(some, -100)):
+            inputs, number = (hidden, weight, bias, labels), int((labels != -100).sum())
+            self.assertEqual(int(TargetCount(labels, -100)), number)
+            options = {"chunk_size": 5, "num_items_in_batch": 4}
+            known = run(self.impl, inputs, num_targets=number, **options)
+            for a, b in zip(known, run(self.impl, inputs, **options), strict=True):
+                self.assertTrue(torch.equal(a, b))
+        for wrong in (-1, 1, 3):
+            with self.assertRaises((IndexError, RuntimeError)):
+                run(self.impl, make(), num_targets=int((make()[-1] != -100).sum()) + wrong)
 
     def test_repeats_bit_for_bit(self):
         for a, b in zip(*(run(self.impl, make(), chunk_size=5) for _ in range(2)), strict=True):

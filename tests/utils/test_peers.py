@@ -38,7 +38,7 @@ def entry(tool: str, milliseconds: float, **values) -> dict:
     step = {"step_ms": milliseconds, "tokens_per_second": 1, "losses": {"1": 12.5}, "first_step_seconds": 9.0}
     cell = {"model": "4B", "lora": False, "checkpointing": False, "tokens": 16384, "documents": 34, "machine": "GPU"}
     how = {"warmup": 5, "steps": 20, "caches": "filled", "versions": {"torch": "2.11", tool: "1"}, "command": tool}
-    return cell | how | step | {"tool": tool, "padding_free": True, "isolated": True} | values
+    return cell | how | step | {"tool": tool, "padding_free": True, "isolated": True, "forwards_per_step": 1} | values
 
 
 class SamplesTest(unittest.TestCase):
@@ -64,7 +64,7 @@ class TrainTest(unittest.TestCase):
                     run(*common, *SMALL, "--tool", tool)
             ours, padded = json.loads(output.read_text())["runs"]
         self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
-        self.assertEqual(ours["shapes"], [[1, 48]])
+        self.assertEqual((ours["shapes"], ours["forwards_per_step"]), ([[1, 48]], 1))
         self.assertTrue(ours["padding_free"] and ours["isolated"])
         self.assertFalse(padded["padding_free"])
         self.assertEqual(len(ours["steps_ms"]), 1)
@@ -131,6 +131,15 @@ class CardTest(unittest.TestCase):
         lines = self.page(empty, filled, alone, entry("liger", 200.0)).splitlines()
         cells = [[x.strip() for x in line.split("|")[1:]] for line in lines if line.startswith("| 4B")]
         self.assertEqual([(x[2], x[6]) for x in cells], [("100 ms", "70 s"), ("200 ms", ""), ("150 ms", "400 s")])
+
+    def test_a_step_in_two_halves_counts_for_the_first_step_alone(self):
+        halves = entry("unsloth", 300.0, caches="empty", first_step_seconds=400.0, forwards_per_step=2)
+        for others, cells in (([entry("unsloth", 150.0)], ("150 ms", "400 s")), ([], ("not measured", ""))):
+            page = self.page(entry("ours", 100.0), halves, *others)
+            line = next(line for line in page.splitlines() if "| Unsloth |" in line)
+            found = [x.strip() for x in line.split("|")[1:]]
+            self.assertEqual((found[2], found[6]), cells)
+            self.assertIn("comes from a run with two forwards per step", page)
 
     def test_a_run_that_failed_or_leaks_is_named(self):
         failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")

@@ -22,6 +22,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
+from ..ops.cross_entropy import TargetCount
 from .inputs import kept_tokens, mask_targets_across_documents
 from .registry import PackedModelMixin
 from .releases import CACHE
@@ -242,11 +243,12 @@ def loss_without_logits(
         if output_router_logits is None:
             output_router_logits = config.output_router_logits
         inputs["output_router_logits"] = output_router_logits
-    outputs = model.model(attention_mask=attention_mask, **inputs)
     ignore_index = inputs.get("ignore_index", -100)
     targets = inputs.get("shift_labels")
     if targets is None:
         targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    num_targets = TargetCount(targets, ignore_index)
+    outputs = model.model(attention_mask=attention_mask, **inputs)
     head = model.lm_head
     kept = outputs.last_hidden_state[:, kept_tokens(logits_to_keep)]
     make_logits = _logits_on_demand(head, kept)
@@ -260,6 +262,7 @@ def loss_without_logits(
             num_items_in_batch=inputs.get("num_items_in_batch"),
             label_smoothing=inputs.get("label_smoothing", 0.0),
             ignore_index=ignore_index,
+            num_targets=int(num_targets),
         )
 
     if is_bare_linear(head):

@@ -7,10 +7,12 @@ the next chunk. The backward only scales them. Memory holds one chunk of logits 
 accumulates over the chunks.
 
 The cost is three matrix products of `tokens x hidden x vocabulary`, as with the full logits, and two reads and one
-write of the logits. Dropping tokens requires the number of targets on the host, which costs one host sync.
+write of the logits. Dropping tokens requires the number of targets on the host, which costs one host sync. A model that
+starts a [`TargetCount`] before its layers only waits for the labels.
 """
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ def linear_cross_entropy(
     num_items_in_batch: int | torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
+    num_targets: int | None = None,
     chunk_size: int | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -57,6 +60,9 @@ def linear_cross_entropy(
             Share of the target probability that is spread over the whole vocabulary.
         ignore_index (`int`, *optional*, defaults to -100):
             Label of tokens without a target.
+        num_targets (`int`, *optional*):
+            Number of tokens with a target, which saves the host sync. Another number than that of `labels` is an
+            error, which a GPU reports as a failed assertion.
         chunk_size (`int`, *optional*):
             Number of tokens per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -93,12 +99,59 @@ def linear_cross_entropy(
         got = f"{chunk_size} and {label_smoothing}"
         raise input_error("chunk_size of 1 or more and label_smoothing from 0 to 1", got)
     options = {"num_items_in_batch": num_items_in_batch, "label_smoothing": label_smoothing}
-    options |= {"ignore_index": ignore_index, "chunk_size": chunk_size}
+    options |= {"ignore_index": ignore_index, "num_targets": num_targets, "chunk_size": chunk_size}
     call = hidden_states.flatten(0, -2), weight, labels.flatten(), bias
     return run("linear_cross_entropy", impl, IMPLEMENTATIONS, *call, **options)
 
 
-def _reference(hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size):
+class TargetCount:
+    """The number of targets, counted while the GPU computes something else.
+
+    `int(count)` waits for the labels alone, not for the kernels that were launched in the meantime.
+
+    Args:
+        labels (`torch.LongTensor` of any shape):
+            Target of each token. They must not change before the number is read.
+        ignore_index (`int`):
+            Label of tokens without a target.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers_packed.ops.cross_entropy import TargetCount
+    >>> int(TargetCount(torch.tensor([3, -100, 0]), -100))
+    2
+
+    ```
+    """
+
+    def __init__(self, labels: torch.Tensor, ignore_index: int):
+        self._event = None
+        if not labels.is_cuda:
+            self._number = (labels != ignore_index).sum()
+            return
+        stream = _counting_stream(labels.device)
+        stream.wait_stream(torch.cuda.current_stream(labels.device))
+        with torch.cuda.stream(stream):
+            self._number = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._number.copy_((labels != ignore_index).sum(), non_blocking=True)
+            self._event = stream.record_event()
+
+    def __int__(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._number)
+
+
+@cache
+def _counting_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _reference(
+    hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets, chunk_size
+):
     logits = widened(F.linear(hidden_states, weight, bias))
     reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
@@ -118,9 +171,10 @@ def _triton(*args, **kwargs):
 
 
 def _chunked(
-    steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, chunk_size
-):
-    kept = (labels != ignore_index).nonzero().flatten().to(hidden_states.device)
+    steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets,
+    chunk_size,
+):  # fmt: skip
+    kept = _places(labels != ignore_index, num_targets).to(hidden_states.device)
     labels = labels.to(hidden_states.device)
     if len(kept) < len(labels):
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
@@ -131,6 +185,16 @@ def _chunked(
     scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
     options = scale, (*steps, torch.is_grad_enabled()), chunk_size, label_smoothing
     return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
+
+
+def _places(mask: torch.Tensor, number: int | None) -> torch.Tensor:
+    """Return where a mask `[T]` is `True`. No host sync if the number of these places is known."""
+    if number is None:
+        return mask.nonzero().flatten()
+    length = len(mask)
+    # The first element takes what is not in the mask. Too few or too many places leave an index out of range.
+    found = torch.full((number + 1,), length, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, mask.cumsum(0).where(mask, 0), torch.arange(length, device=mask.device))[1:]
 
 
 def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
