@@ -9,7 +9,8 @@ bfloat16 (`bf16=True`). How it is launched decides between one GPU, DDP and FSDP
 
 The time of a step is the mean of `--steps` steps after `--warmup` others. `--profile` adds a step under torch's profiler:
 the time of kernels, how much of the communication no computation covers, and how often the host waited for the GPU or copied
-something to it.
+something to it. With FSDP2, it also counts at how many addresses the weights of a layer lay in the steps: a CUDA graph would
+read those at one.
 """
 
 import argparse
@@ -58,6 +59,7 @@ class Clock(TrainerCallback):
     def __init__(self, args):
         self.first, self.last, self.profiled = args.warmup, args.warmup + args.steps, args.profile
         self.times, self.losses, self.tokens, self.trace, self.peak = {}, [], [], None, 0
+        self.addresses = {}
 
     def on_train_begin(self, *_, **__):
         self.begin = time.perf_counter()
@@ -91,6 +93,11 @@ class Clock(TrainerCallback):
         if self.trace is not None:
             wait()
             self.trace.__exit__(None, None, None)
+
+    def note_addresses(self, layer: torch.nn.Module, inputs: tuple) -> None:
+        """A hook of a layer, which FSDP2 has gathered then."""
+        for name, weight in layer.named_parameters():
+            self.addresses.setdefault(name, set()).add(weight.data_ptr())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -184,6 +191,8 @@ def measure(args, config: dict) -> dict:
         trainer.remove_callback(RunAheadCallback)
         del trainer.training_step
         trainer.accelerator.dataloader_config.non_blocking = False
+    if args.profile and trainer.is_fsdp_enabled:
+        model.model.layers[-1].register_forward_pre_hook(clock.note_addresses)
     trainer.train()
     seconds = (clock.times[clock.last] - clock.times[clock.first]) / args.steps
     lengths = sample_lengths("lognormal", args.tokens)
@@ -202,6 +211,8 @@ def measure(args, config: dict) -> dict:
     }
     if clock.trace is not None:
         found["profile"] = {"tokens": clock.tokens[clock.last], **summary(clock.trace)}
+        if clock.addresses:
+            found["profile"]["weight_addresses"] = [len(x) for x in clock.addresses.values()]
     return found
 
 
@@ -229,7 +240,9 @@ def main() -> int:
     config = with_layers(MODELS[args.model], args.layers)
     entry = {
         key: getattr(args, key)
-        for key in ("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8", "waits")
+        for key in (
+            *("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8", "graphs", "waits", "bucket_mb"),
+        )
     }
     entry["layers"] = config["num_hidden_layers"]
     words = [word for word in sys.argv if word not in ("--launched", args.launched)]

@@ -12,20 +12,23 @@ def whole_steps(results: dict) -> Card:
     done = [run for run in report["runs"] if "error" not in run]
     small = [run for run in done if "H100" in run["machine"]]
     fits = max(run["peak_GiB"] for run in small)
-    one, ddp, large, sharded = (
+    one, small_buckets, large, sharded = (
         find(done, *wanted) for wanted in (("0.8B", "one"), ("0.8B", "ddp"), ("4B", "one"), ("4B", "fsdp2"))
     )
+    ddp = find(done, "0.8B", "ddp", bucket_mb=100)
     short, waiting = find(done, "4B", "fsdp2", tokens=4096), find(done, "0.8B", "one", waits=True)
-    waits = sharded["profile"]["waits"]
+    graphs = find(done, "4B", "ddp", tokens=4096, graphs=True)
+    waits = sum(sharded["profile"]["waits"].get(name, 0) for name in ("cudaStreamSynchronize", "cudaEventSynchronize"))
+    addresses = short["profile"]["weight_addresses"]
     shares = [
         percent(x["tokens_per_second_per_gpu"] / y["tokens_per_second_per_gpu"])
-        for x, y in ((ddp, one), (sharded, large))
+        for x, y in ((ddp, one), (sharded, large), (small_buckets, one))
     ]
     return Card(
         "Whole steps, and a GPU of 80 GB",
         f"On an H100 of 80 GB, full fine-tuning of the 4B shape with AdamW and LoRA of the 9B shape fit at 16,384 tokens, in at "
-        f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {shares[0]} of the tokens per second of one with DDP (0.8B), and "
-        f"{shares[1]} with FSDP2 (4B).",
+        f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {shares[0]} of the tokens per second of one with DDP (0.8B, "
+        f"buckets of 100 MB), and {shares[1]} with FSDP2 (4B).",
         [
             f"""{SHAPE} A step of `PackedTrainer` loads a row on each GPU, and runs forward, backward, clipping and AdamW
 (`adamw_torch_fused`). Weights and AdamW are in the dtype of the table, and compute is in bfloat16. FSDP2 keeps trained
@@ -45,17 +48,19 @@ weights in float32.""",
                 ),
                 [line(run, run is waiting) for run in report["runs"]],
             ),
-            f"""With FSDP2, the host waits for the GPU {waits["cudaStreamSynchronize"]} times in a step of {sharded["layers"]} layers (torch's
-profiler, 4B with 16,384 tokens). So it does not wait once per layer, and no layer copies boundaries from pageable
-memory. Of {fixed(sharded["profile"]["communication_ms"], 0)} ms of communication, computation covers all but {fixed(sharded["profile"]["uncovered_communication_ms"], 0)} ms. FSDP2 computes in bfloat16, so it is compared with
-bfloat16 weights on one GPU.""",
-            f"""The host is the bound of small shapes and of short rows. The kernels of 0.8B on one GPU take {fixed(one["profile"]["computation_ms"], 0)} ms of a step of
-{fixed(one["step_ms"], 0)} ms. With DDP, {fixed(ddp["profile"]["uncovered_communication_ms"], 0)} ms of communication are not covered, which includes waiting for the other GPU. With
-FSDP2 and rows of 4,096 tokens, kernels and uncovered communication take {fixed(short["profile"]["computation_ms"] + short["profile"]["uncovered_communication_ms"], 0)} of {fixed(short["step_ms"], 0)} ms. The GPU waits for
-the host in the rest. CUDA graphs do not support FSDP2 yet.""",
-            f"""Trainer waits for the GPU twice in each step, and [`configure_packing`](../how_to/trainer.md) removes these waits. A step of
-0.8B on one GPU takes {fixed(waiting["step_ms"], 1)} ms with them and {fixed(one["step_ms"], 1)} ms without. In both, the model still waited for
-the document lengths. Steps without that wait have not been measured.""",
+            f"""With FSDP2, the host waits for the GPU {"once" if waits == 1 else f"{waits} times"} in a step of {sharded["layers"]} layers (torch's profiler, 4B with 16,384
+tokens): for the number of targets. No layer waits, and no layer copies boundaries from pageable memory. Of {fixed(sharded["profile"]["communication_ms"], 0)} ms of
+communication, computation covers all but {fixed(sharded["profile"]["uncovered_communication_ms"], 0)} ms, which includes waiting for the other GPU. FSDP2 computes in
+bfloat16, so it is compared with bfloat16 weights on one GPU.""",
+            f"""DDP with its default buckets of 25 MB reaches {shares[2]} of one GPU. The sums of gradients then take {fixed(small_buckets["profile"]["communication_ms"], 0)} ms of a step,
+beside other kernels, and {fixed(ddp["profile"]["communication_ms"], 0)} ms with `ddp_bucket_cap_mb=100` and `ddp_find_unused_parameters=False`. The kernels of 0.8B on one GPU take {fixed(one["profile"]["computation_ms"], 0)} ms of a step of {fixed(one["step_ms"], 0)} ms. The GPU
+waits for the host in the rest.""",
+            f"""CUDA graphs do not support FSDP2, because a graph reads a weight at one address. In the run with 4,096 tokens, FSDP2
+gathered each weight of a layer at {min(addresses)} to {max(addresses)} addresses. Where the whole model fits
+on a GPU, DDP keeps its weights in place, and graphs work: {graphs["tokens_per_second_per_gpu"]:,} tokens per second of a GPU with weights in bfloat16,
+and {short["tokens_per_second_per_gpu"]:,} with FSDP2, which also keeps its weights in float32.""",
+            f"""The step of {fixed(waiting["step_ms"], 0)} ms has waits that [`configure_packing`](../how_to/trainer.md) removes. It ran on another machine of the
+same kind, before the model stopped waiting for document lengths and for the loss.""",
             """Steps on H100s and those of the 9B shape were measured with these waits. On one H200, 4B with weights and AdamW in float32
 does not fit at 16,384 tokens without gradient checkpointing.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per
@@ -70,18 +75,20 @@ second of two runs differ by some percent.""",
     )
 
 
-def find(runs: list[dict], model: str, kind: str, tokens: int = 16384, waits: bool = False) -> dict:
+def find(runs: list[dict], model: str, kind: str, tokens: int = 16384, **others) -> dict:
     """The last run of this kind on H200s."""
-    given = {"model": model, "kind": kind, "tokens": tokens, "waits": waits}
+    given = {"model": model, "kind": kind, "tokens": tokens, "waits": False, "graphs": None, "bucket_mb": None, **others}
     return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()][-1]
 
 
 def line(run: dict, waiting: bool = False) -> tuple:
     gpu = "H100, 80 GB" if "H100" in run["machine"] else "H200"
+    options = ["with both waits of Trainer"] * waiting + ["CUDA graphs"] * bool(run["graphs"])
+    options += [f"buckets of {run['bucket_mb']} MB"] * bool(run["bucket_mb"])
     head = (
         gpu,
         KINDS[run.get("kind", "one")],
-        f"{run['model']}{', with both waits of Trainer' if waiting else ''}",
+        ", ".join([run["model"], *options]),
         "LoRA" if run["lora"] else "all",
         run["weights"],
         "yes" if run["checkpointing"] else "",

@@ -1,0 +1,50 @@
+"""Milliseconds of a whole training step beside other tools, from `benchmarks/results/peers.json`."""
+
+import json
+import sys
+from pathlib import Path
+
+from svg import GREEN, MUTED, Picture
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "utils" / "cards"))
+from peers import TOOLS, grouped  # noqa: E402
+
+
+RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
+COLORS = {"ours": GREEN, "ours+graphs": GREEN, "ours+float8": GREEN, "unsloth": "#6e7781", "liger": "#aeb6be"}
+LEFT, WIDEST = 222, 228
+
+
+def main() -> None:
+    cells = grouped(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"])
+    bars = [
+        (key, [(tool, runs[tool]["step_ms"]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
+        for key, runs in cells.items()
+    ]
+    scale = WIDEST / max(milliseconds for _, arms in bars for _, milliseconds in arms)
+    height = 92 + sum(58 + 36 * len(arms) for _, arms in bars)
+    picture = Picture(height, "Milliseconds of a training step: ours, Unsloth, TRL with Liger")
+    picture.text(24, 44, "One training step in SFTTrainer, ms", 25, font_weight="700")
+    picture.text(24, 74, f"{next(iter(cells))[-1]}, bfloat16, the same samples, without padding", 20, MUTED)
+    y = 74
+    for (model, lora, _, tokens, *_), arms in bars:
+        y += 44
+        picture.text(
+            24, y, f"Qwen3.5 {model}, {'LoRA' if lora else 'full'}, {tokens:,} tokens", 21, font_weight="600"
+        )
+        y += 14
+        ours = dict(arms)["ours"]
+        for tool, milliseconds in arms:
+            own = tool.startswith("ours")
+            picture.text(24, y + 21, TOOLS[tool], 20)
+            picture.rect(LEFT, y, milliseconds * scale, 27, COLORS[tool], 3)
+            beside = f"{milliseconds:,.0f}" if tool == "ours" else f"{milliseconds:,.0f} ({milliseconds / ours:.2f} ×)"
+            picture.text(LEFT + milliseconds * scale + 10, y + 21, beside, 20, font_weight="600" if own else "400")
+            y += 36
+    picture.write(__file__)
+
+
+if __name__ == "__main__":
+    main()
