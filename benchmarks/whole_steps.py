@@ -241,7 +241,18 @@ def main() -> int:
     entry = {
         key: getattr(args, key)
         for key in (
-            *("model", "weights", "tokens", "optim", "checkpointing", "lora", "float8", "graphs", "waits", "bucket_mb"),
+            *(
+                "model",
+                "weights",
+                "tokens",
+                "optim",
+                "checkpointing",
+                "lora",
+                "float8",
+                "graphs",
+                "waits",
+                "bucket_mb",
+            ),
         )
     }
     entry["layers"] = config["num_hidden_layers"]

@@ -31,9 +31,7 @@ def main() -> None:
     y = 74
     for (model, lora, _, tokens, *_), arms in bars:
         y += 44
-        picture.text(
-            24, y, f"Qwen3.5 {model}, {'LoRA' if lora else 'full'}, {tokens:,} tokens", 21, font_weight="600"
-        )
+        picture.text(24, y, f"Qwen3.5 {model}, {'LoRA' if lora else 'full'}, {tokens:,} tokens", 21, font_weight="600")
         y += 14
         ours = dict(arms)["ours"]
         for tool, milliseconds in arms:

@@ -41,6 +41,7 @@ class CardsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             copytree(ROOT / "docs" / "figures", Path(folder, "docs", "figures"))
             copytree(ROOT / "benchmarks" / "results", Path(folder, "benchmarks", "results"))
+            copytree(ROOT / "utils" / "cards", Path(folder, "utils", "cards"))
             picture = Path(folder, "docs", "figures", f"{name}.svg")
             picture.unlink()
             subprocess.run([sys.executable, str(picture.with_suffix(".py"))], check=True)

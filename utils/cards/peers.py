@@ -1,6 +1,6 @@
 """The page of whole training steps beside other tools."""
 
-from card import Card, fixed, gib, table, times
+from card import PEERS, Card, fixed, gib, table, times
 
 
 TOOLS = {
@@ -34,6 +34,7 @@ def peers(results: dict) -> Card:
         "Whole steps beside other tools",
         claim(ratios),
         [
+            "![Milliseconds of a training step](../figures/training_step.svg)",
             """A shape, such as 0.8B, has the layer sizes of the Qwen3.5 model of that name and random weights. Every tool trains
 the same checkpoint on the same samples in the same order in its version of `SFTTrainer`. A step is loading, forward,
 backward, clipping, fused AdamW and logging.""",
@@ -43,21 +44,24 @@ backward, clipping, fused AdamW and logging.""",
             ),
             """*TRL with Liger* is the stock class with `padding_free=True` and `use_liger_kernel=True`. Without FlashAttention and
 causal-conv1d, it has torch's `varlen_attn` and flash-linear-attention's convolution instead. TRL 1.16 takes the loss from
-a head of its own, which also gives the entropy and the accuracy of tokens. *Unsloth* chooses its kernels and its
+a head of its own, which also gives the entropy and the accuracy of tokens. With this package, that head has
+[our products](../how_to/sft.md). *Unsloth* chooses its kernels and its
 padding-free batches by itself.""",
             f"""The weights are in bfloat16, under autocast. LoRA has rank 16 on all linear layers, in float32. Each time is the mean
 of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others. *First step* counts from
 `trainer.train()`, and is stated where all kernel caches were empty. The losses are those of the first and the last log.
-*One row* says whether the forward of each warm-up step got exactly one row of all tokens.""",
+*One row* says whether the forward of each warm-up step got exactly one row of all tokens. Each run had one of two GPUs,
+while another run had the other.""",
             *halves(results["peers.json"]["runs"]),
             isolation(unsafe),
+            """Not measured: other shapes, mixtures of experts, DPO and GRPO beside other tools.""",
         ],
         ["peers.json"],
         machine=", ".join(dict.fromkeys(f"one {run['machine']}" for run in measured)),
         versions=common(measured),
         extra=[(f"Versions, {TOOLS[tool]}", text) for tool in TOOLS if (text := versions(tool, measured))],
         commands=[run["command"] for run in measured],
-        committed=[],
+        committed=[PEERS],
         number=claim(ratios, short=True),
     )
 
@@ -110,11 +114,17 @@ def claim(ratios: list[tuple], short: bool = False) -> str:
     """The ratios that were measured, with nothing about a cell without one."""
     if not ratios:
         return "no comparison yet" if short else "No tool was measured beside this package yet."
-    texts = {}
-    for (model, lora, *_), tool, ratio in ratios:
-        texts.setdefault(f"{model} {'LoRA' if lora else 'full'}", []).append(f"{TOOLS[tool]} {times(ratio)}")
-    text = "; ".join(f"{cell}: {', '.join(parts)}" for cell, parts in texts.items())
-    return f"time over ours: {text}" if short else f"Time of a whole training step over ours: {text}."
+    texts = []
+    for tool in dict.fromkeys(tool for _, tool, _ in ratios):
+        found = [ratio for _, name, ratio in ratios if name == tool]
+        span = f"{fixed(min(found), 2)} to {times(max(found))}" if len(found) > 1 else times(found[0])
+        texts.append(f"{TOOLS[tool]} {span}")
+    text = ", ".join(texts)
+    return (
+        f"time over ours: {text}"
+        if short
+        else f"Time of a whole training step over ours, without CUDA graphs and FP8: {text}."
+    )
 
 
 def halves(runs: list[dict]) -> list[str]:

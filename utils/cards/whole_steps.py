@@ -77,7 +77,15 @@ second of two runs differ by some percent.""",
 
 def find(runs: list[dict], model: str, kind: str, tokens: int = 16384, **others) -> dict:
     """The last run of this kind on H200s."""
-    given = {"model": model, "kind": kind, "tokens": tokens, "waits": False, "graphs": None, "bucket_mb": None, **others}
+    given = {
+        "model": model,
+        "kind": kind,
+        "tokens": tokens,
+        "waits": False,
+        "graphs": None,
+        "bucket_mb": None,
+        **others,
+    }
     return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()][-1]
 
 

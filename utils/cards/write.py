@@ -20,6 +20,7 @@ from launches import launches
 from lora import lora
 from moe import moe
 from on_cpu import balance, cpu_step, dataset_cost, planning
+from peers import peers
 from preference import preference
 from steps import equal_documents, long_rows, memory_4b, profile, short_rows, step_time
 from whole_steps import whole_steps
@@ -32,6 +33,7 @@ CARDS = {
     "equal_documents": equal_documents,
     "short_rows": short_rows,
     "lora": lora,
+    "peers": peers,
     "moe": moe,
     "preference": preference,
     "float8": float8,
