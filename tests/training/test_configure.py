@@ -130,6 +130,13 @@ class SameTrainingTest(ConfigureTestCase):
 
 
 class SetUpTest(ConfigureTestCase):
+    def test_buckets_of_ddp(self):
+        for given, expected in ((None, 100), (7, 7)):
+            trainer = self.trainer(args={"ddp_bucket_cap_mb": given})
+            said(configure_packing, trainer)
+            options = trainer.accelerator.ddp_handler.to_kwargs()
+            self.assertEqual((options["bucket_cap_mb"], options["gradient_as_bucket_view"]), (expected, True))
+
     def test_auto_says_so_in_one_line(self):
         # Elsewhere: users cannot see whether samples are isolated, or whether packing is on at all.
         trainer = self.trainer()

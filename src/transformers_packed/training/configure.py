@@ -45,6 +45,8 @@ _MODES = ("auto", "padding_free", "pack", "off")
 _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 # Options of Liger, and the class name suffixes of the modules that they replace.
 _LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
+# DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
+_BUCKET_MB = 100
 # Samples to read for an estimate of the padding if the dataset has no table of lengths.
 _ESTIMATED_FROM = 128
 
@@ -64,7 +66,8 @@ def configure_packing(
     or with the reason why packing is off. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
-    `non_blocking=True`, and losses that are not finite are left out of the log on the GPU.
+    `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
+    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
       unchanged; only the padding is not computed.
@@ -272,6 +275,11 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
+    if (ddp := trainer.accelerator.ddp_handler) is not None:
+        # Gradients then lie in the buckets, and are not copied to them and back.
+        ddp.gradient_as_bucket_view = True
+        if args.ddp_bucket_cap_mb is None:
+            ddp.bucket_cap_mb = _BUCKET_MB
     callbacks, step = trainer.callback_handler.callbacks, trainer.training_step
     ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
     ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise
