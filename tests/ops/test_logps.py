@@ -1,4 +1,5 @@
 import unittest
+import weakref
 from unittest import mock
 
 import torch
@@ -400,6 +401,19 @@ class ChunksMixin(LogpsMixin):
             with torch.set_grad_enabled(bool(options)), LargestTensor() as seen:
                 outputs_of(self.impl, leaves, targets, same_gradient=True, chunk_size=64, **options)
             self.assertEqual(len(seen.products), 1)
+
+    def test_a_backward_that_keeps_no_graph_frees_the_gradients(self):
+        leaves, targets = [x.requires_grad_() for x in make()[:2]], make()[-1]
+        (found,) = outputs_of(self.impl, leaves, targets, same_gradient=True)
+        loss, nodes = found.sum(), [found.grad_fn]
+        for node in nodes:
+            nodes += [other for other, _ in node.next_functions if other is not None]
+        (weight,) = [weakref.ref(node.ahead.weight) for node in nodes if hasattr(node, "ahead")]
+        del node, nodes
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+        self.assertIsNotNone(weight())
+        torch.autograd.grad(loss, leaves)
+        self.assertIsNone(weight())
 
     def test_equals_the_cross_entropy(self):
         hidden, weight, bias, targets = make()

@@ -287,13 +287,11 @@ class _Gradients:
             return True
         return not len(d_logps) or bool((d_logps == d_logps[0]).all())
 
-    def times(self, d_logps: torch.Tensor, scaled: Callable) -> list[torch.Tensor | None]:
-        """The gradients for other gradients of the log-probabilities than ones."""
+    def times(self, d_logps: torch.Tensor, scaled: Callable, kept: bool) -> list[torch.Tensor | None]:
+        """The gradients for other gradients of the log-probabilities than ones. In place unless these are `kept`."""
         hidden_states = None if self.hidden_states is None else self.hidden_states * d_logps[:, None]
         sums = [self.weight, self.bias]
         if len(d_logps):
-            # In place, unless the graph is kept for another backward.
-            kept = torch._C._autograd._get_current_graph_task_keep_graph()
             factor, dtypes = d_logps[0], self.dtypes[1:]
             sums = [
                 None if x is None else scaled(x.clone() if kept else x, factor, dtype)
@@ -351,8 +349,13 @@ class _LinearLogps(torch.autograd.Function):
         pairs, (_, overwrite_with_gradient, scaled) = ctx.pairs, ctx.options.steps
         if d_logps is None and d_entropies is None:
             return (None,) * 5
-        if ctx.ahead is not None and d_entropies is None and ctx.ahead.fit(d_logps):
-            return *ctx.ahead.times(d_logps, scaled), None, None
+        kept, ahead = torch._C._autograd._get_current_graph_task_keep_graph(), ctx.ahead
+        if not kept:
+            # The graph outlives this backward, and the gradient of the weight is large.
+            ctx.ahead = None
+        if ahead is not None and d_entropies is None and ahead.fit(d_logps):
+            return *ahead.times(d_logps, scaled, kept), None, None
+        del ahead
         if d_logps is None:
             d_logps = torch.zeros_like(d_entropies)
         slots = None if pairs.of is None else pairs.slots[pairs.of]

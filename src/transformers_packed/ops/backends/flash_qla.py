@@ -13,6 +13,8 @@ from ..dispatch import logger
 from . import chunk_indices
 
 
+# More than the multiprocessors of a GPU.
+_MOST_BLOCKS = 256
 # What selects the kernels of the calls whose kernels were compiled together.
 _COMPILED: set[tuple] = set()
 
@@ -43,8 +45,9 @@ def _compile_together(query, key, value, g, beta, cu_seqlens) -> None:
         return
     _COMPILED.add(call)
     try:
-        # More documents select no other kernel.
-        calls = _calls(key, value, g, beta, min(documents, 256), cu_seqlens is not None, training)
+        # More documents select no other kernel: blocks of all heads fill the GPU.
+        documents = min(documents, -(-_MOST_BLOCKS // heads[1]))
+        calls = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
         with ThreadPoolExecutor(len(calls)) as pool:
             list(pool.map(lambda run: run(), calls))
     except Exception as error:
