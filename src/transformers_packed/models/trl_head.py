@@ -35,7 +35,7 @@ _LOCK = RLock()
 
 def is_trl_forward(forward: Any) -> bool:
     """Whether `forward` is what TRL's trainers set, or what [`beside_trl`] made of it."""
-    return isinstance(forward, MethodType) and "fused_lm_head" in (forward.__func__.__kwdefaults__ or ())
+    return isinstance(forward, MethodType) and "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or ())
 
 
 def use_our_products(module: torch.nn.Module) -> None:

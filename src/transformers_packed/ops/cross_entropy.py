@@ -134,7 +134,7 @@ class TargetCount:
         stream = _counting_stream(labels.device)
         stream.wait_stream(torch.cuda.current_stream(labels.device))
         with torch.cuda.stream(stream):
-            self._number = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._number.copy_((labels != ignore_index).sum(), non_blocking=True)
             self._event = stream.record_event()
 
@@ -176,7 +176,7 @@ def _chunked(
 ):  # fmt: skip
     kept = _places(labels != ignore_index, num_targets).to(hidden_states.device)
     labels = labels.to(hidden_states.device)
-    if len(kept) < len(labels):
+    if num_targets is not None or len(kept) < len(labels):
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
     if num_items_in_batch is None:
         num_items_in_batch = len(labels) or math.nan

@@ -50,6 +50,9 @@ def _compile_together(query, key, value, g, beta, cu_seqlens) -> None:
         calls = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
         with ThreadPoolExecutor(len(calls)) as pool:
             list(pool.map(lambda run: run(), calls))
+        if key.is_cuda:
+            # The kernels ran on other streams than that of their tensors, which are freed next.
+            torch.cuda.synchronize(key.device)
     except Exception as error:
         # Not the functions of version 0.1.3. The call itself compiles what it needs.
         logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
