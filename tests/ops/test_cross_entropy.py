@@ -137,7 +137,7 @@ class ChunksMixin:
     def test_a_backward_that_keeps_no_graph_frees_the_gradients_and_makes_no_others(self):
         # The gradient of the weight is as large as the weight, so it must be scaled in place.
         leaves, loss = self.leaves_and_loss()
-        address = loss.grad_fn.gradients[1].data_ptr()
+        address = loss.grad_fn.gradients.weight.data_ptr()
         loss.backward()
         self.assertEqual(leaves[1].grad.data_ptr(), address)
         self.assertIsNone(loss.grad_fn.gradients)

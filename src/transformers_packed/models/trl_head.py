@@ -5,7 +5,6 @@ TRL's head folds tiles of logits into the scores of their tokens and computes al
 gradients: with a frozen head, and for the sum of the log-probabilities, which is the loss of `SFTTrainer`.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 
-_MODULE = "trl.trainer.utils"
 # The function in TRL's module that computes the scores, and its arguments in the releases that this module knows.
 _THEIRS = "_ChunkedLogProbFunction"
 _ARGUMENTS = [
@@ -27,8 +25,6 @@ _ARGUMENTS = [
 # In the order of TRL's results. The head of this package computes those that it names.
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _OURS = {"log_probs", "entropy", "is_top1"}
-
-
 # TRL's forward looks its function up in its module, so only one thread at a time may replace the function.
 _LOCK = RLock()
 
@@ -47,33 +43,35 @@ def use_our_products(module: torch.nn.Module) -> None:
 
 def beside_trl(theirs: MethodType, module: torch.nn.Module, other: Callable, our_products: bool) -> MethodType:
     """Create a `forward` that runs TRL's to score tokens, and `other` in other calls."""
-    products = _our_products if our_products else nullcontext
+    function = theirs.__func__
 
     @wraps(other)
     def forward(self, *args, fused_lm_head=False, **kwargs):
         if not fused_lm_head:
             return other(self, *args, **kwargs)
-        with products():
-            return theirs.__func__(self, *args, fused_lm_head=True, **kwargs)
+        with _our_products(function.__globals__) if our_products else nullcontext():
+            return function(self, *args, fused_lm_head=True, **kwargs)
 
     forward.trl_forward = theirs
     return MethodType(forward, module)
 
 
 @contextmanager
-def _our_products() -> Iterator[None]:
-    """Let TRL's forward compute scores with [`_Scores`], unless this release computes them in another way."""
-    module = sys.modules[_MODULE]
+def _our_products(names: dict[str, Any]) -> Iterator[None]:
+    """Let TRL's forward compute scores with [`_Scores`], unless this release computes them in another way.
+
+    `names` are those of the module of the forward.
+    """
     with _LOCK:
-        theirs = getattr(module, _THEIRS, None)
+        theirs = names.get(_THEIRS)
         if not isinstance(theirs, type) or list(signature(theirs.forward).parameters) != _ARGUMENTS:
             yield
             return
-        setattr(module, _THEIRS, _Scores(theirs))
+        names[_THEIRS] = _Scores(theirs)
         try:
             yield
         finally:
-            setattr(module, _THEIRS, theirs)
+            names[_THEIRS] = theirs
 
 
 class _Scores:

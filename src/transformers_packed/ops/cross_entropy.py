@@ -8,10 +8,11 @@ accumulates over the chunks.
 
 The cost is three matrix products of `tokens x hidden x vocabulary`, as with the full logits, and two reads and one
 write of the logits. Dropping tokens requires the number of targets on the host, which costs one host sync. A model that
-starts a [`TargetCount`] before its layers only waits for the labels.
+starts a [`TargetCount`] before its layers does not wait for them.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -107,7 +108,7 @@ def linear_cross_entropy(
 class TargetCount:
     """The number of targets, counted while the GPU computes something else.
 
-    `int(count)` waits for the labels alone, not for the kernels that were launched in the meantime.
+    `int(count)` waits for what was launched before the count, not for the kernels that were launched since.
 
     Args:
         labels (`torch.LongTensor` of any shape):
@@ -209,18 +210,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
-        # Autocast would run the matrix product of the head in low precision too.
-        dtype = autocast_dtype(hidden_states)
-        if dtype is not None:
-            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
         softmax_step, scaled, wanted = steps
-        for_hidden, for_weight, for_bias = (wanted and needed for needed in ctx.needs_input_grad[:3])
+        needed = [wanted and needed for needed in ctx.needs_input_grad[:3]]
+        # Autocast would run the matrix product of the head in low precision too.
+        dtype = autocast_dtype(hidden_states)
+        gradients = HeadGradients(needed, (hidden_states, weight, bias), dtype or hidden_states.dtype)
+        if dtype is not None:
+            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
         losses = hidden_states.new_zeros(len(labels), dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden_states) if for_hidden else None
-        d_weight = None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
         buffer = hidden_states.new_empty(min(chunk_size, len(labels)), weight.shape[0])
         for start in range(0, len(labels), chunk_size):
             rows = slice(start, start + chunk_size)
@@ -228,17 +226,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
             if bias is not None:
                 logits += bias
-            losses[rows] = softmax_step(logits, labels[rows], label_smoothing, for_hidden or for_weight or for_bias)
+            losses[rows] = softmax_step(logits, labels[rows], label_smoothing, any(needed))
             # From here on, `logits` holds its own gradient.
-            if for_hidden:
-                torch.mm(logits, weight, out=d_hidden[rows])
-            if for_weight:
-                d_weight = add_product(d_weight, logits.t(), chunk)
-            if for_bias:
-                d_bias += logits.sum(0, dtype=torch.float32)
-        if for_weight and d_weight is None:
-            d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        ctx.gradients, ctx.scale, ctx.scaled = (d_hidden, d_weight, d_bias), scale, scaled
+            gradients.add(rows, logits, chunk, weight)
+        ctx.gradients, ctx.scale, ctx.scaled = gradients, scale, scaled
         return losses.sum() * scale
 
     @staticmethod
@@ -251,17 +242,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: the first backward through this loss has freed its gradients. "
                 "Run the forward again, or pass retain_graph=True to the first backward."
             )
-        # Scale in place, unless the graph is kept for another backward. Nothing else refers to the gradients.
+        # Nothing else refers to the gradients.
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         # The forward does not scale, because the gradient of a mean over many targets would underflow in float16.
-        factor = d_loss * ctx.scale
-        gradients = [
-            None if x is None else ctx.scaled(x.clone() if kept else x, factor, dtype)
-            for x, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
+        gradients = ctx.gradients.scaled(d_loss * ctx.scale, ctx.scaled, kept)
         if not kept:
             ctx.gradients = None
         return (*gradients, None, None, None, None, None)
+
+
+class HeadGradients:
+    """The gradients of hidden states, weight and bias, added up over chunks of logits. `None` where not needed.
+
+    Args:
+        needed (`Sequence[bool]`):
+            Which of the three inputs need a gradient.
+        inputs (`tuple`):
+            Hidden states `[T, H]`, weight `[V, H]` and bias `[V]` or `None`.
+        dtype (`torch.dtype`):
+            Dtype of the matrix products. The sums over tokens are at least in float32.
+    """
+
+    def __init__(self, needed: Sequence[bool], inputs: tuple, dtype: torch.dtype):
+        hidden_states, weight, bias = inputs
+        for_hidden, self.for_weight, for_bias = needed
+        self.dtypes = [None if x is None else x.dtype for x in inputs]
+        self.hidden_states = torch.empty_like(hidden_states, dtype=dtype) if for_hidden else None
+        # The first product creates the sum, unless there is no chunk.
+        self.weight = torch.zeros_like(weight) if self.for_weight and not len(hidden_states) else None
+        self.bias = torch.zeros_like(bias, dtype=torch.promote_types(dtype, torch.float32)) if for_bias else None
+
+    def add(self, rows: slice, logits: torch.Tensor, hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add those of a chunk of rows, whose logits hold their own gradient."""
+        if self.hidden_states is not None:
+            torch.mm(logits, weight, out=self.hidden_states[rows])
+        if self.for_weight:
+            self.weight = add_product(self.weight, logits.t(), hidden_states)
+        if self.bias is not None:
+            self.bias += logits.sum(0, dtype=self.bias.dtype)
+
+    def scaled(self, factor: torch.Tensor, scaled: Callable, kept: bool) -> list[torch.Tensor | None]:
+        """All of them times a scalar, in the dtypes of the inputs. In place, unless they are kept for another backward."""
+        found = zip((self.hidden_states, self.weight, self.bias), self.dtypes, strict=True)
+        return [None if x is None else scaled(x.clone() if kept else x, factor, dtype) for x, dtype in found]
 
 
 def add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ Upstream gradients are added per pair and per row before the chunks: in order on
 Finding the distinct rows and pairs costs three more host syncs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .autograd import autocast_dtype, first_order
 from .backends import triton
-from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, add_product, torch_scaled
+from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
 from .dispatch import Implementation, always, run
 from .norm import widened
 
@@ -260,51 +260,6 @@ def _chunks(hidden_states, weight, bias, pairs: _Pairs, chunk_size: int) -> Iter
         yield _Chunk(rows, slice(*pairs.bounds[i : i + 2]), logits)
 
 
-class _Gradients:
-    """The gradients of the inputs that need one, summed over the chunks."""
-
-    def __init__(self, ctx, hidden_states, weight, bias):
-        for_hidden, self.for_weight, for_bias = ctx.needs_input_grad[:3]
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        self.dtypes = [None if x is None else x.dtype for x in (hidden_states, weight, bias)]
-        self.hidden_states = torch.empty_like(hidden_states, dtype=ctx.dtype) if for_hidden else None
-        # The first product creates the sum, unless there is no chunk.
-        self.weight = torch.zeros_like(weight) if self.for_weight and not len(hidden_states) else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if for_bias else None
-
-    def add(self, chunk: _Chunk, hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add the gradients of a chunk, whose logits hold their own gradient."""
-        if self.hidden_states is not None:
-            torch.mm(chunk.logits, weight, out=self.hidden_states[chunk.rows])
-        if self.for_weight:
-            self.weight = add_product(self.weight, chunk.logits.t(), hidden_states[chunk.rows])
-        if self.bias is not None:
-            self.bias += chunk.logits.sum(0, dtype=self.bias.dtype)
-
-    def fit(self, d_logps: torch.Tensor | None) -> bool:
-        """Whether the gradients only need a factor. The sums over the tokens need the same one for all tokens."""
-        if self.weight is None and self.bias is None:
-            return True
-        return not len(d_logps) or bool((d_logps == d_logps[0]).all())
-
-    def times(self, d_logps: torch.Tensor, scaled: Callable, kept: bool) -> list[torch.Tensor | None]:
-        """The gradients for other gradients of the log-probabilities than ones. In place unless these are `kept`."""
-        hidden_states = None if self.hidden_states is None else self.hidden_states * d_logps[:, None]
-        sums = [self.weight, self.bias]
-        if len(d_logps):
-            factor, dtypes = d_logps[0], self.dtypes[1:]
-            sums = [
-                None if x is None else scaled(x.clone() if kept else x, factor, dtype)
-                for x, dtype in zip(sums, dtypes, strict=True)
-            ]
-        return self.cast(hidden_states, *sums)
-
-    def cast(self, *gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """These gradients, or its own, in the dtypes of the inputs."""
-        found = gradients or (self.hidden_states, self.weight, self.bias)
-        return [None if x is None else x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True)]
-
-
 class _LinearLogps(torch.autograd.Function):
     """The log-probability of each target, the entropy of its row or `None`, and whether it is the top one or `None`.
 
@@ -325,14 +280,15 @@ class _LinearLogps(torch.autograd.Function):
         tops = torch.empty_like(logps, dtype=torch.bool) if options.is_top1 else None
         frozen = not any(ctx.needs_input_grad[1:3])
         ahead = options.wanted and any(ctx.needs_input_grad) and pairs.of is None and (frozen or options.same_gradient)
-        ctx.ahead = _Gradients(ctx, hidden_states, weight, bias) if ahead else None
+        inputs = hidden_states, weight, bias
+        ctx.ahead = HeadGradients(ctx.needs_input_grad[:3], inputs, ctx.dtype) if ahead else None
         ones = torch.ones_like(totals) if ahead else None
         head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
         for chunk in _chunks(*head, pairs, options.chunk_size):
             statistics(chunk, pairs, options.temperature, totals, logps, entropies, tops)
             if ahead:
                 overwrite_with_gradient(chunk, pairs, options.temperature, totals, logps, None, (ones, ones, None))
-                ctx.ahead.add(chunk, *head[:2])
+                ctx.ahead.add(chunk.rows, chunk.logits, head[0][chunk.rows], head[1])
         ctx.save_for_backward(hidden_states, weight, bias, totals, logps, entropies)
         # Copies, so that the caller may change the result in place.
         slots = pairs.slots if pairs.of is None else pairs.slots[pairs.of]
@@ -353,8 +309,12 @@ class _LinearLogps(torch.autograd.Function):
         if not kept:
             # The graph outlives this backward, and the gradient of the weight is large.
             ctx.ahead = None
-        if ahead is not None and d_entropies is None and ahead.fit(d_logps):
-            return *ahead.times(d_logps, scaled, kept), None, None
+        if ahead is not None and d_entropies is None:
+            if not any(ctx.needs_input_grad[1:3]):
+                return (ahead.hidden_states * d_logps[:, None]).to(hidden_states.dtype), None, None, None, None
+            # The sums over tokens need the same gradient for all of them.
+            if not len(d_logps) or bool((d_logps == d_logps[0]).all()):
+                return *ahead.scaled(d_logps[:1].sum(), scaled, kept), None, None
         del ahead
         if d_logps is None:
             d_logps = torch.zeros_like(d_entropies)
@@ -364,12 +324,13 @@ class _LinearLogps(torch.autograd.Function):
             _sum_by(slots, d_logps, len(totals)),
             None if d_entropies is None else _sum_by(slots, d_entropies, len(totals)),
         )
-        gradients = _Gradients(ctx, hidden_states, weight, bias)
+        gradients = HeadGradients(ctx.needs_input_grad[:3], (hidden_states, weight, bias), ctx.dtype)
         head = hidden_states.to(ctx.dtype), weight.to(ctx.dtype), bias
         for chunk in _chunks(*head, pairs, ctx.options.chunk_size):
             overwrite_with_gradient(chunk, pairs, ctx.options.temperature, totals, logps, entropies, upstream)
-            gradients.add(chunk, *head[:2])
-        return *gradients.cast(), None, None
+            gradients.add(chunk.rows, chunk.logits, head[0][chunk.rows], head[1])
+        found = zip((gradients.hidden_states, gradients.weight, gradients.bias), gradients.dtypes, strict=True)
+        return *(None if x is None else x.to(dtype) for x, dtype in found), None, None
 
 
 def _sum_by(index: torch.Tensor | None, values: torch.Tensor, count: int) -> torch.Tensor:

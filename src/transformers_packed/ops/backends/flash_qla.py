@@ -44,18 +44,30 @@ def _compile_together(query, key, value, g, beta, cu_seqlens) -> None:
     if call in _COMPILED or (key.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _COMPILED.add(call)
+
+    def compile_one(kernel: Callable[[], None]) -> None:
+        # A thread has a device and a stream of its own.
+        with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
+            kernel()
+
     try:
         # More documents select no other kernel: blocks of all heads fill the GPU.
         documents = min(documents, -(-_MOST_BLOCKS // heads[1]))
         calls = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
+        _wait(key)
         with ThreadPoolExecutor(len(calls)) as pool:
-            list(pool.map(lambda run: run(), calls))
-        if key.is_cuda:
-            # The kernels ran on other streams than that of their tensors, which are freed next.
-            torch.cuda.synchronize(key.device)
+            list(pool.map(compile_one, calls))
     except Exception as error:
         # Not the functions of version 0.1.3. The call itself compiles what it needs.
         logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
+    finally:
+        # The kernels ran on other streams than that of their tensors, which are freed next.
+        _wait(key)
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
 
 
 def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) -> list[Callable[[], None]]:
@@ -90,15 +102,7 @@ def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) ->
         calls.append(lambda: chunk.fused_gdr_bwd(q=k, do=v, dht=None, h=state, **row))
         if key.shape[2] < heads:
             calls.append(lambda: chunk.group_reduce_vector(v, key.shape[2]))
-    if key.is_cuda:
-        # Threads have a device and a stream of their own.
-        torch.cuda.synchronize(key.device)
-
-    def on_the_device(call):
-        with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-            call()
-
-    return [lambda call=call: on_the_device(call) for call in calls]
+    return calls
 
 
 def verify_gated_delta_rule(
