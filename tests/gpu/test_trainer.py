@@ -4,6 +4,7 @@ import tempfile
 import unittest
 import warnings
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from parameterized import parameterized
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from transformers_packed import configure_packing, patch_model
-from transformers_packed.ops import implementations_used
+from transformers_packed.ops import implementations_used, linear_logps
 
 
 FIRST, LAST = 3, 6
@@ -83,7 +84,9 @@ class CudaTrainerTest(unittest.TestCase):
             model = patch_model(model) if ours else model
             leaves = [x for x in model.parameters() if x.requires_grad]
             for factor in (1.0, torch.arange(299.0, device="cuda")):
-                output = model(input_ids=ids, labels=labels, fused_lm_head=True)
+                with mock.patch("transformers_packed.ops.linear_logps", wraps=linear_logps) as op:
+                    output = model(input_ids=ids, labels=labels, fused_lm_head=True)
+                self.assertEqual(op.call_count, ours)
                 gradients = torch.autograd.grad((output.log_probs * factor).sum(), leaves, allow_unused=True)
                 scores = output.log_probs.detach(), output.entropy.detach(), output.is_top1.float()
                 found.append([*scores, *(x for x in gradients if x is not None)])
