@@ -12,13 +12,12 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 from shapes import MODELS, sample_lengths
-from step import versions
+from step import timed, versions
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, PackingCost, patch_model
@@ -48,14 +47,12 @@ def milliseconds(model, batch: dict, repeats: int) -> float:
         loss.backward()
         model.zero_grad()
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start) / repeats
+    def steps(number: int):
+        for _ in range(number):
+            step()
+
+    steps(3)
+    return 1e3 * timed(lambda: steps(repeats), "cuda") / repeats
 
 
 def fit(rows: list[dict], cost: PackingCost, tokens: int) -> dict:

@@ -35,6 +35,8 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
+# The options that a result repeats.
+SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits bucket_mb".split()
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -238,23 +240,7 @@ def main() -> int:
     args = parser.parse_args()
     first = int(os.environ.get("RANK", 0)) == 0
     config = with_layers(MODELS[args.model], args.layers)
-    entry = {
-        key: getattr(args, key)
-        for key in (
-            *(
-                "model",
-                "weights",
-                "tokens",
-                "optim",
-                "checkpointing",
-                "lora",
-                "float8",
-                "graphs",
-                "waits",
-                "bucket_mb",
-            ),
-        )
-    }
+    entry = {key: getattr(args, key) for key in SETTINGS}
     entry["layers"] = config["num_hidden_layers"]
     words = [word for word in sys.argv if word not in ("--launched", args.launched)]
     entry["command"] = f"{args.launched} {shlex.join(words)}"
