@@ -265,6 +265,10 @@ def compared(entry: dict, against: dict) -> dict:
     if entry.get("grad_norms") and against.get("grad_norms"):
         norms = checks.agreement(entry["grad_norms"], against["grad_norms"], checks.NORM_BAR)
         found[f"gradient norms of {name}"] = norms
+    saved = [x.get("checks", {}).get("stock class loads it") for x in (entry, against)]
+    if all(saved):
+        end, expected = ({"saved": check["loss"]} for check in saved)
+        found[f"loss of the model that {name} saved"] = checks.agreement(end, expected, checks.LOSS_BAR)
     if entry.get("rows") and against.get("rows"):
         found[f"rows of {name}"] = checks.same_rows(entry["rows"], against["rows"])
     return found

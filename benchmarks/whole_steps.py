@@ -36,7 +36,7 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
 # The options that a result repeats.
-SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits bucket_mb".split()
+SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters".split()
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -159,8 +159,6 @@ def summary(trace) -> dict:
 def measure(args, config: dict) -> dict:
     set_seed(0)
     options = {checkpointing_argument(): args.checkpointing}
-    if args.bucket_mb:
-        options |= {"ddp_bucket_cap_mb": args.bucket_mb, "ddp_find_unused_parameters": False}
     settings = PackedTrainingArguments(
         args.scratch,
         packing=True,
@@ -178,6 +176,7 @@ def measure(args, config: dict) -> dict:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        ddp_find_unused_parameters=args.ddp_find_unused_parameters,
         **options,
     )
     with settings.device:
@@ -230,7 +229,9 @@ def main() -> int:
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="default: PackedTrainer decides")
     parser.add_argument("--waits", action="store_true", help="let Trainer wait for the GPU in each step")
-    parser.add_argument("--bucket-mb", type=int, help="gradients that DDP sums at once, and no search for unused ones")
+    parser.add_argument(
+        "--ddp-find-unused-parameters", action=argparse.BooleanOptionalAction, help="as in TrainingArguments"
+    )
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
@@ -243,7 +244,8 @@ def main() -> int:
     entry = {key: getattr(args, key) for key in SETTINGS}
     entry["layers"] = config["num_hidden_layers"]
     words = [word for word in sys.argv if word not in ("--launched", args.launched)]
-    entry["command"] = f"{args.launched} {shlex.join(words)}"
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("NCCL_")]
+    entry["command"] = " ".join([*variables, args.launched, shlex.join(words)])
     try:
         entry |= measure(args, config)
     except torch.OutOfMemoryError as error:

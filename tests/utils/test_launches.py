@@ -118,8 +118,12 @@ class ComparisonTest(unittest.TestCase):
         self.assertEqual([checks.finite(x)["passed"] for x in ({1: 1.0}, {1: math.inf}, {})], [True, False, False])
 
     def test_a_loss_that_differs_fails_the_launch(self):
-        against = {"name": "trainer/one", "losses": {5: 2.0}, "grad_norms": {5: 1.0}}
-        for change, good in (({}, True), ({"losses": {5: 2.1}}, False), ({"grad_norms": {5: 0.5}}, False)):
+        def saved(loss):
+            return {"checks": {"stock class loads it": {"passed": True, "loss": loss}}}
+
+        against = {"name": "trainer/one", "losses": {5: 2.0}, "grad_norms": {5: 1.0}} | saved(1.5)
+        worse = {"losses": {5: 2.1}}, {"grad_norms": {5: 0.5}}, saved(1.6)
+        for change, good in (({}, True), (saved(1.501), True), *((x, False) for x in worse)):
             entry = {"name": "trainer/ddp", "status": "ok", "losses": {5: 2.0}, "grad_norms": {5: 1.0}} | change
             entry["checks"] = compared(entry, against)
             self.assertEqual(passed(entry), good)
