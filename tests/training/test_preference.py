@@ -263,6 +263,20 @@ class ReasonsTest(PreferenceTestCase):
             configure_packing(trainer, False, share_prompts=True)
         self.assertFalse(has_our_classes(trainer.model))
 
+    @parameterized.expand([("dpo", {}), ("grpo", {"beta": 0.1, "reference": True})])
+    def test_a_reference_model_in_mixed_precision(self, kind, arguments):
+        """TRL wraps its forward before `configure_packing`; it stays wrapped, and keeps TRL's head."""
+        trainer = self.trainer(kind, steps=1, bf16=True, **arguments)
+        self.assertIn("_original_forward", vars(trainer.ref_model))
+        self.assertIn("Padding-free on", configured(trainer))
+        self.assertIn("_original_forward", vars(trainer.ref_model))
+        self.assertTrue(has_our_classes(trainer.ref_model))
+        dtypes = []
+        layer = trainer.ref_model.model.layers[0].mlp.down_proj
+        layer.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+        trainer.train()
+        self.assertEqual(set(dtypes), {torch.bfloat16})
+
     def test_a_reference_model_that_cannot_be_patched(self):
         """Then the policy is not patched either."""
         trainer = self.trainer("dpo")

@@ -6,6 +6,8 @@ model. So these trainers need no change: their losses, metrics and columns stay 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 
 import torch
 from transformers import Trainer
@@ -72,20 +74,40 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[Value
 
 def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
     """Patch the policy and the reference model, both or none. Returns the reason if one cannot be patched."""
-    models = [model for model in (getattr(trainer, "ref_model", None), trainer.model) if model is not None]
+    reference = getattr(trainer, "ref_model", None)
+    models = [model for model in (reference, trainer.model) if model is not None]
     patched: list[torch.nn.Module] = []
-    for model in models:
-        before = has_our_classes(model)
-        try:
-            patch_model(model)
-        except (ValueError, ImportError) as error:
-            for other in patched:
-                unpatch_model(other)
-            return input_error("a model that can be packed", f"one that cannot be patched ({str(error).rstrip('.')})")
-        patched += [] if before else [model]
+    with _without_autocast(trainer, reference):
+        for model in models:
+            before = has_our_classes(model)
+            try:
+                patch_model(model)
+            except (ValueError, ImportError) as error:
+                for other in patched:
+                    unpatch_model(other)
+                got = f"one that cannot be patched ({str(error).rstrip('.')})"
+                return input_error("a model that can be packed", got)
+            patched += [] if before else [model]
     for model in models if share_prompts else ():
         transformers_model(model).shares_prompts = True
     return None
+
+
+@contextmanager
+def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> Iterator[None]:
+    """Give the reference model its own forward meanwhile. TRL has prepared it, and the policy only in `train`."""
+    own = None if reference is None else vars(reference).pop("_original_forward", None)
+    if own is not None:
+        reference.forward = own
+        if own == MethodType(type(reference).forward, reference):
+            del reference.forward
+    try:
+        yield
+    finally:
+        if own is not None:
+            # With this mark, accelerate would leave it as it is.
+            vars(reference).pop("_is_accelerate_prepared", None)
+            trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
 def is_sharing_prompts(trainer: Trainer) -> bool:
