@@ -118,6 +118,14 @@ def sample_lengths(distribution: str, tokens: int, seed: int = 0) -> list[int]:
     return lengths
 
 
+def split_tokens(generator: torch.Generator, count: int, tokens: int, sigma: float = 1.0) -> torch.Tensor:
+    """`count` lognormal lengths of at least 2 that add up to `tokens`."""
+    shares = (sigma * torch.randn(count, generator=generator)).exp()
+    lengths = 2 + (shares / shares.sum() * (tokens - 2 * count)).long()
+    lengths[0] += tokens - lengths.sum()
+    return lengths
+
+
 def model_flops(config: dict, lengths: list[int], frozen: bool = False, head: bool = True) -> float:
     """FLOPs of forward and backward: products with weights, the delta rule's recurrence, attention in documents, the head.
 

@@ -1,4 +1,4 @@
-"""Whole training steps of a tool as its users run it: TRL's `SFTTrainer` with this package, with Liger, and with Unsloth.
+"""Whole training steps of a tool as its users run it: a trainer of TRL with this package, with Liger, and with Unsloth.
 
 Every tool trains the same random checkpoint on the same samples in the same order, without padding: `--documents` samples
 of lognormal lengths per step, which add up to `--tokens`. A step is loading, forward, backward, clipping, fused AdamW and
@@ -11,10 +11,19 @@ one JSON file. `liger` is Transformers' own class with Liger's kernels. On a mac
 causal-conv1d, it gets torch's variable-length attention and flash-linear-attention's convolution in their place. `padded`
 is the same class on TRL's padded batches, with SDPA and without Liger; it also runs on a CPU.
 
-The run checks itself. It notes the shapes that the forward got in the warm-up. After the last step it replaces the first
-document of a batch, and notes how much the loss at the start of the second one changes (`isolation`).
+`--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`; with LoRA, the reference is the model
+without its adapters. TRL has no batches without padding there, so `liger` and `padded` run padded ones. On padded batches
+`liger` has SDPA if there is no FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
+
+In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds
+the last two together. `liger` keeps Transformers' experts: Liger's would replace the adapters.
+
+The run checks itself. It notes the shapes that the model got in the warm-up. With `sft`, after the last step it replaces the
+first document of a batch, and notes how much the loss at the start of the second one changes (`isolation`). With `dpo`, it
+notes the mean log-probabilities of both answers (`logps`), which must agree among tools. The first loss is always log 2.
 
     python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --make 0.8B
+    python benchmarks/peers/train.py --checkpoint /dev/shm/35B-A3B-12L --make 35B-A3B --layers 12
     python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool ours --lora --output benchmarks/results/peers.json
     unsloth/bin/python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --tool unsloth --lora --output ...
 """
@@ -32,7 +41,12 @@ from importlib import metadata
 from pathlib import Path
 
 
-TOOLS = ("ours", "ours+float8", "ours+graphs", "liger", "unsloth", "padded")
+TOOLS = {
+    "sft": ("ours", "ours+float8", "ours+graphs", "liger", "unsloth", "padded"),
+    "dpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
+}
+# Tokens and documents of a step: 34 samples, or 16 pairs with prompts of 512 tokens and answers of 300 on average.
+SIZES = {"sft": (16384, 34), "dpo": (25984, 32)}
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "flash-linear-attention",
             "flash-qla", "tilelang", "causal-conv1d", "flash-attn", "xformers", "liger-kernel", "unsloth",
             "unsloth-zoo", "bitsandbytes")  # fmt: skip
@@ -45,17 +59,18 @@ class TimeIsUp(Exception):
     pass
 
 
-def make_checkpoint(name: str, folder: Path) -> None:
+def make_checkpoint(name: str, layers: int | None, folder: Path) -> None:
     """Save random weights of a shape, and a tokenizer that no sample needs."""
     import torch
-    from shapes import MODELS
+    from shapes import MODELS, with_layers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
     set_seed(0)
+    config = AutoConfig.for_model(**with_layers(MODELS[name], layers))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -65,21 +80,20 @@ def make_checkpoint(name: str, folder: Path) -> None:
 def make_samples(args, vocab_size: int) -> list[list[int]]:
     """Random tokens. The samples of each step add up to `--tokens`."""
     import torch
+    from shapes import split_tokens
 
     generator = torch.Generator().manual_seed(0)
     samples = []
     for _ in range(args.warmup + args.steps):
-        shares = torch.randn(args.documents, generator=generator).exp()
-        lengths = 2 + (shares / shares.sum() * (args.tokens - 2 * args.documents)).long()
-        lengths[0] += args.tokens - lengths.sum()
+        lengths = split_tokens(generator, args.documents, args.tokens)
         # The tokens of few words, so that there is something to learn.
         samples += [torch.randint(3, min(vocab_size, 2000), (n,), generator=generator).tolist() for n in lengths]
     return samples
 
 
 def load(args):
-    """Return the model of the tool, with adapters if asked for, and its tokenizer."""
-    from shapes import LORA_LAYERS
+    """Return the model of the tool, its tokenizer, and the adapters that the trainer has to add, if any."""
+    from shapes import LORA_EXPERTS, LORA_LAYERS
 
     if args.tool == "unsloth":
         import torch
@@ -100,8 +114,8 @@ def load(args):
             layers = [name for name in LORA_LAYERS if name in own]
             model = FastLanguageModel.get_peft_model(
                 model, r=16, target_modules=layers, lora_alpha=32, lora_dropout=0, random_state=0, **checkpointing
-            )
-        return model, tokenizer
+            )  # With the names of the shared expert's layers, it adds those of all experts.
+        return model, tokenizer, None
     # Hides FLA from the stock classes on a machine without a GPU, so it comes before Transformers' models.
     from arms import prepare  # isort: skip
     import torch
@@ -112,14 +126,58 @@ def load(args):
     if args.tool == "liger":
         if not (installed("flash_attn") and installed("causal_conv1d")):
             prepare(args.device)
-        attention = "flash_attention_2" if installed("flash_attn") else "varlen"
+        # Torch's needs the boundaries of packed rows.
+        instead = "varlen" if args.task == "sft" else "sdpa"
+        attention = "flash_attention_2" if installed("flash_attn") else instead
     model = AutoModelForCausalLM.from_pretrained(
         args.checkpoint, dtype=torch.bfloat16, attn_implementation=attention, device_map=args.device
     )
+    adapters = None
     if args.lora:
         set_seed(0)
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS)))
-    return model, AutoTokenizer.from_pretrained(args.checkpoint)
+        experts = list(LORA_EXPERTS) if is_mixture(model) else None
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS), target_parameters=experts)
+        if args.task == "sft":
+            model, adapters = get_peft_model(model, adapters), None
+    return model, AutoTokenizer.from_pretrained(args.checkpoint), adapters
+
+
+def is_mixture(model) -> bool:
+    return getattr(model.config, "num_experts", None) is not None
+
+
+def allow_liger(model) -> dict:
+    """The settings of a trainer with Liger."""
+    if not is_mixture(model):
+        return {"use_liger_kernel": True}
+    from liger_kernel.transformers.model import output_classes
+
+    # Liger 0.8.5 imports this name, which it defines only for other releases of Transformers.
+    vars(output_classes).setdefault("LigerQwen3_5MoeCausalLMOutputWithPast", None)
+    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}
+
+
+def settings_of(args, model) -> dict:
+    """The arguments that the configurations of both trainers share."""
+    settings = {
+        "output_dir": args.scratch,
+        # Unsloth's default is 2.
+        "gradient_accumulation_steps": 1,
+        "max_steps": args.warmup + args.steps,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "max_length": None,
+        "bf16": True,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 5,
+        "logging_first_step": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "gradient_checkpointing": args.checkpointing,
+        "use_cpu": args.device == "cpu",
+    }
+    return settings | (allow_liger(model) if args.tool == "liger" else {})
 
 
 def make_trainer(args, model, tokenizer, samples, callback):
@@ -127,26 +185,11 @@ def make_trainer(args, model, tokenizer, samples, callback):
     from trl import SFTConfig, SFTTrainer
 
     settings = SFTConfig(
-        output_dir=args.scratch,
+        **settings_of(args, model),
         per_device_train_batch_size=args.documents,
-        # Unsloth's default is 2.
-        gradient_accumulation_steps=1,
-        max_steps=args.warmup + args.steps,
-        train_sampling_strategy="sequential",
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        max_length=None,
         packing=False,
-        bf16=True,
-        optim="adamw_torch_fused",
-        logging_steps=5,
-        logging_first_step=True,
-        save_strategy="no",
-        report_to="none",
-        gradient_checkpointing=args.checkpointing,
-        use_cpu=args.device == "cpu",
         # Unsloth chooses by itself; with this package, `configure_packing` does.
-        **({"padding_free": True, "use_liger_kernel": True} if args.tool == "liger" else {}),
+        **({"padding_free": True} if args.tool == "liger" else {}),
     )
     dataset = Dataset.from_dict({"input_ids": samples})
     trainer = SFTTrainer(
@@ -169,15 +212,19 @@ def make_clock(args):
     class Clock(TrainerCallback):
         def __init__(self):
             self.started = time.perf_counter()
-            self.first, self.ends, self.losses, self.shapes = None, [], {}, []
+            self.first, self.ends, self.losses, self.logps, self.shapes = None, [], {}, {}, []
             self.hook = None
 
         def on_train_begin(self, settings, state, control, model=None, **kwargs):
-            self.hook = model.register_forward_pre_hook(self.note, with_kwargs=True)
+            # With pairs, this package gets padded batches and packs them before it looks up their embeddings.
+            module = model.get_input_embeddings() if args.task == "dpo" else model
+            self.hook = module.register_forward_pre_hook(self.note, with_kwargs=True)
 
         def note(self, module, inputs, named):
-            ids = named["input_ids"] if "input_ids" in named else inputs[0]
-            self.shapes.append(list(ids.shape))
+            # The reference of a pair has no gradients.
+            if torch.is_grad_enabled():
+                ids = named["input_ids"] if "input_ids" in named else inputs[0]
+                self.shapes.append(list(ids.shape))
 
         def on_step_end(self, settings, state, control, **kwargs):
             if args.device == "cuda":
@@ -195,6 +242,8 @@ def make_clock(args):
         def on_log(self, settings, state, control, logs=None, **kwargs):
             if "loss" in (logs or {}):
                 self.losses[state.global_step] = round(float(logs["loss"]), 5)
+            if "logps/chosen" in (logs or {}):
+                self.logps[state.global_step] = [round(float(logs[f"logps/{x}"]), 3) for x in ("chosen", "rejected")]
 
         def wait(self):
             if args.device == "cuda":
@@ -274,9 +323,16 @@ def measure(args, entry: dict) -> None:
     entry["machine"] = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     set_seed(0)
     begin = time.perf_counter()
-    samples = make_samples(args, AutoConfig.from_pretrained(args.checkpoint).vocab_size)
     clock = make_clock(args)
-    trainer = make_trainer(args, *load(args), samples, clock)
+    if args.task == "dpo":
+        import pairs
+
+        model, _, adapters = load(args)
+        trainer = pairs.make_trainer(args, model, settings_of(args, model), pairs.make_pairs(args), clock, adapters)
+    else:
+        samples = make_samples(args, AutoConfig.from_pretrained(args.checkpoint).vocab_size)
+        model, tokenizer, _ = load(args)
+        trainer = make_trainer(args, model, tokenizer, samples, clock)
     trained = [x for x in trainer.model.parameters() if x.requires_grad]
     entry["trained_parameters"] = sum(x.numel() for x in trained)
     entry["trained_dtypes"] = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
@@ -291,7 +347,7 @@ def measure(args, entry: dict) -> None:
         add_times(args, entry, clock)
     try:
         entry["kernels"] = kernels_of(args, trainer)
-        if "stopped" not in entry:
+        if "stopped" not in entry and args.task == "sft":
             entry["isolation"] = isolation(trainer, samples[: args.documents])
             entry["isolated"] = entry["isolation"]["changed"] <= entry["isolation"]["repeated"]
     except Exception as error:
@@ -305,8 +361,11 @@ def add_times(args, entry: dict, clock) -> None:
     times = clock.milliseconds()
     entry |= {"losses": clock.losses, "shapes": [list(x) for x in sorted({tuple(x) for x in clock.shapes})]}
     entry["forwards_per_step"] = len(clock.shapes) / min(max(len(clock.ends), 1), args.warmup)
-    # One row of exactly the step's tokens in each step.
-    one = all(x == [1, args.tokens] for x in clock.shapes) and entry["forwards_per_step"] == 1
+    if clock.logps:
+        entry["logps"] = clock.logps
+    # One row of exactly the step's tokens in each step, without the prompts that two answers share.
+    row = args.tokens - (args.documents // 2 * args.prompt if args.tool == "ours+shared" else 0)
+    one = all(x == [1, row] for x in clock.shapes) and entry["forwards_per_step"] == 1
     entry["padding_free"] = bool(clock.shapes) and one
     if clock.first:
         entry["first_step_seconds"] = round(clock.first - clock.started, 2)
@@ -336,7 +395,7 @@ def stop(*_):
 def write(output: Path, entry: dict) -> None:
     """Add the entry to the file, in place of an earlier one of the same cell and tool."""
     report = json.loads(output.read_text()) if output.exists() else {"runs": []}
-    key = ("tool", "model", "lora", "checkpointing", "tokens", "documents", "caches", "machine")
+    key = ("tool", "task", "model", "lora", "checkpointing", "tokens", "documents", "prompt", "caches", "machine")
     same = [run for run in report["runs"] if all(run.get(name) == entry.get(name) for name in key)]
     report["runs"] = [run for run in report["runs"] if run not in same] + [entry]
     output.write_text(json.dumps(report, indent=1) + "\n")
@@ -348,11 +407,14 @@ def main() -> int:
     parser.add_argument(
         "--make", metavar="MODEL", help="save random weights of this shape as the checkpoint, and stop"
     )
-    parser.add_argument("--tool", choices=TOOLS, default="ours")
+    parser.add_argument("--layers", type=int, help="of the shape that --make saves, instead of its own")
+    parser.add_argument("--task", choices=TOOLS, default="sft")
+    parser.add_argument("--tool", choices=sorted({tool for tools in TOOLS.values() for tool in tools}), default="ours")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, as the tool does it")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a step")
-    parser.add_argument("--documents", type=int, default=34, help="of a step")
+    parser.add_argument("--tokens", type=int, help="of a step: 16384, with pairs 25984")
+    parser.add_argument("--documents", type=int, help="of a step: 34, with pairs 32, which are 16 pairs")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt of a pair")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
@@ -367,14 +429,21 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
     if args.make:
-        make_checkpoint(args.make, args.checkpoint)
+        make_checkpoint(args.make, args.layers, args.checkpoint)
         return 0
-    if args.device == "cpu" and args.tool not in ("ours", "padded"):
+    tokens, documents = SIZES[args.task]
+    args.tokens, args.documents = args.tokens or tokens, args.documents or documents
+    if args.tool not in TOOLS[args.task]:
+        parser.error(f"--task {args.task} expects one of {', '.join(TOOLS[args.task])}, got {args.tool}.")
+    if args.device == "cpu" and args.tool not in ("ours", "ours+shared", "padded"):
         parser.error(f"{args.tool} needs a GPU: without its kernels, the stock class refuses packed rows.")
     if args.warmup < 1 or args.documents < 2 or args.tokens < 4 * args.documents:
         parser.error("A run needs a warm-up step, two documents, and at least four tokens for each.")
+    if args.task == "dpo" and (args.documents % 2 or args.tokens < args.documents * (args.prompt + 4)):
+        parser.error("Pairs need an even number of documents, and --prompt and at least four tokens for each.")
     entry = {"command": shlex.join(["python", "benchmarks/peers/train.py", *sys.argv[1:]]), "tool": args.tool}
     entry |= {key: getattr(args, key) for key in ("lora", "checkpointing", "tokens", "documents", "warmup", "steps")}
+    entry |= {"task": "dpo", "prompt": args.prompt} if args.task == "dpo" else {}
     entry |= {"caches": args.caches, "model": args.checkpoint.name, "versions": versions()}
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(args.time_limit or 0)
