@@ -16,11 +16,12 @@ without its adapters. TRL has no batches without padding there, so `liger` and `
 `liger` has SDPA if there is no FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
 
 In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds
-the last two together. `liger` keeps Transformers' experts: Liger's would replace the adapters.
+the last two together. With adapters, `liger` keeps Transformers' experts: Liger's would run without the adapters.
 
 The run checks itself. It notes the shapes that the model got in the warm-up. With `sft`, after the last step it replaces the
 first document of a batch, and notes how much the loss at the start of the second one changes (`isolation`). With `dpo`, it
-notes the mean log-probabilities of both answers (`logps`), which must agree among tools. The first loss is always log 2.
+notes the mean log-probabilities of both answers (`logps`), which must agree among tools. The first loss is log 2, and
+more with the loss of routers.
 
     python benchmarks/peers/train.py --checkpoint /dev/shm/0.8B --make 0.8B
     python benchmarks/peers/train.py --checkpoint /dev/shm/35B-A3B-12L --make 35B-A3B --layers 12
@@ -112,9 +113,10 @@ def load(args):
         if args.lora:
             own = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
             layers = [name for name in LORA_LAYERS if name in own]
+            # With the names of the layers of a shared expert, it adds adapters to all experts.
             model = FastLanguageModel.get_peft_model(
                 model, r=16, target_modules=layers, lora_alpha=32, lora_dropout=0, random_state=0, **checkpointing
-            )  # With the names of the shared expert's layers, it adds those of all experts.
+            )
         return model, tokenizer, None
     # Hides FLA from the stock classes on a machine without a GPU, so it comes before Transformers' models.
     from arms import prepare  # isort: skip
@@ -135,26 +137,25 @@ def load(args):
     adapters = None
     if args.lora:
         set_seed(0)
-        experts = list(LORA_EXPERTS) if is_mixture(model) else None
+        experts = list(LORA_EXPERTS) if is_mixture(model.config) else None
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=list(LORA_LAYERS), target_parameters=experts)
         if args.task == "sft":
             model, adapters = get_peft_model(model, adapters), None
     return model, AutoTokenizer.from_pretrained(args.checkpoint), adapters
 
 
-def is_mixture(model) -> bool:
-    return getattr(model.config, "num_experts", None) is not None
+def is_mixture(config) -> bool:
+    return getattr(config, "num_experts", None) is not None
 
 
-def allow_liger(model) -> dict:
-    """The settings of a trainer with Liger."""
-    if not is_mixture(model):
+def liger_settings(args, config) -> dict:
+    if not is_mixture(config):
         return {"use_liger_kernel": True}
     from liger_kernel.transformers.model import output_classes
 
     # Liger 0.8.5 imports this name, which it defines only for other releases of Transformers.
     vars(output_classes).setdefault("LigerQwen3_5MoeCausalLMOutputWithPast", None)
-    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": False}}
+    return {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": not args.lora}}
 
 
 def settings_of(args, model) -> dict:
@@ -177,7 +178,7 @@ def settings_of(args, model) -> dict:
         "gradient_checkpointing": args.checkpointing,
         "use_cpu": args.device == "cpu",
     }
-    return settings | (allow_liger(model) if args.tool == "liger" else {})
+    return settings | (liger_settings(args, model.config) if args.tool == "liger" else {})
 
 
 def make_trainer(args, model, tokenizer, samples, callback):
@@ -323,6 +324,8 @@ def measure(args, entry: dict) -> None:
     entry["machine"] = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
     set_seed(0)
     begin = time.perf_counter()
+    config = AutoConfig.from_pretrained(args.checkpoint)
+    entry |= {"experts": config.num_experts} if is_mixture(config) else {}
     clock = make_clock(args)
     if args.task == "dpo":
         import pairs
@@ -330,7 +333,7 @@ def measure(args, entry: dict) -> None:
         model, _, adapters = load(args)
         trainer = pairs.make_trainer(args, model, settings_of(args, model), pairs.make_pairs(args), clock, adapters)
     else:
-        samples = make_samples(args, AutoConfig.from_pretrained(args.checkpoint).vocab_size)
+        samples = make_samples(args, config.vocab_size)
         model, tokenizer, _ = load(args)
         trainer = make_trainer(args, model, tokenizer, samples, clock)
     trained = [x for x in trainer.model.parameters() if x.requires_grad]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from parameterized import parameterized
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, set_seed
 
 from transformers_packed import patch_model
 
@@ -55,20 +55,69 @@ class SamplesTest(unittest.TestCase):
 
 class TrainTest(unittest.TestCase):
     def test_packed_and_padded_losses_agree(self):
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint, output = Path(folder, "tiny"), Path(folder, "peers.json")
-            with redirect_stderr(io.StringIO()):
-                run("--checkpoint", str(checkpoint), "--make", "tiny")
-                for tool in ("ours", "padded"):
-                    common = ["--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder]
-                    run(*common, *SMALL, "--tool", tool)
-            ours, padded = json.loads(output.read_text())["runs"]
+        ours, padded = self.runs("tiny", [[*SMALL, "--tool", tool] for tool in ("ours", "padded")])
         self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
         self.assertEqual((ours["shapes"], ours["forwards_per_step"]), ([[1, 48]], 1))
         self.assertTrue(ours["padding_free"] and ours["isolated"])
         self.assertFalse(padded["padding_free"])
         self.assertEqual(len(ours["steps_ms"]), 1)
         self.assertGreater(ours["first_step_seconds"], 0)
+
+    @parameterized.expand(
+        [
+            ("dense", "tiny", ["--lora"]),
+            ("mixture", "tiny-moe", []),
+        ]
+    )
+    def test_steps_of_dpo_agree(self, _, shape, options):
+        """Adapters on a dense model, and a mixture in full fine-tuning; log-probabilities of whole answers."""
+        pairs = ["--task", "dpo", "--tokens", "1200", "--documents", "4", "--prompt", "200", *options]
+        short = [*pairs, "--warmup", "1", "--steps", "1", "--device", "cpu"]
+        tools = ("ours", "ours+shared", "padded")
+        ours, shared, padded = self.runs(shape, [[*short, "--tool", tool] for tool in tools])
+        for entry, row in ((ours, 1200), (shared, 800)):
+            self.assertEqual((entry["shapes"], entry["forwards_per_step"]), ([[1, row]], 1))
+            self.assertTrue(entry["padding_free"])
+            self.assertAlmostEqual(entry["losses"]["1"], padded["losses"]["1"], delta=1e-4)
+            for got, want in zip(entry["logps"]["1"], padded["logps"]["1"], strict=True):
+                self.assertAlmostEqual(got, want, delta=2e-4 * abs(want))
+        self.assertEqual(padded["shapes"][0][0], 4)
+        self.assertFalse(padded["padding_free"])
+        # The model has not learned, and a mixture adds its router's loss.
+        self.assertAlmostEqual(padded["losses"]["1"], 0.6931, delta=1e-4 if shape == "tiny" else 4e-3)
+
+    def test_adapters_of_a_mixture(self):
+        """Fewer layers; its experts have adapters too."""
+        lora = [[*SMALL, "--lora", "--tool", tool] for tool in ("ours", "padded")]
+        ours, padded = self.runs("tiny-moe", lora, "--layers", "2")
+        self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
+        self.assertEqual(ours["trained_parameters"], padded["trained_parameters"])
+        self.assertEqual(ours["experts"], 8)
+        config = shapes.MODELS["tiny-moe"]
+        sizes = 2 * config["hidden_size"] + 3 * config["moe_intermediate_size"]
+        experts = config["num_experts"] * 16 * sizes
+        self.assertTrue(2 * experts < ours["trained_parameters"] < 4 * experts)
+
+    def runs(self, shape: str, commands: list[list[str]], *options: str) -> list[dict]:
+        with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+            checkpoint, output = Path(folder, shape), Path(folder, "peers.json")
+            run("--checkpoint", str(checkpoint), "--make", shape, *options)
+            for command in commands:
+                run("--checkpoint", str(checkpoint), "--output", str(output), "--scratch", folder, *command)
+            return json.loads(output.read_text())["runs"]
+
+    @parameterized.expand(
+        [
+            (["--task", "dpo", "--documents", "3"], "an even number"),
+            (["--task", "dpo", "--prompt", "4000"], "at least four tokens"),
+            (["--task", "dpo", "--tool", "ours+graphs"], "expects one of ours, ours.shared"),
+            (["--tool", "ours+shared"], "--task sft expects one of"),
+        ]
+    )
+    def test_options_that_do_not_fit_are_refused(self, options, message):
+        with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
+            run("--checkpoint", "none", *options)
+        self.assertRegex(printed.getvalue(), message)
 
     def test_a_tool_that_needs_a_gpu_is_refused_on_a_cpu(self):
         with self.assertRaises(SystemExit), redirect_stderr(io.StringIO()) as printed:
@@ -98,6 +147,7 @@ class IsolationTest(unittest.TestCase):
 
     def test_a_leak_is_noticed(self):
         config = AutoConfig.for_model(**shapes.MODELS["tiny"])
+        set_seed(0)
         stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         # Only `position_ids` mark the boundaries, which the stock delta rule and convolution do not read.
         leaking = self.check(DataCollatorWithFlattening(), stock)
@@ -140,6 +190,26 @@ class CardTest(unittest.TestCase):
             found = [x.strip() for x in line.split("|")[1:]]
             self.assertEqual((found[2], found[6]), cells)
             self.assertIn("comes from a run with two forwards per step", page)
+
+    def test_pairs_and_mixtures_have_rows_of_their_own(self):
+        """The headline tells their ratios apart, and no run with pairs has the check of isolation."""
+        before = [entry("ours", 100.0), entry("unsloth", 150.0)]
+        pairs = {"task": "dpo", "prompt": 512, "tokens": 25984, "documents": 32, "lora": True}
+        dpo = [entry(tool, ms, **pairs) for tool, ms in (("ours", 10.0), ("ours+shared", 8.0), ("unsloth", 40.0))]
+        for run in dpo:
+            del run["isolated"]
+        mixture = {"model": "35B-A3B-12L", "experts": 256}
+        experts = [entry("ours", 10.0, **mixture), entry("unsloth", 20.0, **mixture)]
+        self.assertIn("mixtures of experts, DPO and GRPO beside", self.words(*before))
+        page = self.words(*dpo, *experts, *before)
+        self.assertIn("FP8: Unsloth 1.5 x; with a mixture of experts: Unsloth 2 x; with DPO: Unsloth 4 x.", page)
+        titles = ["4B, full, 16,384 tokens in 34 documents", "35B-A3B-12L, full, 16,384 tokens in 34 documents"]
+        titles.append("4B, DPO, LoRA, 16 pairs of 25,984 tokens")
+        places = [page.index(f"| {title} | ours |") for title in titles]
+        self.assertEqual(places, sorted(places))
+        self.assertIn("| ours, shared prompts | 8 ms | 0.8 x |", page)
+        self.assertIn("All runs of the table passed", page)
+        self.assertIn("Not measured: other shapes and GRPO beside other tools.", page)
 
     def test_a_run_that_failed_or_leaks_is_named(self):
         failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")
