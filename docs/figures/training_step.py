@@ -19,6 +19,7 @@ LEFT, WIDEST = 222, 228
 
 def main() -> None:
     cells = grouped(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"])
+    cells = {key: runs for key, runs in cells.items() if "sft" in key and "step_ms" in runs.get("ours", {})}
     bars = [
         (key, [(tool, runs[tool]["step_ms"]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
         for key, runs in cells.items()

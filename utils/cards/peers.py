@@ -7,15 +7,42 @@ TOOLS = {
     "ours": "ours",
     "ours+graphs": "ours, CUDA graphs",
     "ours+float8": "ours, FP8",
+    "ours+shared": "ours, shared prompts",
     "liger": "TRL with Liger",
     "unsloth": "Unsloth",
     "padded": "TRL, padded batches",
 }
 # A cell names these if it lacks them.
 EXPECTED = ("ours", "liger", "unsloth")
-CELL = ("model", "lora", "checkpointing", "tokens", "documents", "machine")
+CELL = ("model", "lora", "checkpointing", "tokens", "documents", "task", "prompt", "machine")
+# Of runs that name none.
+DEFAULTS = {"task": "sft", "prompt": 0}
 # The run of a cell whose steps count. Caches hardly matter after the first steps.
 PREFERRED = ("filled", "partly", "empty")
+
+
+DPO = """*DPO* is the same with `DPOTrainer`. TRL 1.16 has no batches without padding there. *TRL with Liger* runs padded batches
+with Liger's kernels in the layers, and *ours* packs them in the model. The reference of LoRA is the model without its
+adapters. Of full fine-tuning, it is a second model. The tokens of a step count each prompt twice. *One row* is then that
+of the policy, which with shared prompts has each prompt once. The first loss is log 2, with a router's loss in a mixture."""
+MIXTURE = """A mixture of experts whose name ends with 12L has 12 layers. Its adapters are on the linear layers and on the
+experts. *TRL with Liger* needs a name that Liger 0.8.5 cannot import there, and with LoRA it has Transformers' experts."""
+
+
+def task(run: dict) -> str:
+    return run.get("task", DEFAULTS["task"])
+
+
+def kind(run: dict) -> str:
+    """What the headline tells apart."""
+    parts = (["DPO"] if task(run) == "dpo" else []) + (["a mixture of experts"] if "experts" in run else [])
+    return " of ".join(parts)
+
+
+def not_measured(runs: list[dict]) -> str:
+    left = [] if any("experts" in run for run in runs) else ["mixtures of experts"]
+    left += [] if any(task(run) == "dpo" for run in runs) else ["DPO"]
+    return f"Not measured: {', '.join(['other shapes', *left])} and GRPO beside other tools."
 
 
 def peers(results: dict) -> Card:
@@ -27,9 +54,9 @@ def peers(results: dict) -> Card:
             run = runs.get(tool)
             rows.append((title(key), TOOLS[tool], *figures(run, ours)))
             if run and ours and "step_ms" in run and tool in ("liger", "unsloth"):
-                ratios.append((key, tool, run["step_ms"] / ours))
+                ratios.append((kind(run), tool, run["step_ms"] / ours))
     measured = [run for runs in cells.values() for run in runs.values() if "step_ms" in run]
-    unsafe = sorted({TOOLS[run["tool"]] for run in measured if not run.get("isolated")})
+    unsafe = sorted({TOOLS[run["tool"]] for run in measured if task(run) == "sft" and not run.get("isolated")})
     return Card(
         "Whole steps beside other tools",
         claim(ratios),
@@ -54,7 +81,9 @@ of {shared(measured, "steps")} steps after {shared(measured, "warmup")} others. 
 while another run had the other.""",
             *halves(results["peers.json"]["runs"]),
             isolation(unsafe),
-            """Not measured: other shapes, mixtures of experts, DPO and GRPO beside other tools.""",
+            *([DPO] if any(task(run) == "dpo" for run in measured) else []),
+            *([MIXTURE] if any("experts" in run for run in measured) else []),
+            not_measured(measured),
         ],
         ["peers.json"],
         machine=", ".join(dict.fromkeys(f"one {run['machine']}" for run in measured)),
@@ -67,31 +96,37 @@ while another run had the other.""",
 
 
 def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """A run of each tool by cell, small shapes first and full fine-tuning before LoRA.
+    """A run of each tool by cell, DPO last, small shapes first and full fine-tuning before LoRA.
 
     `first_step_seconds` is that of a run with empty caches, if there is one.
     """
     found = {}
     for run in runs:
-        tools = found.setdefault(tuple(run.get(name, "") for name in CELL), {})
+        tools = found.setdefault(tuple(run.get(name, DEFAULTS.get(name, "")) for name in CELL), {})
         tools.setdefault(run["tool"], {})[run["caches"]] = run
     size = lambda key: float("".join(c for c in key[0].split("B")[0] if c.isdigit() or c == ".") or 0)  # noqa: E731
-    cells = sorted(found.items(), key=lambda item: (size(item[0]), *item[0][1:5]))
+    cells = sorted(found.items(), key=lambda item: (item[0][5] != "sft", size(item[0]), *item[0][:5]))
     return {key: {tool: chosen(by_caches) for tool, by_caches in tools.items()} for key, tools in cells}
 
 
 def chosen(by_caches: dict[str, dict]) -> dict:
     there = [by_caches[name] for name in PREFERRED if name in by_caches]
     # Of a step in two halves, only the first step says something.
-    whole = [run for run in there if "step_ms" in run and run["forwards_per_step"] == 1]
+    whole = [run for run in there if "step_ms" in run and run["forwards_per_step"] <= 1]
     run = whole[0] if whole else {name: there[0][name] for name in there[0] if name != "step_ms"}
     return run | {"first_step_seconds": by_caches.get("empty", {}).get("first_step_seconds")}
 
 
 def title(key: tuple) -> str:
-    model, lora, checkpointing, tokens, documents, _ = key
-    parts = [f"{model}, {'LoRA' if lora else 'full'}", *(["checkpointing"] if checkpointing else [])]
-    return f"{', '.join(parts)}, {tokens:,} tokens in {documents} documents"
+    model, lora, checkpointing, tokens, documents, task, *_ = key
+    parts = [model, *(["DPO"] if task == "dpo" else []), "LoRA" if lora else "full"]
+    parts += ["checkpointing"] if checkpointing else []
+    size = (
+        f"{documents // 2} pairs of {tokens:,} tokens"
+        if task == "dpo"
+        else f"{tokens:,} tokens in {documents} documents"
+    )
+    return ", ".join([*parts, size])
 
 
 def figures(run: dict | None, ours: float | None) -> tuple:
@@ -114,17 +149,24 @@ def claim(ratios: list[tuple], short: bool = False) -> str:
     """The ratios that were measured, with nothing about a cell without one."""
     if not ratios:
         return "no comparison yet" if short else "No tool was measured beside this package yet."
+    kinds = dict.fromkeys(kind for kind, _, _ in ratios)
     texts = []
-    for tool in dict.fromkeys(tool for _, tool, _ in ratios):
-        found = [ratio for _, name, ratio in ratios if name == tool]
-        span = f"{fixed(min(found), 2)} to {times(max(found))}" if len(found) > 1 else times(found[0])
-        texts.append(f"{TOOLS[tool]} {span}")
-    text = ", ".join(texts)
+    for name in kinds:
+        spans = {}
+        for _, tool, ratio in (found for found in ratios if found[0] == name):
+            spans.setdefault(tool, []).append(ratio)
+        text = ", ".join(f"{TOOLS[tool]} {span(found)}" for tool, found in spans.items())
+        texts.append(f"with {name}: {text}" if name else text)
+    text = "; ".join(texts)
     return (
         f"time over ours: {text}"
         if short
         else f"Time of a whole training step over ours, without CUDA graphs and FP8: {text}."
     )
+
+
+def span(ratios: list[float]) -> str:
+    return f"{fixed(min(ratios), 2)} to {times(max(ratios))}" if len(ratios) > 1 else times(ratios[0])
 
 
 def halves(runs: list[dict]) -> list[str]:
