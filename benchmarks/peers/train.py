@@ -12,7 +12,7 @@ causal-conv1d, it gets torch's variable-length attention and flash-linear-attent
 is the same class on TRL's padded batches, with SDPA and without Liger; it also runs on a CPU.
 
 `--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`; with LoRA, the reference is the model
-without its adapters. TRL has no batches without padding there, so `liger` and `padded` run padded ones. On padded batches
+without its adapters, or with a copy of them (`adapters`). TRL has no batches without padding there, so `liger` and `padded` run padded ones. On padded batches
 `liger` has SDPA if there is no FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
 
 In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds
@@ -339,6 +339,9 @@ def measure(args, entry: dict) -> None:
     trained = [x for x in trainer.model.parameters() if x.requires_grad]
     entry["trained_parameters"] = sum(x.numel() for x in trained)
     entry["trained_dtypes"] = sorted({str(x.dtype).removeprefix("torch.") for x in trained})
+    if args.lora and args.task == "dpo":
+        # TRL adds a frozen copy, "ref", to a model that came with adapters, as Unsloth's does.
+        entry["adapters"] = sorted(trainer.model.peft_config)
     clock.started = time.perf_counter()
     entry["load_seconds"] = round(clock.started - begin, 2)
     try:

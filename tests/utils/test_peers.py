@@ -82,6 +82,7 @@ class TrainTest(unittest.TestCase):
             for got, want in zip(entry["logps"]["1"], padded["logps"]["1"], strict=True):
                 self.assertAlmostEqual(got, want, delta=2e-4 * abs(want))
         self.assertEqual(padded["shapes"][0][0], 4)
+        self.assertEqual(ours.get("adapters"), ["default"] if options else None)
         self.assertFalse(padded["padding_free"])
         # The model has not learned, and a mixture adds its router's loss.
         self.assertAlmostEqual(padded["losses"]["1"], 0.6931, delta=1e-4 if shape == "tiny" else 4e-3)

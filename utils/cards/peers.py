@@ -23,7 +23,7 @@ PREFERRED = ("filled", "partly", "empty")
 
 DPO = """*DPO* is the same with `DPOTrainer`. TRL 1.16 has no batches without padding there. *TRL with Liger* runs padded batches
 with Liger's kernels in the layers, and *ours* packs them in the model. The reference of LoRA is the model without its
-adapters. Of full fine-tuning, it is a second model. The tokens of a step count each prompt twice. *One row* is then that
+adapters, or for Unsloth with a frozen copy of them. Of full fine-tuning, it is a second model. The tokens of a step count each prompt twice. *One row* is then that
 of the policy, which with shared prompts has each prompt once. The first loss is log 2, with a router's loss in a mixture."""
 MIXTURE = """A mixture of experts whose name ends with 12L has 12 layers. Its adapters are on the linear layers and on the
 experts. *TRL with Liger* needs a name that Liger 0.8.5 cannot import there, and with LoRA it has Transformers' experts."""
