@@ -11,8 +11,8 @@ one JSON file. `liger` is Transformers' own class with Liger's kernels. On a mac
 causal-conv1d, it gets torch's variable-length attention and flash-linear-attention's convolution in their place. `padded`
 is the same class on TRL's padded batches, with SDPA and without Liger; it also runs on a CPU.
 
-`--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`; with LoRA, the reference is the model
-without its adapters, or with a copy of them (`adapters`). TRL has no batches without padding there, so `liger` and `padded` run padded ones. On padded batches
+`--task sft` is `SFTTrainer`. `--task dpo` is `DPOTrainer` on the pairs of `pairs.py`. With LoRA, its reference is the model
+without the adapters, or with a copy of them (`adapters`). TRL pads there, so `liger` and `padded` run padded batches:
 `liger` has SDPA if there is no FlashAttention, and Liger's kernels in the layers. `ours+shared` computes a prompt once.
 
 In a mixture of experts, adapters go on the linear layers of a block, on the shared expert and on the experts. Unsloth adds

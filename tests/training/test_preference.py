@@ -270,6 +270,7 @@ class ReasonsTest(PreferenceTestCase):
         self.assertIn("_original_forward", vars(trainer.ref_model))
         self.assertIn("Padding-free on", configured(trainer))
         self.assertIn("_original_forward", vars(trainer.ref_model))
+        self.assertEqual(sum(model is trainer.ref_model for model in trainer.accelerator._models), 1)
         self.assertTrue(has_our_classes(trainer.ref_model))
         dtypes = []
         layer = trainer.ref_model.model.layers[0].mlp.down_proj

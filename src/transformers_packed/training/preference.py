@@ -105,8 +105,10 @@ def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> It
         yield
     finally:
         if own is not None:
-            # With this mark, accelerate would leave it as it is.
+            # With this mark, accelerate would leave it as it is. It would also save a model that it lists twice again.
             vars(reference).pop("_is_accelerate_prepared", None)
+            prepared = trainer.accelerator._models
+            prepared[:] = [model for model in prepared if model is not reference]
             trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
