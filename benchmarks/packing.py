@@ -35,7 +35,7 @@ BARS = {
     "seconds, 1,000,000 lengths": 0.5,
     "times as fast as TRL": 20,
     "fill, lognormal short": 0.999,
-    "imbalance": 0.02,
+    "imbalance": 0.07,
     "correlation of a step's mean length with its index": 0.05,
     "variance of that mean against rows in random order, difference from 1": 0.1,
     "seconds, 100,000,000 lengths": 60,

@@ -202,6 +202,9 @@ def measure(args, config: dict) -> dict:
     flops = model_flops(config, lengths, frozen=args.lora) * tokens / args.tokens
     kind = "fsdp2" if trainer.is_fsdp_enabled else "ddp" if settings.world_size > 1 else "one"
     found = {"kind": kind, "gpus": settings.world_size, "step_ms": round(1000 * seconds, 2)}
+    if kind == "ddp":
+        # What Trainer or `configure_packing` chose.
+        found["ddp_find_unused_parameters"] = trainer.accelerator.ddp_handler.find_unused_parameters
     found |= {
         "tokens_per_row": round(tokens),
         "tokens_per_second_per_gpu": round(tokens / seconds),
@@ -244,8 +247,13 @@ def main() -> int:
     entry = {key: getattr(args, key) for key in SETTINGS}
     entry["layers"] = config["num_hidden_layers"]
     words = [word for word in sys.argv if word not in ("--launched", args.launched)]
-    variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("NCCL_")]
-    entry["command"] = " ".join([*variables, args.launched, shlex.join(words)])
+    # The image of a container sets the version.
+    several = [
+        name for name in os.environ if name.startswith("NCCL_") and name != "NCCL_VERSION" and "RANK" in os.environ
+    ]
+    entry["command"] = " ".join(
+        [*(f"{name}={os.environ[name]}" for name in several), args.launched, shlex.join(words)]
+    )
     try:
         entry |= measure(args, config)
     except torch.OutOfMemoryError as error:

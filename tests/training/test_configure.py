@@ -137,6 +137,24 @@ class SetUpTest(ConfigureTestCase):
             options = trainer.accelerator.ddp_handler.to_kwargs()
             self.assertEqual((options["bucket_cap_mb"], options["gradient_as_bucket_view"]), (expected, True))
 
+    @parameterized.expand(
+        [
+            ("text", None, None, False),
+            ("asked for", None, True, True),
+            ("asked not to", "value head", False, False),
+            ("value head", "value head", None, True),
+            ("vision tower", "vision tower", None, True),
+        ]
+    )
+    def test_parameters_that_ddp_looks_for(self, _, kind, given, expected):
+        trainer = self.trainer(args={"ddp_find_unused_parameters": given})
+        if kind == "value head":
+            trainer.model.v_head = torch.nn.Linear(4, 1)
+        elif kind == "vision tower":
+            trainer.model.config.vision_config = {}
+        said(configure_packing, trainer)
+        self.assertIs(trainer.accelerator.ddp_handler.find_unused_parameters, expected)
+
     def test_auto_says_so_in_one_line(self):
         # Elsewhere: users cannot see whether samples are isolated, or whether packing is on at all.
         trainer = self.trainer()

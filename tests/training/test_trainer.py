@@ -385,15 +385,16 @@ class FiguresTest(TrainerTestCase):
         self.assertGreater(speeds[100.0], speeds[0.0] / 10)
 
     def test_imbalance_and_share_of_peak(self):
-        """Two ranks, the second with twice the values of the first: costs and figures by hand."""
+        """Two ranks with as many tokens, the second with longer documents: costs and figures by hand."""
         trainer = self.build()
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
         callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
         args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
-        cost = PackingCost.from_config(trainer.model.config)
+        cost = PackingCost.from_config(trainer.model.config, attention_weight=1)
 
         def other_rank(values):
-            return torch.cat([values, values * 2])
+            # Counts have three dimensions. The sums of squared lengths have two.
+            return torch.cat([values, values * (1 if values.dim() == 3 else 2)])
 
         with (
             mock.patch.object(metrics, "gather", other_rank),
@@ -412,11 +413,14 @@ class FiguresTest(TrainerTestCase):
             callback.on_step_end(args, None, None)
             figures = callback._figures(args)
         callback._detach()
-        self.assertEqual(figures["tokens_per_second"], round(3 * 192 / 2.0, 1))
+        self.assertEqual(figures["tokens_per_second"], round(2 * 192 / 2.0, 1))
         self.assertEqual(figures["padding_avoided"], round(1 - 192 / 256, 4))
-        self.assertEqual(figures["rank_imbalance"], round(2 / 1.5 - 1, 4))
         # The lengths fill whole chunks, so the callback's estimate of chunks is exact. All weights are trained.
-        want = 3 * 3 * cost.documents(lengths).sum() / 2.0 / 2 / 1e9
+        squares = cost.quadratic * (64**2 + 128**2)
+        one = cost.documents(lengths).sum()
+        slowest, mean = one + (3 * 2 - 1) * squares, one + (3 * 1.5 - 1) * squares
+        self.assertEqual(figures["rank_imbalance"], round(slowest / mean - 1, 4))
+        want = 3 * (2 * one + squares) / 2.0 / 2 / 1e9
         self.assertAlmostEqual(figures["share_of_peak"], want, places=4)
 
     @parameterized.expand(

@@ -12,23 +12,23 @@ def whole_steps(results: dict) -> Card:
     done = [run for run in report["runs"] if "error" not in run]
     small = [run for run in done if "H100" in run["machine"]]
     fits = max(run["peak_GiB"] for run in small)
-    one, small_buckets, large, sharded = (
-        find(done, *wanted) for wanted in (("0.8B", "one"), ("0.8B", "ddp"), ("4B", "one"), ("4B", "fsdp2"))
+    one, large = find(done, "0.8B", "one"), find(done, "4B", "one")
+    searching, unsearched = (find_all(done, "0.8B", "ddp", ddp_find_unused_parameters=x) for x in (True, False))
+    resharded, kept = find_all(done, "4B", "fsdp2")
+    ddp, best = searching[-1], max(unsearched, key=speed)
+    low, high = (percent(f(map(speed, unsearched)) / speed(one)) for f in (min, max))
+    resharding, keeping, found = (
+        percent(speed(x) / speed(y)) for x, y in ((resharded, large), (kept, large), (ddp, one))
     )
-    ddp = find(done, "0.8B", "ddp", bucket_mb=100)
     short, waiting = find(done, "4B", "fsdp2", tokens=4096), find(done, "0.8B", "one", waits=True)
     graphs = find(done, "4B", "ddp", tokens=4096, graphs=True)
-    waits = sum(sharded["profile"]["waits"].get(name, 0) for name in ("cudaStreamSynchronize", "cudaEventSynchronize"))
+    waits = sum(kept["profile"]["waits"].get(name, 0) for name in ("cudaStreamSynchronize", "cudaEventSynchronize"))
     addresses = short["profile"]["weight_addresses"]
-    shares = [
-        percent(x["tokens_per_second_per_gpu"] / y["tokens_per_second_per_gpu"])
-        for x, y in ((ddp, one), (sharded, large), (small_buckets, one))
-    ]
     return Card(
         "Whole steps, and a GPU of 80 GB",
         f"On an H100 of 80 GB, full fine-tuning of the 4B shape with AdamW and LoRA of the 9B shape fit at 16,384 tokens, in at "
-        f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {shares[0]} of the tokens per second of one with DDP (0.8B, "
-        f"buckets of 100 MB), and {shares[1]} with FSDP2 (4B).",
+        f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {low} to {high} of the tokens per second of one with DDP (0.8B), "
+        f"and {resharding} to {keeping} with FSDP2 (4B).",
         [
             f"""{SHAPE} A step of `PackedTrainer` loads a row on each GPU, and runs forward, backward, clipping and AdamW
 (`adamw_torch_fused`). Weights and AdamW are in the dtype of the table, and compute is in bfloat16. FSDP2 keeps trained
@@ -48,13 +48,14 @@ weights in float32.""",
                 ),
                 [line(run, run is waiting) for run in report["runs"]],
             ),
-            f"""With FSDP2, the host waits for the GPU {"once" if waits == 1 else f"{waits} times"} in a step of {sharded["layers"]} layers (torch's profiler, 4B with 16,384
-tokens): for the number of targets. No layer waits, and no layer copies boundaries from pageable memory. Of {fixed(sharded["profile"]["communication_ms"], 0)} ms of
-communication, computation covers all but {fixed(sharded["profile"]["uncovered_communication_ms"], 0)} ms, which includes waiting for the other GPU. FSDP2 computes in
-bfloat16, so it is compared with bfloat16 weights on one GPU.""",
-            f"""DDP with its default buckets of 25 MB reaches {shares[2]} of one GPU. The sums of gradients then take {fixed(small_buckets["profile"]["communication_ms"], 0)} ms of a step,
-beside other kernels, and {fixed(ddp["profile"]["communication_ms"], 0)} ms with `ddp_bucket_cap_mb=100` and `ddp_find_unused_parameters=False`. The kernels of 0.8B on one GPU take {fixed(one["profile"]["computation_ms"], 0)} ms of a step of {fixed(one["step_ms"], 0)} ms. The GPU
-waits for the host in the rest.""",
+            f"""With FSDP2, the host waits for the GPU {"once" if waits == 1 else f"{waits} times"} in a step of {kept["layers"]} layers (torch's profiler, 4B with 16,384
+tokens): for the number of targets. No layer waits, and no layer copies boundaries from pageable memory. FSDP2 computes in
+bfloat16, so it is compared with bfloat16 weights on one GPU. With `fsdp_reshard_after_forward: false`, a layer is gathered
+once in a step, for {fixed(kept["peak_GiB"] - resharded["peak_GiB"], 1)} GiB more: {keeping} of one GPU instead of {resharding}. Of {fixed(kept["profile"]["communication_ms"], 0)} ms of communication, computation then covers all
+but {fixed(kept["profile"]["uncovered_communication_ms"], 0)} ms, which includes waiting for the other GPU.""",
+            f"""DDP reaches {low} to {high} of one GPU in {len(unsearched)} runs without a search for unused parameters, and {found} with it. The sums of
+gradients take {fixed(best["profile"]["communication_ms"], 0)} ms of the fastest run, all but {fixed(best["profile"]["uncovered_communication_ms"], 0)} ms beside other kernels: those of the tied embedding come last. DDP also
+copies each gradient into its bucket, with a kernel for each parameter.""",
             f"""CUDA graphs do not support FSDP2, because a graph reads a weight at one address. In the run with 4,096 tokens, FSDP2
 gathered each weight of a layer at {min(addresses)} to {max(addresses)} addresses. Where the whole model fits
 on a GPU, DDP keeps its weights in place, and graphs work: {graphs["tokens_per_second_per_gpu"]:,} tokens per second of a GPU with weights in bfloat16,
@@ -75,24 +76,33 @@ second of two runs differ by some percent.""",
     )
 
 
-def find(runs: list[dict], model: str, kind: str, tokens: int = 16384, **others) -> dict:
+def find(runs: list[dict], model: str, kind: str, **others) -> dict:
     """The last run of this kind on H200s."""
+    return find_all(runs, model, kind, **others)[-1]
+
+
+def find_all(runs: list[dict], model: str, kind: str, tokens: int = 16384, **others) -> list[dict]:
     given = {
         "model": model,
         "kind": kind,
         "tokens": tokens,
         "waits": False,
         "graphs": None,
-        "bucket_mb": None,
         **others,
     }
-    return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()][-1]
+    return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()]
+
+
+def speed(run: dict) -> int:
+    return run["tokens_per_second_per_gpu"]
 
 
 def line(run: dict, waiting: bool = False) -> tuple:
     gpu = "H100, 80 GB" if "H100" in run["machine"] else "H200"
     options = ["with both waits of Trainer"] * waiting + ["CUDA graphs"] * bool(run["graphs"])
-    options += [f"buckets of {run['bucket_mb']} MB"] * bool(run["bucket_mb"])
+    options += ["search for unused parameters"] * (run.get("ddp_find_unused_parameters") is True)
+    options += ["layers gathered once"] * ("reshard_after_forward false" in run["command"])
+    options += ["NCCL_MAX_CTAS=8"] * ("NCCL_MAX_CTAS=8" in run["command"])
     head = (
         gpu,
         KINDS[run.get("kind", "one")],

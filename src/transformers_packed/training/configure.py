@@ -67,7 +67,8 @@ def configure_packing(
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
     `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
-    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set.
+    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It looks for parameters without a gradient only in models with
+    a vision tower or another head, and in those of other families, unless `ddp_find_unused_parameters` is set.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
       unchanged; only the padding is not computed.
@@ -280,6 +281,8 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         ddp.gradient_as_bucket_view = True
         if args.ddp_bucket_cap_mb is None:
             ddp.bucket_cap_mb = _BUCKET_MB
+        if args.ddp_find_unused_parameters is None and _trains_in_each_step(trainer.model):
+            ddp.find_unused_parameters = False
     callbacks, step = trainer.callback_handler.callbacks, trainer.training_step
     ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
     ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise
@@ -287,6 +290,15 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
     # Metrics come first, so that reporting callbacks find them in the log.
     callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, ahead, DocumentNoise()]
+
+
+def _trains_in_each_step(model: torch.nn.Module) -> bool:
+    """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
+    inner = transformers_model(model)
+    used = inner.base_model, inner.get_output_embeddings() or inner.base_model
+    own = {id(x) for module in used for x in module.parameters()}
+    text = has_our_classes(inner) and getattr(inner.config, "vision_config", None) is None
+    return text and all(id(x) in own for x in model.parameters() if x.requires_grad)
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:

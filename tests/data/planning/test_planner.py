@@ -1,3 +1,4 @@
+import dataclasses
 import tempfile
 import unittest
 import warnings
@@ -230,10 +231,10 @@ class BalanceTest(unittest.TestCase):
             lognormal(300_000), 4096, world_size=world_size, gradient_accumulation_steps=accumulation, **arguments
         )
 
-    @parameterized.expand([(8, 1), (64, 1), (8, 4), (64, 2)])
-    def test_ranks_cost_the_same(self, world_size, accumulation):
+    @parameterized.expand([(8, 1, 0.025), (64, 1, 0.065), (8, 4, 0.015), (64, 2, 0.045)])
+    def test_ranks_cost_the_same(self, world_size, accumulation, most):
         plan = self.plan(world_size, accumulation)
-        self.assertLess(plan.imbalance, 0.02)
+        self.assertLess(plan.imbalance, most)
         ranks = [plan.shard(rank, world_size).row_cost.reshape(-1, accumulation).sum(1) for rank in range(world_size)]
         self.assertAlmostEqual(plan.imbalance, (np.max(ranks, 0) / np.mean(ranks, 0)).mean() - 1)
         self.assertAlmostEqual(plan.shuffled(1).imbalance, plan.imbalance, delta=0.002)
@@ -521,8 +522,10 @@ class CostTest(unittest.TestCase):
 
     def test_the_other_parts(self):
         cost = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes))
-        # One full-attention layer: 6 heads of dimension 16, two products over half of the square.
-        self.assertEqual(cost.quadratic, 2 * 6 * 16)
+        # One full-attention layer: 6 heads of dimension 16, two products over half of the square, which weigh three times.
+        self.assertEqual(cost.quadratic, 3 * 2 * 6 * 16)
+        counted = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes), attention_weight=1)
+        self.assertEqual(counted, dataclasses.replace(cost, quadratic=2 * 6 * 16))
         within = 64 * 8 * 3 + 64 * 12 * 2 + 64 * 64 / 3
         self.assertEqual(cost.chunked, 3 * 2 * 4 * (within + 3 * 8 * 12))
         self.assertEqual(

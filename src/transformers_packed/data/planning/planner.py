@@ -24,7 +24,7 @@ from .rows import histogram, offsets_of, ranges
 # Maximum fraction of extra rows for balancing the cost of rows.
 _EXTRA_ROWS = 0.005
 # Rows that cost more than this multiple of the average are not mixed with other rows.
-_MIXED_COST = 1.0075
+_MIXED_COST = 1.0225
 _BLOCK = 1 << 18
 _LONGEST = np.iinfo(np.int32).max
 

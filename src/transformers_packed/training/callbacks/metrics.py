@@ -81,7 +81,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         model = transformers_model(self.trainer.model)
-        self._cost = known_cost(model)
+        self._cost, self._operations = known_cost(model), known_cost(model, attention_weight=1)
         parameters = list(model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
         # Forward, gradients of the activations, and gradients of the trained weights.
@@ -163,9 +163,13 @@ class PackingMetricsCallback(TrainerCallback):
         tokens, documents, padded, batches = sums = counts.sum((0, 1)).tolist()
         self._total += sums
         self._seconds += seconds
-        costs = counts[..., 0].double()
-        if self._cost is not None:
-            costs = (self._cost.linear + self._cost.chunked) * costs + self._cost.quadratic * squares.double()
+
+        def rows_of(cost: PackingCost | None) -> torch.Tensor:
+            tokens = counts[..., 0].double()
+            return (
+                tokens if cost is None else (cost.linear + cost.chunked) * tokens + cost.quadratic * squares.double()
+            )
+
         figures = {
             "tokens_per_second": round(tokens / seconds, 1),
             "documents_per_row": round(documents / self._rows(batches), 2),
@@ -174,9 +178,10 @@ class PackingMetricsCallback(TrainerCallback):
         if self.row_tokens is not None:
             figures["packing_fill"] = round(tokens / self._rows(batches) / self.row_tokens, 4)
         if args.world_size > 1:
+            costs = rows_of(self._cost)
             figures["rank_imbalance"] = round(float((costs.amax(0) / costs.mean(0)).mean() - 1), 4)
-        if self._cost is not None and self._peak is not None:
-            done = self._passes * float(costs.sum())
+        if self._operations is not None and self._peak is not None:
+            done = self._passes * float(rows_of(self._operations).sum())
             figures["share_of_peak"] = round(done / seconds / args.world_size / self._peak, 4)
         figures |= self._load.figures()
         self._clear()
@@ -204,10 +209,10 @@ class PackingMetricsCallback(TrainerCallback):
         )
 
 
-def known_cost(model: torch.nn.Module) -> PackingCost | None:
+def known_cost(model: torch.nn.Module, **options) -> PackingCost | None:
     """The cost of a forward pass of the model, or `None` if its operations are unknown."""
     try:
-        return PackingCost.from_config(model.config)
+        return PackingCost.from_config(model.config, **options)
     except ValueError:
         return None
 
