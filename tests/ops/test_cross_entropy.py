@@ -1,3 +1,4 @@
+import itertools
 import unittest
 from unittest import mock
 
@@ -98,9 +99,9 @@ class ChunksMixin:
             known = run(self.impl, inputs, num_targets=number, **options)
             for a, b in zip(known, run(self.impl, inputs, **options), strict=True):
                 self.assertTrue(torch.equal(a, b))
-        for wrong in (-1, 1, 3):
+        for impl, wrong in itertools.product((self.impl, "reference"), (-1, 1, 3)):
             with self.assertRaises((IndexError, RuntimeError)):
-                run(self.impl, make(), num_targets=int((make()[-1] != -100).sum()) + wrong)
+                run(impl, make(), num_targets=int((make()[-1] != -100).sum()) + wrong)
 
     def test_repeats_bit_for_bit(self):
         for a, b in zip(*(run(self.impl, make(), chunk_size=5) for _ in range(2)), strict=True):

@@ -156,6 +156,9 @@ def _reference(
     logits = widened(F.linear(hidden_states, weight, bias))
     reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
+    if num_targets is not None:
+        # Another number is an error here too.
+        labels.index_select(0, _places(labels != ignore_index, num_targets))
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     loss = F.cross_entropy(logits, labels, **options)
     return loss if num_items_in_batch is None else loss / _like(num_items_in_batch, loss)

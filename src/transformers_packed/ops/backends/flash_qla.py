@@ -1,5 +1,6 @@
 """FlashQLA: a faster gated delta rule for Hopper and datacenter Blackwell GPUs, which takes `cu_seqlens`."""
 
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,9 @@ def _compile_together(query, key, value, g, beta, cu_seqlens) -> None:
         documents = min(documents, -(-_MOST_BLOCKS // heads[1]))
         calls = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
         _wait(key)
-        with ThreadPoolExecutor(len(calls)) as pool:
+        # Each process of a machine compiles, on its share of the cores.
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        with ThreadPoolExecutor(min(max(cores, 1), len(calls))) as pool:
             list(pool.map(compile_one, calls))
     except Exception as error:
         # Not the functions of version 0.1.3. The call itself compiles what it needs.
