@@ -48,7 +48,8 @@ class FlashQLACompilationTest(unittest.TestCase):
         parent, index = ModuleType("flash_qla.ops.gated_delta_rule"), ModuleType("flash_qla.utils.index")
         parent.chunk, index.prepare_varlen_metadata = chunk, lambda on_device, on_host: on_device
         modules = {"flash_qla": ModuleType("flash_qla"), parent.__name__: parent, index.__name__: index}
-        for patcher in (mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla, "_COMPILED", set())):
+        patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla, "_COMPILED", set())
+        for patcher in (*patchers, mock.patch.object(flash_qla.os, "cpu_count", lambda: 6)):
             patcher.start()
             self.addCleanup(patcher.stop)
 
@@ -82,6 +83,18 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.calls.clear()
         self.call(documents=1000)
         self.assertEqual(self.calls, {})
+
+    @parameterized.expand([("1", 6), ("3", 2), ("8", 1)])
+    def test_processes_share_the_cores(self, processes, threads):
+        pool = mock.Mock(wraps=flash_qla.ThreadPoolExecutor)
+        self.barrier = mock.Mock()
+        with (
+            mock.patch.object(flash_qla, "ThreadPoolExecutor", pool),
+            mock.patch.dict(flash_qla.os.environ, {"LOCAL_WORLD_SIZE": processes}),
+        ):
+            self.call()
+        pool.assert_called_once_with(threads)
+        self.assertEqual(len(self.calls), 7)
 
     def test_padded_batches_and_equal_heads(self):
         self.barrier = threading.Barrier(5)
