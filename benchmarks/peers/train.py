@@ -197,11 +197,10 @@ def make_trainer(args, model, tokenizer, samples, callback):
         model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[callback]
     )
     if args.tool.startswith("ours"):
-        from transformers_packed import configure_packing, use_cuda_graphs
+        from transformers_packed import configure_packing
 
-        configure_packing(trainer, float8="float8" in args.tool)
-        if "graphs" in args.tool:
-            use_cuda_graphs(trainer.model, -(-args.tokens // 64) * 64)
+        # `None` would measure a row first.
+        configure_packing(trainer, float8="float8" in args.tool, cuda_graphs="graphs" in args.tool)
     return trainer
 
 

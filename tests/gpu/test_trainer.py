@@ -1,8 +1,10 @@
 """Trainer does not wait for the GPU, and TRL's head has our products: `make test-gpu`."""
 
+import io
 import tempfile
 import unittest
 import warnings
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from unittest import mock
 
@@ -14,6 +16,7 @@ from parameterized import parameterized
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from transformers_packed import configure_packing, patch_model
+from transformers_packed.models.cuda_graphs import records_graphs
 from transformers_packed.ops import implementations_used, linear_logps
 
 
@@ -35,29 +38,48 @@ class Waits(TrainerCallback):
 @pytest.mark.gpu
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class CudaTrainerTest(unittest.TestCase):
-    def test_waits_of_a_step(self):
-        """None, apart from the event after which the host knows the number of targets."""
-        cls, config_class, options = FAMILIES["qwen3_5"]
+    def trainer(self, **options):
+        cls, config_class, sizes = FAMILIES["qwen3_5"]
         set_seed(0)
         generator = torch.Generator().manual_seed(0)
         documents = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in range(20, 120)]
         samples = [{"input_ids": ids, "labels": ids} for ids in documents]
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
-        self.addCleanup(torch.cuda.set_sync_debug_mode, "default")
         args = TrainingArguments(
             directory.name,
             per_device_train_batch_size=8,
             max_steps=LAST + 1,
             bf16=True,
-            logging_steps=100,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **options,
         )
-        trainer = Trainer(
-            cls._from_config(config_class(**REAL_HEADS, **options)), args, train_dataset=samples, callbacks=[Waits()]
-        )
+        return Trainer(cls._from_config(config_class(**REAL_HEADS, **sizes)), args, train_dataset=samples)
+
+    @parameterized.expand([(None,), (True,)])
+    def test_graphs(self, choice):
+        """Losses are those without graphs, in batches of other lengths too."""
+        losses, printed = [], io.StringIO()
+        for graphs in (choice, False):
+            trainer = self.trainer(logging_steps=1)
+            with redirect_stdout(printed):
+                configure_packing(trainer, "padding_free", cuda_graphs=graphs)
+                trainer.train()
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            if graphs:
+                self.assertTrue(records_graphs(trainer.model.model))
+        self.assertEqual("CUDA graphs o" in printed.getvalue(), choice is None)
+        errors = [abs(a - b) / b for a, b in zip(*losses, strict=True)]
+        report(f"losses with cuda_graphs={choice}", largest_error=max(errors))
+        self.assertLess(max(errors), 2e-3)
+
+    def test_waits_of_a_step(self):
+        """None, apart from the event after which the host knows the number of targets."""
+        self.addCleanup(torch.cuda.set_sync_debug_mode, "default")
+        trainer = self.trainer(logging_steps=100)
+        trainer.add_callback(Waits())
         configure_packing(trainer, "padding_free")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -8,10 +8,11 @@ from unittest import mock
 
 import torch
 from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, models_of, row_of
+from datasets import Dataset
 from parameterized import parameterized
-from transformers import set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, use_cuda_graphs
+from transformers_packed import PackedTrainer, PackedTrainingArguments, configure_packing, use_cuda_graphs
 from transformers_packed.models import cuda_graphs
 from transformers_packed.models.cuda_graphs import records_graphs
 from transformers_packed.training import graphs
@@ -165,13 +166,53 @@ class TrainerTest(GivenGpuTest):
             model, lines = self.train(**options)
         self.assertEqual((lines, records_graphs(model.model)), ([], records))
 
-    def test_typical_documents(self):
-        args = mock.Mock(max_length=2048)
+    def configured(self, trainer=Trainer, packing="padding_free", train=True, **options):
+        """Return a stock trainer that `configure_packing` configured, and the lines about graphs."""
+        samples = Dataset.from_list([{"input_ids": [n] * n, "labels": [n] * n} for n in range(20, 30)] * 3)
+        set_seed(0)
+        model, output = MODELS["qwen3_5"](), io.StringIO()
+        self.gpu.text = model.model
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        settings = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "report_to": "none"}
+        args = TrainingArguments(folder, per_device_train_batch_size=4, **settings)
+        made = trainer(model, args, train_dataset=samples)
+        with redirect_stdout(output):
+            configure_packing(made, packing, **options)
+            if train:
+                made.train()
+        return made, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
+
+    @parameterized.expand([("batches", "padding_free", {}, 128), ("rows", True, {"max_length": 60}, 256)])
+    def test_a_stock_trainer(self, _, packing, options, length):
+        graphed, lines = self.configured(packing=packing, cuda_graphs=None, **options)
+        self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
+        self.assertEqual(vars(graphed.model.model)["_layer_graphs"].row_length, length)
+        made = RunsAgain.made
+        self.assertGreater(RunsAgain.replayed, 0)
+        plain, lines = self.configured(packing=packing, **options)
+        self.assertEqual((lines, RunsAgain.made), ([], made))
+        for a, b in zip(graphed.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_a_stock_trainer_without_measurement(self):
+        trainer, lines = self.configured(train=False, cuda_graphs=True)
+        self.assertEqual((lines, vars(trainer.model.model)["_layer_graphs"].row_length), ([], 128))
+        with self.assertRaisesRegex(ValueError, "known length for cuda_graphs=True, got packing='off' in a Trainer"):
+            configure_packing(trainer, False, cuda_graphs=True)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        with self.assertRaisesRegex(ValueError, "known length for cuda_graphs=True, got a stream of samples"):
+            configure_packing(trainer, "padding_free", cuda_graphs=True)
+
+    def test_usual_rows(self):
+        args = mock.Mock(max_length=2048, packing=True)
         stream = mock.Mock(args=args, train_dataset=[], _train_batch_size=2)
-        self.assertEqual(callback.typical_documents(stream), 8)
+        self.assertEqual(callback.usual_rows(stream), (4096, 4096, 8, True))
         stream.args.max_length = 100
-        self.assertEqual(callback.typical_documents(stream), 2)
-
-
-if __name__ == "__main__":
-    unittest.main()
+        self.assertEqual(callback.usual_rows(stream), (256, 200, 2, True))
+        # One long sample in 40 is in fewer than one of 20 batches of two.
+        lengths = [10] * 79 + [1000]
+        batches = mock.Mock(args=mock.Mock(packing=False), _train_batch_size=2)
+        batches.train_dataset = Dataset.from_list([{"input_ids": [0] * n} for n in lengths])
+        self.assertEqual(callback.usual_rows(batches), (64, 20, 2, False))
+        batches.train_dataset = batches.train_dataset.to_iterable_dataset()
+        self.assertIsNone(callback.usual_rows(batches))

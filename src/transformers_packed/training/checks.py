@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from torch.utils.data import IterableDataset
+from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -253,3 +254,10 @@ def _takes_images(model: torch.nn.Module) -> bool:
 def has_own_loss(trainer: Trainer) -> bool:
     """Whether the class of the Trainer has a `compute_loss` of the user."""
     return type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
+
+
+def say(trainer: Trainer, line: str) -> Trainer:
+    """Print a line once, in the main process, and return the trainer."""
+    if trainer.is_world_process_zero():
+        tqdm.write(line)
+    return trainer

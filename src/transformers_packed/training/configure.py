@@ -9,26 +9,35 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.dataset import PackingDataset, arrow_lengths
+from ..data.dataset import PackingDataset, sampled_lengths
 from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
+from ..models.cuda_graphs import use_cuda_graphs
 from ..models.families import LANGUAGE_MODELS
 from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
-from .checks import check_cache, has_items, has_own_loss, is_packed, is_sft_trainer, reason_against, way_of_isolation
+from .callbacks.warm_up import WarmUpCallback, usual_rows
+from .checks import (
+    check_cache,
+    has_items,
+    has_own_loss,
+    is_packed,
+    is_sft_trainer,
+    reason_against,
+    say,
+    way_of_isolation,
+)
 from .preference import (
     check_shares_prompts,
     is_preference_trainer,
@@ -47,8 +56,6 @@ _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 _LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
 # DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
 _BUCKET_MB = 100
-# Samples to read for an estimate of the padding if the dataset has no table of lengths.
-_ESTIMATED_FROM = 128
 
 
 def configure_packing(
@@ -58,6 +65,7 @@ def configure_packing(
     *,
     float8: bool = False,
     share_prompts: bool = False,
+    cuda_graphs: bool | None = False,
     **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
@@ -99,6 +107,10 @@ def configure_packing(
         share_prompts (`bool`, *optional*, defaults to `False`):
             For TRL's trainers of preferences and of reinforcement learning: compute a prompt once for all answers of a
             batch that start with it.
+        cuda_graphs (`bool`, *optional*, defaults to `False`):
+            Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). `None` measures a row before the first step on a
+            GPU, and turns graphs on if they make it faster and their memory is free. Rows of batches that are not packed
+            differ in length: graphs then serve 95 % of them.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -145,6 +157,8 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
     if share_prompts:
         check_shares_prompts(trainer, mode)
+    if cuda_graphs:
+        _check_graphs(trainer, mode)
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}", float8)
     if is_preference_trainer(trainer):
@@ -160,6 +174,7 @@ reference (causal convolution), per_document(sdpa) (attention)
         if reason is None:
             line += _train_in_float8(trainer) if float8 else ""
             _apply(trainer, dataset, collator, packed)
+            _run_as_graphs(trainer, cuda_graphs)
             return say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
@@ -292,6 +307,26 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
     callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, ahead, DocumentNoise()]
 
 
+def _check_graphs(trainer: Trainer, mode: str) -> None:
+    """Raise an error if no row of the Trainer can run as a graph."""
+    expected, dataset = "packed rows of known length for cuda_graphs=True", trainer.train_dataset
+    if mode == "off" or is_preference_trainer(trainer):
+        got = f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
+        raise input_error(expected, got, "Remove cuda_graphs.")
+    if mode != "pack" and not has_items(dataset) and not is_packed(dataset):
+        raise input_error(expected, "a stream of samples", "Pass packing=True and max_length, or remove cuda_graphs.")
+
+
+def _run_as_graphs(trainer: Trainer, choice: bool | None) -> None:
+    """Turn CUDA graphs on, or leave it to a measurement before the first step."""
+    if choice is None:
+        trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, compiles=False, graphs=True))
+    if choice and (rows := usual_rows(trainer)) is not None:
+        graph = partial(use_cuda_graphs, row_length=rows.longest)
+        graph(trainer.model)
+        after_model_init(trainer, graph)
+
+
 def _trains_in_each_step(model: torch.nn.Module) -> bool:
     """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
     inner = transformers_model(model)
@@ -377,10 +412,7 @@ def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
     """Tokens of padded batches in random order over those without padding; `None` for a stream."""
     if not has_items(dataset) or not len(dataset):
         return None
-    lengths = arrow_lengths(dataset, "input_ids")
-    if lengths is None:
-        numbers = np.unique(np.linspace(0, len(dataset) - 1, _ESTIMATED_FROM).astype(int))
-        lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
+    lengths = sampled_lengths(dataset)
     return mean_of_longest(lengths, batch_size) / float(lengths.mean())
 
 
@@ -393,10 +425,3 @@ def _leave(trainer: Trainer, why: str, float8: bool) -> Trainer:
         if getattr(trainer.args, name, None) is None:
             setattr(trainer.args, name, False)
     return say(trainer, f"Packing off, {unchanged}: {why}")
-
-
-def say(trainer: Trainer, line: str) -> Trainer:
-    """Print a line once, in the main process, and return the trainer."""
-    if trainer.is_world_process_zero():
-        tqdm.write(line)
-    return trainer

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import TrainingArguments
 
 from ..data.planning.memory import FILLED
 from ..models.cuda_graphs import records_graphs, text_models_of, use_cuda_graphs
@@ -56,11 +55,6 @@ def choose_graphs(model: torch.nn.Module, row_length: int, run: Callable[[], Non
         reason = gain if pool < room else f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
     use_cuda_graphs(model, 0)
     return f"off, because {reason}"
-
-
-def graph_length(args: TrainingArguments) -> int:
-    """Return the number of tokens of the longest packed row, rounded up to what graphs need."""
-    return -(-args.max_length * args.per_device_train_batch_size // 64) * 64
 
 
 def _time(run: Callable[[], None]) -> tuple[float, float]:

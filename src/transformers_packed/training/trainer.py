@@ -1,7 +1,6 @@
 """`PackedTrainer`: a Trainer that trains without padding and evaluates each document."""
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
-from ..models.cuda_graphs import use_cuda_graphs
 from .callbacks.warm_up import WarmUpCallback
-from .configure import after_model_init, configure_packing
-from .graphs import graph_length
+from .configure import configure_packing
 from .sequence_parallel import SequenceParallelMixin
 
 
@@ -136,15 +133,13 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
         max_length, float8 = self.args.max_length if packing == "pack" else None, getattr(self.args, "float8", False)
-        configure_packing(self, packing, max_length, float8=float8)
+        graphs = getattr(self.args, "cuda_graphs", False)
+        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=bool(graphs))
         if size != 1:
             self.cut_rows()
-        if getattr(self.args, "cuda_graphs", False):
-            graph = partial(use_cuda_graphs, row_length=graph_length(self.args))
-            graph(self.model)
-            after_model_init(self, graph)
         if getattr(self.args, "compile_before_training", True):
-            self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
+            measured = graphs is None and bool(self.args.packing)
+            self.callback_handler.callbacks.insert(0, WarmUpCallback(self, graphs=measured))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)

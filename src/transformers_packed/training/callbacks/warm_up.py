@@ -1,6 +1,6 @@
 """Compile every kernel before the first step of a Trainer."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,17 +9,19 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from ...data.dataset import PackingDataset, arrow_lengths
-from ..configure import say
-from ..graphs import choose_graphs, graph_length
+from ...data.dataset import PackingDataset, sampled_lengths
+from ..checks import say
+from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
 
 
 logger = logging.get_logger(__name__)
 
-# Tokens of a row if samples come from a stream, and samples to read if there is no table of their lengths.
-_SHORT_ROW, _SAMPLES = 1024, 128
+# Tokens of a row if samples come from a stream.
+_SHORT_ROW = 1024
 _TYPICAL_DOCUMENT = 512
+# Random batches, and the share of them that graphs serve.
+_BATCHES, _SERVED = 256, 0.95
 
 
 class WarmUpCallback(TrainerCallback):
@@ -28,10 +30,21 @@ class WarmUpCallback(TrainerCallback):
     It runs before other callbacks, so that their hooks and clocks do not see it. At this time the model is sharded, and
     the checkpoint to resume is loaded. All processes run the same rows, so a sharded model (FSDP) exchanges the same
     weights on all of them. DDP would synchronize gradients that are not needed, so its inner model runs.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        progress (`bool`, *optional*):
+            Whether to show a progress bar. Defaults to that of the Trainer.
+        compiles (`bool`, *optional*, defaults to `True`):
+            Whether to compile all kernels.
+        graphs (`bool`, *optional*, defaults to `False`):
+            Whether to measure a row, and to turn CUDA graphs on if they make it faster ([`choose_graphs`]).
     """
 
-    def __init__(self, trainer: Trainer, progress: bool | None = None):
-        self.trainer, self.progress = trainer, not trainer.args.disable_tqdm if progress is None else progress
+    def __init__(self, trainer: Trainer, progress: bool | None = None, *, compiles: bool = True, graphs: bool = False):
+        self.trainer, self.compiles, self.graphs = trainer, compiles, graphs
+        self.progress = not trainer.args.disable_tqdm if progress is None else progress
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
@@ -55,10 +68,12 @@ class WarmUpCallback(TrainerCallback):
             "progress": self.progress and state.is_local_process_zero,
         }
         try:
-            warm_up(model, tokens, **options)
-            if self._may_use_graphs(model):
-                decision = self._choose_graphs(model, tokens)
-                if decision.startswith("on"):
+            if self.compiles:
+                warm_up(model, tokens, **options)
+            rows = usual_rows(trainer) if self._may_use_graphs(model) else None
+            if rows is not None:
+                decision = self._choose_graphs(model, rows)
+                if decision.startswith("on") and rows.packed:
                     # Record the graphs of other numbers of documents.
                     warm_up(model, tokens, **options)
                 say(trainer, f"CUDA graphs {decision}.")
@@ -74,28 +89,25 @@ class WarmUpCallback(TrainerCallback):
             trainer._compared_rows = compared
 
     def _may_use_graphs(self, model: torch.nn.Module) -> bool:
-        """Whether the arguments leave the choice open, and rows and processes permit graphs."""
-        args = self.trainer.args
-        # Only `PackedTrainingArguments` have the choice.
-        if getattr(args, "cuda_graphs", False) is not None or not args.packing or args.torch_compile:
+        """Whether the choice is open, and rows and processes permit graphs."""
+        if not self.graphs or self.trainer.args.torch_compile:
             return False
         # Sharded layers exchange weights, and graphs cannot run on parts of rows.
-        is_whole = not self.trainer.is_fsdp_enabled and args.sequence_parallel_size == 1
+        is_whole = not self.trainer.is_fsdp_enabled and getattr(self.trainer, "sequence_parallel", None) is None
         texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
         # An earlier call of `train` has made the choice.
         return is_whole and bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
 
-    def _choose_graphs(self, model: torch.nn.Module, tokens: int) -> str:
+    def _choose_graphs(self, model: torch.nn.Module, rows: "Rows") -> str:
         trainer, device = self.trainer, self.trainer.args.device
         with as_before(model, device):
-            lengths = split(tokens, typical_documents(trainer))
-            row = make_row(model, lengths, trainer.data_collator, device)
+            row = make_row(model, split(rows.tokens, rows.documents), trainer.data_collator, device)
 
             def run() -> None:
                 self._loss(model, row).backward()
                 drop_gradients(model)
 
-            return choose_graphs(model, graph_length(trainer.args), run)
+            return choose_graphs(model, rows.longest, run)
 
     def _loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         trainer, batch = self.trainer, self.trainer._prepare_inputs(batch)
@@ -118,19 +130,43 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
     if isinstance(dataset, IterableDataset):
         tokens = getattr(dataset, "max_length", None)
         return _SHORT_ROW if tokens is None else tokens * rows, None
-    lengths = arrow_lengths(dataset, "input_ids")
-    if lengths is None:
-        numbers = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLES).astype(int))
-        lengths = np.array([len(dataset[number]["input_ids"]) for number in numbers.tolist()])
-    return max(int(np.sort(lengths)[-rows:].sum()), 2), None
+    return max(int(np.sort(sampled_lengths(dataset))[-rows:].sum()), 2), None
 
 
-def typical_documents(trainer: Trainer) -> int:
-    """Return the number of documents in a batch of typical rows: their median in the plan, or one per 512 tokens."""
-    dataset, rows = trainer.train_dataset, trainer._train_batch_size
-    if not isinstance(dataset, PackingDataset):
-        return max(trainer.args.max_length // _TYPICAL_DOCUMENT, 1) * rows
-    return int(np.median(np.diff(dataset.plan.row_offsets))) * rows
+class Rows(NamedTuple):
+    """The rows that a model gets in training.
+
+    `longest` is the most tokens of a row that a graph serves, a multiple of 64. A typical row has `tokens` in `documents`.
+    `packed` rows have other numbers of documents.
+    """
+
+    longest: int
+    tokens: int
+    documents: int
+    packed: bool
+
+
+def usual_rows(trainer: Trainer) -> Rows | None:
+    """Return the rows of a Trainer that [`configure_packing`] has packed, or `None` if their length is unknown.
+
+    Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
+    as long as random batches.
+    """
+    dataset, batch = trainer.train_dataset, trainer._train_batch_size
+    if trainer.args.packing:
+        plan = getattr(dataset, "plan", None)
+        length = next(x.max_length for x in (plan, dataset, trainer.args) if getattr(x, "max_length", None))
+        documents = max(length // _TYPICAL_DOCUMENT, 1) if plan is None else int(np.median(np.diff(plan.row_offsets)))
+        return Rows(_rounded_up(length * batch), length * batch, documents * batch, packed=True)
+    if isinstance(dataset, IterableDataset):
+        return None
+    sums = np.random.default_rng(0).choice(sampled_lengths(dataset), (_BATCHES, batch)).sum(1)
+    served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
+    return Rows(_rounded_up(served), typical, batch, packed=False)
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // 64) * 64
 
 
 def _evaluates(trainer: Trainer) -> bool:
