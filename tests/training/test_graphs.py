@@ -4,10 +4,12 @@ import io
 import tempfile
 import unittest
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
 from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, models_of, row_of
+from common.records import make_tokenizer
 from datasets import Dataset
 from parameterized import parameterized
 from transformers import Trainer, TrainingArguments, set_seed
@@ -166,24 +168,38 @@ class TrainerTest(GivenGpuTest):
             model, lines = self.train(**options)
         self.assertEqual((lines, records_graphs(model.model)), ([], records))
 
-    def configured(self, trainer=Trainer, packing="padding_free", train=True, **options):
-        """Return a stock trainer that `configure_packing` configured, and the lines about graphs."""
+    def configured(self, sft=False, packing="padding_free", train=True, **options):
+        """Return a trainer of Transformers or TRL that `configure_packing` configured, and the lines about graphs."""
         samples = Dataset.from_list([{"input_ids": [n] * n, "labels": [n] * n} for n in range(20, 30)] * 3)
         set_seed(0)
         model, output = MODELS["qwen3_5"](), io.StringIO()
         self.gpu.text = model.model
         folder = self.enterContext(tempfile.TemporaryDirectory())
         settings = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "report_to": "none"}
-        args = TrainingArguments(folder, per_device_train_batch_size=4, **settings)
-        made = trainer(model, args, train_dataset=samples)
+        settings |= {"per_device_train_batch_size": 4, "bf16": False}
+        if sft:
+            from trl import SFTConfig, SFTTrainer
+
+            args = SFTConfig(folder, max_length=None, **settings)
+            made = SFTTrainer(model, args, train_dataset=samples, processing_class=make_tokenizer())
+        else:
+            made = Trainer(model, TrainingArguments(folder, **settings), train_dataset=samples)
         with redirect_stdout(output):
             configure_packing(made, packing, **options)
             if train:
                 made.train()
         return made, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
 
-    @parameterized.expand([("batches", "padding_free", {}, 128), ("rows", True, {"max_length": 60}, 256)])
-    def test_a_stock_trainer(self, _, packing, options, length):
+    @parameterized.expand(
+        [
+            ("batches", "padding_free", {}, 128),
+            ("rows", True, {"max_length": 60}, 256),
+            ("batches of SFTTrainer", "padding_free", {"sft": True}, 128),
+        ]
+    )
+    def test_other_trainers(self, _, packing, options, length):
+        if options.get("sft") and not find_spec("trl"):
+            self.skipTest("needs trl")
         graphed, lines = self.configured(packing=packing, cuda_graphs=None, **options)
         self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
         self.assertEqual(vars(graphed.model.model)["_layer_graphs"].row_length, length)
