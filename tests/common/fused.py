@@ -186,6 +186,15 @@ CASES = [
         released=WIDTHS,
     ),
     Case(
+        "rms_norm_stream",
+        # The stream goes on without a copy.
+        lambda impl, x, weight: rms_norm(x, weight, stream=True, impl=impl),
+        _row_and_weight,
+        per_token=1,
+        small=[{"width": 100}],
+        released=WIDTHS,
+    ),
+    Case(
         "gated_rms_norm",
         lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, impl=impl),
         lambda normal, tokens, heads, dim: [normal(1, tokens, heads, dim), normal(1, tokens, heads, dim), normal(dim)],

@@ -20,7 +20,7 @@ BY_TABLE = ("bamba", "mamba2", "kimi_linear", "recurrent_gemma") if supports_oth
 # Our arguments that the stock method does not have. They come last.
 ADDED = {
     "GatedDeltaNet.forward": ["seq_idx", "cu_seqlens"],
-    "RMSNorm.forward": ["residual"],
+    "RMSNorm.forward": ["residual", "stream"],
     "Qwen3_5ForSequenceClassification.forward": ["labels", "use_cache"],
 }
 

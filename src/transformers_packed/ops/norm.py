@@ -18,12 +18,13 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     residual: torch.Tensor | None = None,
+    stream: bool = False,
     offset: float = 1.0,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """RMS norm over the last dimension: `s / sqrt(mean(s^2) + eps) * (offset + weight)`.
 
-    `s` is `hidden_states + residual`.
+    `s` is `hidden_states + residual`, the stream of a model with residuals.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., width]`):
@@ -34,14 +35,17 @@ def rms_norm(
             Added to the mean square.
         residual (`torch.Tensor` of shape `[..., width]`, *optional*):
             Added to `hidden_states` before the norm.
+        stream (`bool`, *optional*, defaults to `False`):
+            Whether to also return `s` without a residual. If other layers take it from here, one kernel of the backward
+            adds up both gradients of `hidden_states`.
         offset (`float`, *optional*, defaults to 1.0):
             1 for the zero-centered weights of Qwen3-Next and Qwen3.5, 0 for ordinary weights.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` or `"reference"`.
 
     Returns:
-        `torch.Tensor`: normalized states `[..., width]` in the dtype of `hidden_states`. With a residual, a tuple of
-            the normalized states and `s`.
+        `torch.Tensor`: normalized states `[..., width]` in the dtype of `hidden_states`. With a residual or `stream`, a
+            tuple of the normalized states and `s`.
 
     Raises:
         `ValueError`: the shapes do not match, or `impl` does not support the call.
@@ -58,7 +62,7 @@ def rms_norm(
     ```
     """
     _check(hidden_states, weight, "residual", residual)
-    return run("rms_norm", impl, IMPLEMENTATIONS, hidden_states, weight, eps, offset, residual)
+    return run("rms_norm", impl, IMPLEMENTATIONS, hidden_states, weight, eps, offset, residual, stream=stream)
 
 
 def gated_rms_norm(
@@ -125,7 +129,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
+def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
     if linear_weight is not None:
         return apply_reference(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
     if residual is not None:
@@ -135,21 +139,21 @@ def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_w
     if gate is not None:
         return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
     normed = (x * (offset + widened(weight))).to(dtype)
-    return normed if residual is None else (normed, hidden_states)
+    return (normed, hidden_states) if stream or residual is not None else normed
 
 
-def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
+def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
     from .backends.triton.norm import RMSNorm, normed_again
 
     structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
-    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, structure, *tensors)
+    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, structure, *tensors)
     if gate is None and not torch.compiler.is_compiling():
-        normed, total = (result, hidden_states) if residual is None else result
+        normed, total = result if stream or residual is not None else (result, hidden_states)
         remember_recipe(normed, partial(normed_again, eps=eps, offset=offset), total, weight)
     return result
 
 
-def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None):
+def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
         return False, "supports float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:

@@ -167,10 +167,10 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
 @fast_path
 class Qwen3_5RMSNorm(builtin.Qwen3_5RMSNorm):
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, stream: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Normalize `x`. With a `residual`, return the norm of their sum, and the sum."""
-        return rms_norm(x, self.weight, self.eps, residual=residual)
+        """Normalize `x`. With a `residual`, return the norm of their sum, and the sum; with `stream`, the norm and `x`."""
+        return rms_norm(x, self.weight, self.eps, residual=residual, stream=bool(stream))
 
 
 @fast_path
@@ -202,8 +202,11 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
+        norm, residual = self.input_layernorm, hidden_states
+        if is_untouched(norm, Qwen3_5RMSNorm):
+            hidden_states, residual = norm(hidden_states, stream=True)
+        else:
+            hidden_states = norm(hidden_states)
         if self.block_type == "linear_attention":
             hidden_states = self.linear_attn(
                 hidden_states=hidden_states,

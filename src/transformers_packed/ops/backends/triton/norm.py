@@ -97,16 +97,17 @@ def _tile(width: int) -> dict[str, int]:
 class RMSNorm(torch.autograd.Function):
     """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
-    With a residual, it returns the norm and the sum. With a gate, the norm `[..., heads, width]` may go through one
+    With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm `[..., heads, width]` may go through one
     linear layer with `heads * width` inputs, given by `structure` and `tensors` of [`flatten`]. The norm is then not
     saved: the backward recomputes it.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, structure: tuple, *tensors):
+    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream: bool, structure: tuple, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
+        given = x
         x, residual, gate = (
             None if z is None else z.reshape(-1, z.shape[-1]).contiguous() for z in (x, residual, gate)
         )
@@ -125,7 +126,9 @@ class RMSNorm(torch.autograd.Function):
         ctx.structure = structure
         if not structure:
             ctx.save_for_backward(total, weight, gate, r)
-            return y if residual is None else (y, total)
+            if residual is None:
+                return (y, given) if stream else y
+            return y, total
         products = Products(structure, tensors, y.dtype)
         (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
         ctx.save_for_backward(total, weight, gate, r, *products.to_save())
@@ -137,7 +140,7 @@ class RMSNorm(torch.autograd.Function):
         x, weight, gate, r, *saved = ctx.saved_tensors
         x = x.view(-1, x.shape[-1])
         rows, width = x.shape
-        d_outs, wanted, found = [d_out.reshape(-1, d_out.shape[-1])], ctx.needs_input_grad[7:], []
+        d_outs, wanted, found = [d_out.reshape(-1, d_out.shape[-1])], ctx.needs_input_grad[8:], []
         again = needs_rows(ctx.structure, wanted)
         dy = d_out
         if ctx.structure:
@@ -153,8 +156,9 @@ class RMSNorm(torch.autograd.Function):
         programs = programs_for(tiles, x.device)
         trained = ctx.needs_input_grad[1]
         dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device) if trained else None
+        options = ctx.options | {"RESIDUAL": dsum is not None}
         _norm_backward[(programs,)](
-            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, trained, **ctx.options
+            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, trained, **options
         )
         dx = dx.view(ctx.shape)
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
@@ -163,7 +167,7 @@ class RMSNorm(torch.autograd.Function):
             y = y.view(-1, ctx.shape[-2:].numel()) if again else None
             found = products.parameter_gradients(d_outs, y, wanted)
         dgate = None if gate is None else dgate.view(ctx.shape)
-        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, *found
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, *found
 
 
 @on_its_device
