@@ -2,7 +2,7 @@
 
 Rows with long documents take longer than the number of operations says, because those of attention are slower than other
 products. A linear fit gives the milliseconds of a row without long documents, and of a million squared tokens. `weight` is
-the ratio of the two over that of the counted operations, the default `attention_weight` of `PackingCost.from_config`.
+the ratio of the two over that of the counted operations, the default `quadratic_weight` of `PackingCost.from_config`.
 
     python benchmarks/row_cost.py --models 0.8B 4B --output benchmarks/results/row_cost.json
 """
@@ -78,7 +78,7 @@ def measure(name: str, args) -> dict:
         rows.append(found | {"ms": round(milliseconds(model, batch, args.repeats), 2)})
         print(name, rows[-1], flush=True)
     return {"model": name, "weights": args.weights, "tokens": args.tokens, "rows": rows} | fit(
-        rows, PackingCost.from_config(config, attention_weight=1), args.tokens
+        rows, PackingCost.from_config(config, quadratic_weight=1), args.tokens
     )
 
 

@@ -49,7 +49,7 @@ class FlashQLACompilationTest(unittest.TestCase):
         parent.chunk, index.prepare_varlen_metadata = chunk, lambda on_device, on_host: on_device
         modules = {"flash_qla": ModuleType("flash_qla"), parent.__name__: parent, index.__name__: index}
         patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla, "_COMPILED", set())
-        for patcher in (*patchers, mock.patch.object(flash_qla.os, "cpu_count", lambda: 6)):
+        for patcher in (*patchers, mock.patch.object(flash_qla.os, "sched_getaffinity", lambda _: range(6))):
             patcher.start()
             self.addCleanup(patcher.stop)
 

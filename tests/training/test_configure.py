@@ -1,5 +1,7 @@
 """`configure_packing`: packed training equals training on padded batches."""
 
+from unittest import mock
+
 import numpy as np
 import peft
 import pytest
@@ -139,21 +141,45 @@ class SetUpTest(ConfigureTestCase):
 
     @parameterized.expand(
         [
-            ("text", None, None, False),
-            ("asked for", None, True, True),
-            ("asked not to", "value head", False, False),
-            ("value head", "value head", None, True),
-            ("vision tower", "vision tower", None, True),
+            ("text", None, False),
+            ("asked for", True, True),
+            ("value head, asked not to", False, False),
+            ("value head", None, True),
+            ("vision tower", None, True),
+            ("another family", None, True),
+            ("loss of the user", None, True),
+            ("one adapter", None, False),
+            ("two adapters", None, True),
         ]
     )
-    def test_parameters_that_ddp_looks_for(self, _, kind, given, expected):
-        trainer = self.trainer(args={"ddp_find_unused_parameters": given})
-        if kind == "value head":
+    def test_parameters_that_ddp_looks_for(self, kind, given, expected):
+        loss = (
+            {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()} if kind.startswith("loss") else {}
+        )
+        model = llama() if kind == "another family" else None
+        trainer = self.trainer(model, args={"ddp_find_unused_parameters": given}, **loss)
+        if kind.startswith("value head"):
             trainer.model.v_head = torch.nn.Linear(4, 1)
         elif kind == "vision tower":
             trainer.model.config.vision_config = {}
-        said(configure_packing, trainer)
+        elif "adapter" in kind:
+            trainer.model = peft.get_peft_model(trainer.model, peft.LoraConfig(target_modules=["q_proj"]))
+            if kind.startswith("two"):
+                trainer.model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+        said(configure_packing, trainer, "padding_free")
         self.assertIs(trainer.accelerator.ddp_handler.find_unused_parameters, expected)
+        checks = [x for x in trainer.callback_handler.callbacks if type(x) is module._EveryGradient]
+        self.assertEqual(len(checks), given is None and not expected)
+
+    def test_a_parameter_without_a_gradient(self):
+        """The error comes before the step of the optimizer."""
+        check, model = module._EveryGradient(), torch.nn.Linear(2, 2)
+        model.weight.grad = torch.zeros(2, 2)
+        check.on_pre_optimizer_step(mock.Mock(world_size=1), None, None, model=model)
+        with self.assertRaisesRegex(ValueError, "got none for 1 of them, such as bias. Pass ddp_find_unused"):
+            check.on_pre_optimizer_step(mock.Mock(world_size=2), None, None, model=model)
+        model.bias.requires_grad_(False)
+        check.on_pre_optimizer_step(mock.Mock(world_size=2), None, None, model=model)
 
     def test_auto_says_so_in_one_line(self):
         # Elsewhere: users cannot see whether samples are isolated, or whether packing is on at all.

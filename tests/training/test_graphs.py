@@ -12,9 +12,16 @@ from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, model
 from common.records import make_tokenizer
 from datasets import Dataset
 from parameterized import parameterized
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from transformers_packed import PackedTrainer, PackedTrainingArguments, configure_packing, use_cuda_graphs
+from transformers_packed import (
+    IterablePackingDataset,
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingDataset,
+    configure_packing,
+    use_cuda_graphs,
+)
 from transformers_packed.models import cuda_graphs
 from transformers_packed.models.cuda_graphs import records_graphs
 from transformers_packed.training import graphs
@@ -24,6 +31,7 @@ from transformers_packed.training.graphs import choose_graphs
 
 
 GIB = 2**30
+TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class Gpu:
@@ -210,25 +218,60 @@ class TrainerTest(GivenGpuTest):
         for a, b in zip(graphed.model.parameters(), plain.model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
 
-    def test_a_stock_trainer_without_measurement(self):
+    def test_without_measurement(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)
         self.assertEqual((lines, vars(trainer.model.model)["_layer_graphs"].row_length), ([], 128))
-        with self.assertRaisesRegex(ValueError, "known length for cuda_graphs=True, got packing='off' in a Trainer"):
-            configure_packing(trainer, False, cuda_graphs=True)
-        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-        with self.assertRaisesRegex(ValueError, "known length for cuda_graphs=True, got a stream of samples"):
-            configure_packing(trainer, "padding_free", cuda_graphs=True)
+
+    @parameterized.expand(
+        [
+            ("padded", "off", {}, "got packing='off' in a Trainer, whose batches are padded"),
+            ("compiled", "padding_free", {"torch_compile": True}, "got torch_compile=True"),
+            ("stream", "padding_free", {"stream": True}, "rows of known length .* got a stream of samples"),
+            ("no samples", "padding_free", {"empty": True}, "rows of known length .* got no samples"),
+            ("family", "auto", {"model": LlamaForCausalLM(LlamaConfig(**TINY))}, "got a LlamaForCausalLM"),
+        ]
+    )
+    def test_refused(self, _, packing, options, expected):
+        """The Trainer stays as it was."""
+        trainer, _ = self.configured(packing="off", train=False)
+        trainer.args.torch_compile = options.get("torch_compile", False)
+        trainer.model = options.get("model", trainer.model)
+        if "stream" in options:
+            trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+            trainer.accelerator.dataloader_config.dispatch_batches = False
+        if "empty" in options:
+            trainer.train_dataset = None
+        before = list(trainer.callback_handler.callbacks), trainer.data_collator, type(trainer.model)
+        with self.assertRaisesRegex(ValueError, expected):
+            configure_packing(trainer, packing, cuda_graphs=True)
+        self.assertEqual(before, (trainer.callback_handler.callbacks, trainer.data_collator, type(trainer.model)))
+
+    def test_a_second_call_replaces_the_choice(self):
+        trainer, _ = self.configured(train=False, cuda_graphs=None)
+        kinds = []
+        for choice in (None, False):
+            configure_packing(trainer, "padding_free", cuda_graphs=choice)
+            kinds.append([type(x) for x in trainer.callback_handler.callbacks].count(callback.WarmUpCallback))
+        self.assertEqual(kinds, [1, 0])
 
     def test_usual_rows(self):
-        args = mock.Mock(max_length=2048, packing=True)
-        stream = mock.Mock(args=args, train_dataset=[], _train_batch_size=2)
-        self.assertEqual(callback.usual_rows(stream), (4096, 4096, 8, True))
-        stream.args.max_length = 100
-        self.assertEqual(callback.usual_rows(stream), (256, 200, 2, True))
-        # One long sample in 40 is in fewer than one of 20 batches of two.
+        def rows(dataset, packed, batch=2, max_length=None):
+            trainer = mock.Mock(args=mock.Mock(max_length=max_length), _train_batch_size=batch)
+            return callback.usual_rows(trainer, dataset, packed)
+
+        # One long sample in 80 is in one of 40 batches of two.
         lengths = [10] * 79 + [1000]
-        batches = mock.Mock(args=mock.Mock(packing=False), _train_batch_size=2)
-        batches.train_dataset = Dataset.from_list([{"input_ids": [0] * n} for n in lengths])
-        self.assertEqual(callback.usual_rows(batches), (64, 20, 2, False))
-        batches.train_dataset = batches.train_dataset.to_iterable_dataset()
-        self.assertIsNone(callback.usual_rows(batches))
+        batches = Dataset.from_list([{"input_ids": [0] * n} for n in lengths])
+        self.assertEqual(rows(batches, False), (64, 20, 2, False))
+        self.assertEqual(rows(batches, True), (2048, 2000, 2, True))
+        planned = PackingDataset(batches, 1000, overlong="error")
+        self.assertEqual(rows(planned, True, max_length=5), (2048, 2000, 80, True))
+        streamed = batches.to_iterable_dataset()
+        self.assertEqual(rows(IterablePackingDataset(streamed, 100), True, batch=1), (128, 100, 1, True))
+        self.assertEqual(rows(streamed, True, max_length=2048), (4096, 4096, 8, True))
+        for unknown, packed in ((streamed, False), (streamed, True), ([], False)):
+            self.assertIsNone(rows(unknown, packed))
+
+
+if __name__ == "__main__":
+    unittest.main()

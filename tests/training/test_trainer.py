@@ -390,7 +390,7 @@ class FiguresTest(TrainerTestCase):
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
         callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
         args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
-        cost = PackingCost.from_config(trainer.model.config, attention_weight=1)
+        cost = PackingCost.from_config(trainer.model.config, quadratic_weight=1)
 
         def other_rank(values):
             # Counts have three dimensions. The sums of squared lengths have two.

@@ -209,7 +209,7 @@ class CardTest(unittest.TestCase):
         places = [page.index(f"| {title} | ours |") for title in titles]
         self.assertEqual(places, sorted(places))
         self.assertIn("| ours, shared prompts | 8 ms | 0.8 x |", page)
-        self.assertIn("All runs of the table passed", page)
+        self.assertIn("All of these runs passed", page)
         self.assertIn("Not measured: other shapes and GRPO beside other tools.", page)
 
     def test_a_run_that_failed_or_leaks_is_named(self):

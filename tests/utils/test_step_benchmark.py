@@ -160,7 +160,7 @@ class ShapesTest(unittest.TestCase):
     def test_flops_agree_with_the_cost_of_the_planner(self, model, layers):
         # The planner adds the convolution, and counts the delta rule of a chunked kernel instead of the recurrence.
         config = shapes.with_layers(shapes.MODELS[model], layers)
-        cost = PackingCost.from_config(AutoConfig.for_model(**config), attention_weight=1)
+        cost = PackingCost.from_config(AutoConfig.for_model(**config), quadratic_weight=1)
         found = shapes.model_flops(config, [512] * 4) / 3
         linear = cost.linear * 2048 + cost.quadratic * 4 * 512**2
         self.assertLess(abs(found / linear - 1), 0.05)

@@ -126,7 +126,7 @@ the variance with samples in random order: 1 equals a random mix.""",
                 rows,
             ),
             "The data are those of [planning](planning.md). The [cost model](../explained/cost_model.md) predicts the times; no model ran.",
-            f"""An operation of full attention takes longer than one of a projection: in forward and backward of rows with the same number
+            f"""An operation of scores and values takes longer than one of a projection: in forward and backward of rows with the same number
 of tokens on an {timed["machine"]}, {weight}. The cost model counts it three times.""",
         ],
         ["packing.json", "row_cost.json"],

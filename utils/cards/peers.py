@@ -112,7 +112,7 @@ def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
 def chosen(by_caches: dict[str, dict]) -> dict:
     there = [by_caches[name] for name in PREFERRED if name in by_caches]
     # Of a step in two halves, only the first step says something.
-    whole = [run for run in there if "step_ms" in run and run["forwards_per_step"] <= 1]
+    whole = [run for run in there if "step_ms" in run and run["forwards_per_step"] == 1]
     run = whole[0] if whole else {name: there[0][name] for name in there[0] if name != "step_ms"}
     return run | {"first_step_seconds": by_caches.get("empty", {}).get("first_step_seconds")}
 
@@ -181,11 +181,11 @@ takes less than a hundredth of it."""
 
 
 def isolation(unsafe: list[str]) -> str:
-    check = """After the last step, each run reverses the first document of a batch and reads the loss of the first tokens of the
+    check = """After the last step, each run with `SFTTrainer` reverses the first document of a batch and reads the loss of the first tokens of the
 second one. It counts as isolated if this loss changes no more than in a repetition of the same batch."""
     if unsafe:
         return f"{check} **Not shown to be isolated: {', '.join(unsafe)}.**"
-    return f"{check} All runs of the table passed."
+    return f"{check} All of these runs passed."
 
 
 def shared(runs: list[dict], name: str) -> str:

@@ -157,7 +157,7 @@ def _reference(
     reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
     if num_targets is not None:
-        # Another number is an error here too.
+        # The check is in the choice of places.
         labels.index_select(0, _places(labels != ignore_index, num_targets))
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     loss = F.cross_entropy(logits, labels, **options)
@@ -195,6 +195,8 @@ def _places(mask: torch.Tensor, number: int | None) -> torch.Tensor:
     """Return where a mask `[T]` is `True`. No host sync if the number of these places is known."""
     if number is None:
         return mask.nonzero().flatten()
+    if not mask.is_cuda and int(mask.sum()) != number:
+        raise input_error("num_targets as in labels", f"{number} instead of {int(mask.sum())}")
     length = len(mask)
     # The first element takes what is not in the mask. Too few or too many places leave an index out of range.
     found = torch.full((number + 1,), length, dtype=torch.int64, device=mask.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
@@ -21,13 +21,13 @@ from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.cuda_graphs import use_cuda_graphs
-from ..models.families import LANGUAGE_MODELS
+from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
 from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
-from .callbacks.warm_up import WarmUpCallback, usual_rows
+from .callbacks.warm_up import Rows, WarmUpCallback, usual_rows
 from .checks import (
     check_cache,
     has_items,
@@ -75,8 +75,9 @@ def configure_packing(
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
     `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
-    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It looks for parameters without a gradient only in models with
-    a vision tower or another head, and in those of other families, unless `ddp_find_unused_parameters` is set.
+    buckets, of 100 MB unless `ddp_bucket_cap_mb` is set. It does not search for parameters without a gradient in language
+    models of Qwen3-Next and Qwen3.5 with at most one adapter and without a loss of the user, unless
+    `ddp_find_unused_parameters` is set. A step that leaves one out is then an error.
 
     * `"padding_free"`: concatenates the samples of a batch into one packed row. Batches, steps and learning rate are
       unchanged; only the padding is not computed.
@@ -157,8 +158,8 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
     if share_prompts:
         check_shares_prompts(trainer, mode)
-    if cuda_graphs:
-        _check_graphs(trainer, mode)
+    if cuda_graphs and (reason := _reason_against_graphs(trainer, mode)) is not None:
+        raise reason
     if mode == "off":
         return _leave(trainer, f"packing={packing!r}", float8)
     if is_preference_trainer(trainer):
@@ -169,16 +170,20 @@ reference (causal convolution), per_document(sdpa) (attention)
         dataset, packed = trainer.train_dataset, is_packed(trainer.train_dataset)
         if mode == "pack":
             dataset, packed = _packed_dataset(trainer, packed, max_length, plan_options), True
-        line = _line(trainer, dataset, packed)
+        line, rows = _line(trainer, dataset, packed), None
+        if cuda_graphs:
+            rows = _rows_of_graphs(trainer, dataset, packed)
         collator, reason = _isolate(trainer, automatic=mode == "auto")
         if reason is None:
             line += _train_in_float8(trainer) if float8 else ""
             _apply(trainer, dataset, collator, packed)
-            _run_as_graphs(trainer, cuda_graphs)
+            _run_as_graphs(trainer, cuda_graphs, rows)
             return say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
-    return _leave(trainer, str(reason), float8)
+    return _leave(
+        trainer, f"{str(reason).rstrip('.')}{', so no row runs as a CUDA graph' * bool(cuda_graphs)}", float8
+    )
 
 
 class CausalLabelsCollator(DataCollatorWithFlattening):
@@ -291,49 +296,87 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         if args.eval_packing is None:
             args.eval_packing = args.packing
     args.packing, args.padding_free = packed, True
+    searches = True
     if (ddp := trainer.accelerator.ddp_handler) is not None:
         # Gradients then lie in the buckets, and are not copied to them and back.
         ddp.gradient_as_bucket_view = True
         if args.ddp_bucket_cap_mb is None:
             ddp.bucket_cap_mb = _BUCKET_MB
-        if args.ddp_find_unused_parameters is None and _trains_in_each_step(trainer.model):
-            ddp.find_unused_parameters = False
+        if args.ddp_find_unused_parameters is None and _trains_in_each_step(trainer):
+            ddp.find_unused_parameters = searches = False
     callbacks, step = trainer.callback_handler.callbacks, trainer.training_step
     ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
-    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise
+    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, WarmUpCallback, _EveryGradient
     others = [callback for callback in callbacks if type(callback) not in ours]
+    # An earlier call of this function may have left a measurement.
+    first = [callback for callback in callbacks if type(callback) is WarmUpCallback and callback.compiles]
     planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
-    # Metrics come first, so that reporting callbacks find them in the log.
-    callbacks[:] = [PackingMetricsCallback(trainer, row_tokens=row_tokens), *others, *planned, ahead, DocumentNoise()]
+    checks = [] if searches or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else [_EveryGradient()]
+    # Metrics come before others, so that reporting callbacks find them in the log.
+    metrics = PackingMetricsCallback(trainer, row_tokens=row_tokens)
+    callbacks[:] = [*first, metrics, *others, *planned, ahead, DocumentNoise(), *checks]
 
 
-def _check_graphs(trainer: Trainer, mode: str) -> None:
-    """Raise an error if no row of the Trainer can run as a graph."""
-    expected, dataset = "packed rows of known length for cuda_graphs=True", trainer.train_dataset
+def _reason_against_graphs(trainer: Trainer, mode: str) -> ValueError | None:
+    """The reason why `cuda_graphs=True` is not possible, whatever the rows are."""
+    got, fix = None, "Remove cuda_graphs=True."
     if mode == "off" or is_preference_trainer(trainer):
         got = f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
-        raise input_error(expected, got, "Remove cuda_graphs.")
-    if mode != "pack" and not has_items(dataset) and not is_packed(dataset):
-        raise input_error(expected, "a stream of samples", "Pass packing=True and max_length, or remove cuda_graphs.")
+    elif trainer.args.torch_compile or trainer.is_fsdp_enabled:
+        got = "torch_compile=True" if trainer.args.torch_compile else "FSDP, which gathers weights in each step"
+    elif getattr(trainer, "sequence_parallel", None) is not None:
+        got = "rows that several processes share"
+    elif families_of(transformers_model(trainer.model)).isdisjoint(FAMILIES):
+        got = f"a {type(transformers_model(trainer.model)).__name__}"
+    if got is None:
+        return None
+    return input_error("packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True", got, fix)
 
 
-def _run_as_graphs(trainer: Trainer, choice: bool | None) -> None:
-    """Turn CUDA graphs on, or leave it to a measurement before the first step."""
+def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
+    rows = usual_rows(trainer, dataset, packed)
+    if rows is None:
+        got = "a stream of samples" if isinstance(dataset, IterableDataset) else "no samples"
+        fix = "Pass packing=True and max_length, or remove cuda_graphs."
+        raise input_error("rows of known length for cuda_graphs=True", got, fix)
+    return rows
+
+
+def _run_as_graphs(trainer: Trainer, choice: bool | None, rows: Rows | None) -> None:
+    """Turn CUDA graphs on for rows, or leave it to a measurement before the first step."""
     if choice is None:
         trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, compiles=False, graphs=True))
-    if choice and (rows := usual_rows(trainer)) is not None:
+    elif rows is not None:
         graph = partial(use_cuda_graphs, row_length=rows.longest)
         graph(trainer.model)
         after_model_init(trainer, graph)
 
 
-def _trains_in_each_step(model: torch.nn.Module) -> bool:
+def _trains_in_each_step(trainer: Trainer) -> bool:
     """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
-    inner = transformers_model(model)
+    model, inner = trainer.model, transformers_model(trainer.model)
     used = inner.base_model, inner.get_output_embeddings() or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
-    text = has_our_classes(inner) and getattr(inner.config, "vision_config", None) is None
-    return text and all(id(x) in own for x in model.parameters() if x.requires_grad)
+    text = hasattr(inner, "forward_with_boundaries") and getattr(inner.config, "vision_config", None) is None
+    # Of several adapters, some may be inactive.
+    plain = (
+        not has_own_loss(trainer)
+        and trainer.compute_loss_func is None
+        and len(getattr(model, "peft_config", "1")) == 1
+    )
+    return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
+
+
+class _EveryGradient(TrainerCallback):
+    """Stops training before a step in which a parameter has no gradient, because DDP has not summed all of them then."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if args.world_size == 1:
+            return
+        missing = [name for name, x in model.named_parameters() if x.requires_grad and x.grad is None]
+        if missing:
+            got = f"none for {len(missing)} of them, such as {missing[0]}"
+            raise input_error("a gradient of each trained parameter", got, "Pass ddp_find_unused_parameters=True.")
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:

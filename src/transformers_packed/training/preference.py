@@ -109,7 +109,7 @@ def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> It
             vars(reference).pop("_is_accelerate_prepared", None)
             prepared = trainer.accelerator._models
             prepared[:] = [model for model in prepared if model is not reference]
-            trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+            trainer.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
 
 
 def is_sharing_prompts(trainer: Trainer) -> bool:

@@ -524,7 +524,7 @@ class CostTest(unittest.TestCase):
         cost = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes))
         # One full-attention layer: 6 heads of dimension 16, two products over half of the square, which weigh three times.
         self.assertEqual(cost.quadratic, 3 * 2 * 6 * 16)
-        counted = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes), attention_weight=1)
+        counted = PackingCost.from_config(Qwen3_5TextConfig(**self.sizes), quadratic_weight=1)
         self.assertEqual(counted, dataclasses.replace(cost, quadratic=2 * 6 * 16))
         within = 64 * 8 * 3 + 64 * 12 * 2 + 64 * 64 / 3
         self.assertEqual(cost.chunked, 3 * 2 * 4 * (within + 3 * 8 * 12))

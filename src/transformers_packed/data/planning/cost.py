@@ -17,8 +17,9 @@ _NEEDED = (
     "linear_conv_kernel_dim",
 )
 
-# The time of an operation of full attention over that of another one, in forward and backward (benchmarks/row_cost.py).
-_ATTENTION_WEIGHT = 3.0
+# The time of an operation of scores and values over that of another one, in forward and backward of the 0.8B shape on an
+# H200 (benchmarks/row_cost.py).
+_QUADRATIC_WEIGHT = 3.0
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class PackingCost:
     """The cost of a document of `n` tokens: `linear * n + chunked * ceil(n / 64) * 64 + quadratic * n ** 2`.
 
     The cost of a packed row is the sum over its documents, because documents do not attend to each other. Only ratios
-    matter. [`PackingCost.from_config`] counts the floating-point operations of a forward pass, those of full attention
-    three times. The time of a training step is roughly proportional to it.
+    matter. [`PackingCost.from_config`] counts the floating-point operations of a forward pass, those of scores and
+    values three times. The time of a training step is roughly proportional to it.
 
     Args:
         linear (`float`, *optional*, defaults to 1.0):
@@ -60,7 +61,7 @@ class PackingCost:
             raise input_error("finite coefficients, linear above 0 and the others at least 0", self)
 
     @classmethod
-    def from_config(cls, config: Any, attention_weight: float = _ATTENTION_WEIGHT) -> "PackingCost":
+    def from_config(cls, config: Any, quadratic_weight: float = _QUADRATIC_WEIGHT) -> "PackingCost":
         """Count the operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
 
         Each multiply-add counts as two operations. The count covers every projection, the convolution, the chunked
@@ -70,8 +71,8 @@ class PackingCost:
         Args:
             config (`PreTrainedConfig`):
                 The configuration of the model. For a composite configuration, the text part counts.
-            attention_weight (`float`, *optional*, defaults to 3.0):
-                Weight of an operation of full attention. With 1, the cost is the number of operations.
+            quadratic_weight (`float`, *optional*, defaults to 3.0):
+                Weight of the operations of scores and values. With 1, the cost is the number of operations.
 
         Raises:
             `ValueError`: the configuration is not that of a hybrid with gated delta rule and full attention.
@@ -102,7 +103,7 @@ class PackingCost:
             linear += _feed_forward(config, index) + (mixer if kind == "linear_attention" else attention)
             chunked += core if kind == "linear_attention" else 0
             # Scores and their product with the values, over half of the square because of the causal mask.
-            quadratic += attention_weight * 2 * query if kind == "full_attention" else 0
+            quadratic += quadratic_weight * 2 * query if kind == "full_attention" else 0
         return cls(linear=linear + 2.0 * hidden * config.vocab_size, quadratic=quadratic, chunked=chunked)
 
     def documents(self, lengths: ArrayLike) -> np.ndarray:

@@ -23,7 +23,8 @@ from .rows import histogram, offsets_of, ranges
 
 # Maximum fraction of extra rows for balancing the cost of rows.
 _EXTRA_ROWS = 0.005
-# Rows that cost more than this multiple of the average are not mixed with other rows.
+# Rows that cost more than this multiple of the average are not mixed with other rows. A lower value evens out the cost of
+# rows a little more, but steps then vary more in the mean length of their documents.
 _MIXED_COST = 1.0225
 _BLOCK = 1 << 18
 _LONGEST = np.iinfo(np.int32).max

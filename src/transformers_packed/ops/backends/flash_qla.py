@@ -57,8 +57,8 @@ def _compile_together(query, key, value, g, beta, cu_seqlens) -> None:
         calls = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
         _wait(key)
         # Each process of a machine compiles, on its share of the cores.
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        with ThreadPoolExecutor(min(max(cores, 1), len(calls))) as pool:
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        with ThreadPoolExecutor(min(max(share, 1), len(calls))) as pool:
             list(pool.map(compile_one, calls))
     except Exception as error:
         # Not the functions of version 0.1.3. The call itself compiles what it needs.

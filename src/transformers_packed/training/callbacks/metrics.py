@@ -81,7 +81,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         model = transformers_model(self.trainer.model)
-        self._cost, self._operations = known_cost(model), known_cost(model, attention_weight=1)
+        self._cost, self._operations = known_cost(model), known_cost(model, quadratic_weight=1)
         parameters = list(model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
         # Forward, gradients of the activations, and gradients of the trained weights.

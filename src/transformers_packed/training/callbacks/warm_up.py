@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
@@ -37,7 +37,7 @@ class WarmUpCallback(TrainerCallback):
         progress (`bool`, *optional*):
             Whether to show a progress bar. Defaults to that of the Trainer.
         compiles (`bool`, *optional*, defaults to `True`):
-            Whether to compile all kernels.
+            Whether to compile all kernels. Otherwise only a row is measured, and its graphs are recorded.
         graphs (`bool`, *optional*, defaults to `False`):
             Whether to measure a row, and to turn CUDA graphs on if they make it faster ([`choose_graphs`]).
     """
@@ -54,39 +54,48 @@ class WarmUpCallback(TrainerCallback):
         padded = not getattr(args, "padding_free", True)
         if padded or trainer.is_deepspeed_enabled or args.n_gpu > 1:
             what = "batches are padded" if padded else "DeepSpeed or DataParallel runs the model"
-            logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps.")
+            logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps, without graphs.")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         compared = getattr(trainer, "_compared_rows", None)
-        tokens, documents = largest_row(trainer)
-        options = {
-            "max_documents": documents,
-            "collator": trainer.data_collator,
-            "loss": self._loss,
-            "evaluation": _evaluates(trainer),
-            "progress": self.progress and state.is_local_process_zero,
-        }
         try:
             if self.compiles:
-                warm_up(model, tokens, **options)
-            rows = usual_rows(trainer) if self._may_use_graphs(model) else None
+                self._warm_up(model, state)
+            rows = None
+            if self._may_use_graphs(model):
+                rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
             if rows is not None:
                 decision = self._choose_graphs(model, rows)
                 if decision.startswith("on") and rows.packed:
                     # Record the graphs of other numbers of documents.
-                    warm_up(model, tokens, **options)
+                    self._warm_up(model, state)
                 say(trainer, f"CUDA graphs {decision}.")
         except Exception as error:
             # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
             if args.world_size > 1:
-                error.add_note("This row was made to compile kernels. Pass compile_before_training=False to skip it.")
+                purpose = "compile kernels. Pass compile_before_training=False"
+                if not self.compiles:
+                    purpose = "measure CUDA graphs. Pass cuda_graphs=False"
+                error.add_note(f"This row was made to {purpose} to skip it.")
                 raise
             reason = f"{type(error).__name__}: {error}"
             logger.warning(f"warm_up: stopped by {reason}. Other kernels are compiled in the first steps.")
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
+
+    def _warm_up(self, model: torch.nn.Module, state: TrainerState) -> None:
+        tokens, documents = largest_row(self.trainer)
+        warm_up(
+            model,
+            tokens,
+            max_documents=documents,
+            collator=self.trainer.data_collator,
+            loss=self._loss,
+            evaluation=_evaluates(self.trainer),
+            progress=self.progress and state.is_local_process_zero,
+        )
 
     def _may_use_graphs(self, model: torch.nn.Module) -> bool:
         """Whether the choice is open, and rows and processes permit graphs."""
@@ -146,19 +155,27 @@ class Rows(NamedTuple):
     packed: bool
 
 
-def usual_rows(trainer: Trainer) -> Rows | None:
-    """Return the rows of a Trainer that [`configure_packing`] has packed, or `None` if their length is unknown.
+def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
+    """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown.
 
     Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
     as long as random batches.
     """
-    dataset, batch = trainer.train_dataset, trainer._train_batch_size
-    if trainer.args.packing:
-        plan = getattr(dataset, "plan", None)
-        length = next(x.max_length for x in (plan, dataset, trainer.args) if getattr(x, "max_length", None))
-        documents = max(length // _TYPICAL_DOCUMENT, 1) if plan is None else int(np.median(np.diff(plan.row_offsets)))
+    batch, plan = trainer._train_batch_size, getattr(dataset, "plan", None)
+    if plan is not None:
+        documents = int(np.median(np.diff(plan.row_offsets)))
+        return Rows(_rounded_up(plan.max_length * batch), plan.max_length * batch, documents * batch, packed=True)
+    stream = isinstance(dataset, IterableDataset)
+    if not stream and not (dataset and len(dataset)):
+        return None
+    if packed:
+        given = [getattr(x, "max_length", None) for x in (dataset, trainer.args)] if stream else []
+        length = next(filter(None, given), None) if stream else int(sampled_lengths(dataset).max())
+        if length is None:
+            return None
+        documents = max(length // _TYPICAL_DOCUMENT, 1)
         return Rows(_rounded_up(length * batch), length * batch, documents * batch, packed=True)
-    if isinstance(dataset, IterableDataset):
+    if stream:
         return None
     sums = np.random.default_rng(0).choice(sampled_lengths(dataset), (_BATCHES, batch)).sum(1)
     served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
