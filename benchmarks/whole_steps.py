@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import DDPCommunicationHookType
 from arms import with_lora
 from shapes import MODELS, model_flops, sample_lengths, with_layers
 from step import versions
@@ -36,7 +37,7 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
 # The options that a result repeats.
-SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters".split()
+SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -188,6 +189,8 @@ def measure(args, config: dict) -> dict:
     rows = max(400, 2 * settings.world_size * settings.max_steps)
     trainer = PackedTrainer(model, settings, train_dataset=samples_of(config, args, rows), callbacks=[clock])
     trainer.data_collator = clock.counted(trainer.data_collator)
+    if args.comm_hook:
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(args.comm_hook)
     if args.waits:
         trainer.remove_callback(RunAheadCallback)
         del trainer.training_step
@@ -235,6 +238,7 @@ def main() -> int:
     parser.add_argument(
         "--ddp-find-unused-parameters", action=argparse.BooleanOptionalAction, help="as in TrainingArguments"
     )
+    parser.add_argument("--comm-hook", choices=("bf16",), help="dtype in which DDP sums gradients (default: their own)")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")

@@ -88,9 +88,10 @@ def find_all(runs: list[dict], model: str, kind: str, tokens: int = 16384, **oth
         "tokens": tokens,
         "waits": False,
         "graphs": None,
+        "comm_hook": None,
         **others,
     }
-    return [run for run in runs if "H200" in run["machine"] and given.items() <= run.items()]
+    return [run for run in runs if "H200" in run["machine"] and given.items() <= {"comm_hook": None, **run}.items()]
 
 
 def speed(run: dict) -> int:
@@ -101,6 +102,7 @@ def line(run: dict, waiting: bool = False) -> tuple:
     gpu = "H100, 80 GB" if "H100" in run["machine"] else "H200"
     options = ["with both waits of Trainer"] * waiting + ["CUDA graphs"] * bool(run["graphs"])
     options += ["search for unused parameters"] * (run.get("ddp_find_unused_parameters") is True)
+    options += [f"gradients summed in {run.get('comm_hook')}"] * bool(run.get("comm_hook"))
     options += ["layers gathered once"] * ("reshard_after_forward false" in run["command"])
     options += ["NCCL_MAX_CTAS=8"] * ("NCCL_MAX_CTAS=8" in run["command"])
     head = (
