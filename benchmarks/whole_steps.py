@@ -37,7 +37,9 @@ from transformers_packed.training.run_ahead import RunAheadCallback
 # Dense bfloat16 products of an H100 or H200, without sparsity.
 PEAK_FLOPS = 989.4e12
 # The options that a result repeats.
-SETTINGS = "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+SETTINGS = (
+    "model weights tokens optim checkpointing lora float8 graphs waits ddp_find_unused_parameters comm_hook".split()
+)
 
 
 def samples_of(config: dict, args, rows: int) -> list[dict]:
@@ -238,7 +240,7 @@ def main() -> int:
     parser.add_argument(
         "--ddp-find-unused-parameters", action=argparse.BooleanOptionalAction, help="as in TrainingArguments"
     )
-    parser.add_argument("--comm-hook", choices=("bf16",), help="dtype in which DDP sums gradients (default: their own)")
+    parser.add_argument("--comm-hook", choices=("bf16",), help="dtype in which DDP sums gradients")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true")
