@@ -246,6 +246,14 @@ class TrainerTest(GivenGpuTest):
             configure_packing(trainer, packing, cuda_graphs=True)
         self.assertEqual(before, (trainer.callback_handler.callbacks, trainer.data_collator, type(trainer.model)))
 
+    def test_batches_that_stay_padded(self):
+        """With one sample per batch, nothing is gained: the line says so, and that no graph runs."""
+        trainer, _ = self.configured(packing="off", train=False)
+        trainer.args.per_device_train_batch_size = 1
+        with redirect_stdout(io.StringIO()) as output:
+            configure_packing(trainer, "auto", cuda_graphs=True)
+        self.assertRegex(output.getvalue(), r"^Packing off, .*, so no row runs as a CUDA graph\n$")
+
     def test_a_second_call_replaces_the_choice(self):
         trainer, _ = self.configured(train=False, cuda_graphs=None)
         kinds = []

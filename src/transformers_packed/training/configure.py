@@ -181,9 +181,8 @@ reference (causal convolution), per_document(sdpa) (attention)
             return say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
-    return _leave(
-        trainer, f"{str(reason).rstrip('.')}{', so no row runs as a CUDA graph' * bool(cuda_graphs)}", float8
-    )
+    why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if cuda_graphs else str(reason)
+    return _leave(trainer, why, float8)
 
 
 class CausalLabelsCollator(DataCollatorWithFlattening):
@@ -319,15 +318,15 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
 
 def _reason_against_graphs(trainer: Trainer, mode: str) -> ValueError | None:
     """The reason why `cuda_graphs=True` is not possible, whatever the rows are."""
-    got, fix = None, "Remove cuda_graphs=True."
+    got, fix, inner = None, "Remove cuda_graphs=True.", transformers_model(trainer.model)
     if mode == "off" or is_preference_trainer(trainer):
         got = f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
     elif trainer.args.torch_compile or trainer.is_fsdp_enabled:
         got = "torch_compile=True" if trainer.args.torch_compile else "FSDP, which gathers weights in each step"
     elif getattr(trainer, "sequence_parallel", None) is not None:
         got = "rows that several processes share"
-    elif families_of(transformers_model(trainer.model)).isdisjoint(FAMILIES):
-        got = f"a {type(transformers_model(trainer.model)).__name__}"
+    elif inner is None or families_of(inner).isdisjoint(FAMILIES):
+        got = f"a {type(inner or trainer.model).__name__}"
     if got is None:
         return None
     return input_error("packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True", got, fix)
@@ -359,11 +358,8 @@ def _trains_in_each_step(trainer: Trainer) -> bool:
     own = {id(x) for module in used for x in module.parameters()}
     text = hasattr(inner, "forward_with_boundaries") and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
-    plain = (
-        not has_own_loss(trainer)
-        and trainer.compute_loss_func is None
-        and len(getattr(model, "peft_config", "1")) == 1
-    )
+    adapters = len(getattr(model, "peft_config", {}))
+    plain = adapters < 2 and not has_own_loss(trainer) and trainer.compute_loss_func is None
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
 
 

@@ -166,9 +166,9 @@ class PackingMetricsCallback(TrainerCallback):
 
         def rows_of(cost: PackingCost | None) -> torch.Tensor:
             tokens = counts[..., 0].double()
-            return (
-                tokens if cost is None else (cost.linear + cost.chunked) * tokens + cost.quadratic * squares.double()
-            )
+            if cost is None:
+                return tokens
+            return (cost.linear + cost.chunked) * tokens + cost.quadratic * squares.double()
 
         figures = {
             "tokens_per_second": round(tokens / seconds, 1),

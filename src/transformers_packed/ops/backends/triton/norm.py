@@ -97,9 +97,9 @@ def _tile(width: int) -> dict[str, int]:
 class RMSNorm(torch.autograd.Function):
     """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
-    With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm `[..., heads, width]` may go through one
-    linear layer with `heads * width` inputs, given by `structure` and `tensors` of [`flatten`]. The norm is then not
-    saved: the backward recomputes it.
+    With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm
+    `[..., heads, width]` may go through one linear layer with `heads * width` inputs, given by `structure` and `tensors`
+    of [`flatten`]. The norm is then not saved: the backward recomputes it.
     """
 
     @staticmethod
