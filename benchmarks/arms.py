@@ -17,6 +17,7 @@ from shapes import LORA_EXPERTS, LORA_LAYERS, LORA_MLP
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
+from transformers_packed.models.cuda_graphs import graph_length
 from transformers_packed.models.quantization import SENSITIVE
 
 
@@ -275,7 +276,7 @@ class Arm:
         if args.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if "+graphs" in name:
-            use_cuda_graphs(self.model, -(-sum(lengths) // 64) * 64)
+            use_cuda_graphs(self.model, graph_length(sum(lengths)))
         self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device)
         self.upstream = upstream_gradients(self.batches, config["hidden_size"], sum(lengths)) if args.no_head else None
         self.builtin, self.use_flash_qla = stock_module(config), ARMS[name].flash_qla

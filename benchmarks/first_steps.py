@@ -30,6 +30,7 @@ from step import earlier_report
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, warm_up
 from transformers_packed.models import cuda_graphs
+from transformers_packed.models.cuda_graphs import graph_length
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.compilations import Compilation, compilations
 
@@ -73,7 +74,7 @@ def train(name: str, config: dict, args) -> dict:
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if "+graphs" in name:
-        use_cuda_graphs(model, -(-args.tokens // 64) * 64)
+        use_cuda_graphs(model, graph_length(args.tokens))
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6)
     collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
     generator, seconds, lengths = torch.Generator().manual_seed(1), [], rows(args.steps, args.documents, args.tokens)

@@ -13,18 +13,18 @@ WORDS = 2000
 SIGMA = 0.8
 
 
-def make_tokenizer():
-    # `AutoTokenizer` would make a tokenizer of the model's family from the vocabulary.
+def make_tokenizer(words: int = WORDS):
+    """A tokenizer of so many words, the special ones included. `AutoTokenizer` would make one of the model's family."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    names = ["<pad>", "<eos>", "<unk>", *(word(i) for i in range(3, WORDS))]
-    words = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = WhitespaceSplit()
+    names = ["<pad>", "<eos>", "<unk>", *(word(i) for i in range(3, words))]
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def word(token: int) -> str:

@@ -63,24 +63,23 @@ class TimeIsUp(Exception):
 def make_checkpoint(name: str, layers: int | None, folder: Path) -> None:
     """Save random weights of a shape, and a tokenizer that no sample needs."""
     import torch
+    from pairs import make_tokenizer
     from shapes import MODELS, with_layers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     set_seed(0)
     config = AutoConfig.for_model(**with_layers(MODELS[name], layers))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    # The special words alone.
+    make_tokenizer(3).save_pretrained(folder)
 
 
 def make_samples(args, vocab_size: int) -> list[list[int]]:
     """Random tokens. The samples of each step add up to `--tokens`."""
     import torch
+    from pairs import WORDS
     from shapes import split_tokens
 
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +87,7 @@ def make_samples(args, vocab_size: int) -> list[list[int]]:
     for _ in range(args.warmup + args.steps):
         lengths = split_tokens(generator, args.documents, args.tokens)
         # The tokens of few words, so that there is something to learn.
-        samples += [torch.randint(3, min(vocab_size, 2000), (n,), generator=generator).tolist() for n in lengths]
+        samples += [torch.randint(3, min(vocab_size, WORDS), (n,), generator=generator).tolist() for n in lengths]
     return samples
 
 

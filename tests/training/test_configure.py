@@ -175,11 +175,17 @@ class SetUpTest(ConfigureTestCase):
         """The error comes before the step of the optimizer."""
         check, model = module._EveryGradient(), torch.nn.Linear(2, 2)
         model.weight.grad = torch.zeros(2, 2)
-        check.on_pre_optimizer_step(mock.Mock(world_size=1), None, None, model=model)
+
+        def step(world_size):
+            args = mock.Mock(world_size=world_size)
+            check.on_train_begin(args, None, None, model=model)
+            check.on_pre_optimizer_step(args, None, None)
+
+        step(1)
         with self.assertRaisesRegex(ValueError, "got none for 1 of them, such as bias. Pass ddp_find_unused"):
-            check.on_pre_optimizer_step(mock.Mock(world_size=2), None, None, model=model)
+            step(2)
         model.bias.requires_grad_(False)
-        check.on_pre_optimizer_step(mock.Mock(world_size=2), None, None, model=model)
+        step(2)
 
     def test_auto_says_so_in_one_line(self):
         # Elsewhere: users cannot see whether samples are isolated, or whether packing is on at all.

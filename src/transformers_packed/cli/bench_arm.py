@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
-from ..models.cuda_graphs import use_cuda_graphs
+from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.float8 import use_float8
 from ..models.registry import registered
 from ..models.releases import checkpointing_argument
@@ -96,7 +96,7 @@ def make_model(arm: str, work: Path, settings: dict[str, Any], device: torch.dev
     if is_packed and settings["float8"]:
         use_float8(model)
     if is_packed and settings["graphs"]:
-        use_cuda_graphs(model, -(-sum(settings["lengths"]) // 64) * 64)
+        use_cuda_graphs(model, graph_length(sum(settings["lengths"])))
     return model.train()
 
 

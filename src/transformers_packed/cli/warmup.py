@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..errors import input_error
-    from ..models.cuda_graphs import use_cuda_graphs
+    from ..models.cuda_graphs import graph_length, use_cuda_graphs
     from ..models.float8 import use_float8
     from ..models.releases import checkpointing_argument
     from ..ops.compilations import caches
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gradient_checkpointing:
         getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
     if args.graphs:
-        use_cuda_graphs(model, -(-args.max_length // 64) * 64)
+        use_cuda_graphs(model, graph_length(args.max_length))
 
     def loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):

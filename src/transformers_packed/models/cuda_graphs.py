@@ -87,6 +87,11 @@ def use_cuda_graphs(model: Model, row_length: int) -> Model:
     return model
 
 
+def graph_length(tokens: int) -> int:
+    """Return the `row_length` of [`use_cuda_graphs`] for rows of up to so many tokens."""
+    return -(-tokens // 64) * 64
+
+
 def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`, or raise an error without any."""
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]

@@ -256,6 +256,17 @@ def has_own_loss(trainer: Trainer) -> bool:
     return type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
 
 
+def excludes_graphs(trainer: Trainer) -> str | None:
+    """What of a Trainer's set-up excludes CUDA graphs, if anything does."""
+    if trainer.args.torch_compile:
+        return "torch_compile=True"
+    if trainer.is_fsdp_enabled:
+        return "FSDP, which gathers weights in each step"
+    if getattr(trainer, "sequence_parallel", None) is not None:
+        return "rows that several processes share"
+    return None
+
+
 def say(trainer: Trainer, line: str) -> Trainer:
     """Print a line once, in the main process, and return the trainer."""
     if trainer.is_world_process_zero():

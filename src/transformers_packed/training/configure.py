@@ -30,6 +30,7 @@ from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import Rows, WarmUpCallback, usual_rows
 from .checks import (
     check_cache,
+    excludes_graphs,
     has_items,
     has_own_loss,
     is_packed,
@@ -318,18 +319,15 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
 
 def _reason_against_graphs(trainer: Trainer, mode: str) -> ValueError | None:
     """The reason why `cuda_graphs=True` is not possible, whatever the rows are."""
-    got, fix, inner = None, "Remove cuda_graphs=True.", transformers_model(trainer.model)
+    got, inner = excludes_graphs(trainer), transformers_model(trainer.model)
     if mode == "off" or is_preference_trainer(trainer):
         got = f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
-    elif trainer.args.torch_compile or trainer.is_fsdp_enabled:
-        got = "torch_compile=True" if trainer.args.torch_compile else "FSDP, which gathers weights in each step"
-    elif getattr(trainer, "sequence_parallel", None) is not None:
-        got = "rows that several processes share"
-    elif inner is None or families_of(inner).isdisjoint(FAMILIES):
+    elif got is None and (inner is None or families_of(inner).isdisjoint(FAMILIES)):
         got = f"a {type(inner or trainer.model).__name__}"
     if got is None:
         return None
-    return input_error("packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True", got, fix)
+    expected = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
+    return input_error(expected, got, "Remove cuda_graphs=True.")
 
 
 def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
@@ -366,10 +364,13 @@ def _trains_in_each_step(trainer: Trainer) -> bool:
 class _EveryGradient(TrainerCallback):
     """Stops training before a step in which a parameter has no gradient, because DDP has not summed all of them then."""
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if args.world_size == 1:
-            return
-        missing = [name for name, x in model.named_parameters() if x.requires_grad and x.grad is None]
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        # Once, because walking through all modules in each step takes the host milliseconds.
+        parameters = model.named_parameters() if args.world_size > 1 else ()
+        self.trained = [(name, x) for name, x in parameters if x.requires_grad]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        missing = [name for name, x in self.trained if x.grad is None]
         if missing:
             got = f"none for {len(missing)} of them, such as {missing[0]}"
             raise input_error("a gradient of each trained parameter", got, "Pass ddp_find_unused_parameters=True.")

@@ -10,7 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ..checks import say
+from ...models.cuda_graphs import graph_length
+from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
 
@@ -99,13 +100,11 @@ class WarmUpCallback(TrainerCallback):
 
     def _may_use_graphs(self, model: torch.nn.Module) -> bool:
         """Whether the choice is open, and rows and processes permit graphs."""
-        if not self.graphs or self.trainer.args.torch_compile:
+        if not self.graphs or excludes_graphs(self.trainer):
             return False
-        # Sharded layers exchange weights, and graphs cannot run on parts of rows.
-        is_whole = not self.trainer.is_fsdp_enabled and getattr(self.trainer, "sequence_parallel", None) is None
         texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
         # An earlier call of `train` has made the choice.
-        return is_whole and bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
+        return bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
 
     def _choose_graphs(self, model: torch.nn.Module, rows: "Rows") -> str:
         trainer, device = self.trainer, self.trainer.args.device
@@ -161,29 +160,26 @@ def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
     Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
     as long as random batches.
     """
-    batch, plan = trainer._train_batch_size, getattr(dataset, "plan", None)
-    if plan is not None:
-        documents = int(np.median(np.diff(plan.row_offsets)))
-        return Rows(_rounded_up(plan.max_length * batch), plan.max_length * batch, documents * batch, packed=True)
-    stream = isinstance(dataset, IterableDataset)
+    batch, stream = trainer._train_batch_size, isinstance(dataset, IterableDataset)
+    plan = getattr(dataset, "plan", None)
     if not stream and not (dataset and len(dataset)):
         return None
     if packed:
-        given = [getattr(x, "max_length", None) for x in (dataset, trainer.args)] if stream else []
-        length = next(filter(None, given), None) if stream else int(sampled_lengths(dataset).max())
+        if plan is not None:
+            length = plan.max_length
+        elif stream:
+            length = getattr(dataset, "max_length", None) or getattr(trainer.args, "max_length", None)
+        else:
+            length = int(sampled_lengths(dataset).max())
         if length is None:
             return None
-        documents = max(length // _TYPICAL_DOCUMENT, 1)
-        return Rows(_rounded_up(length * batch), length * batch, documents * batch, packed=True)
+        documents = max(length // _TYPICAL_DOCUMENT, 1) if plan is None else int(np.median(np.diff(plan.row_offsets)))
+        return Rows(graph_length(length * batch), length * batch, documents * batch, packed)
     if stream:
         return None
     sums = np.random.default_rng(0).choice(sampled_lengths(dataset), (_BATCHES, batch)).sum(1)
     served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
-    return Rows(_rounded_up(served), typical, batch, packed=False)
-
-
-def _rounded_up(tokens: int) -> int:
-    return -(-tokens // 64) * 64
+    return Rows(graph_length(served), typical, batch, packed)
 
 
 def _evaluates(trainer: Trainer) -> bool:
