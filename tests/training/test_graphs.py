@@ -1,4 +1,4 @@
-"""Whether `PackedTrainer` turns CUDA graphs on: by measured times and memory, which are given here."""
+"""Whether trainers turn CUDA graphs on: by measured times and memory, which are given here."""
 
 import io
 import tempfile
@@ -166,15 +166,24 @@ class TrainerTest(GivenGpuTest):
         [
             ("asked for", {"cuda_graphs": True}, True),
             ("never", {"cuda_graphs": False}, False),
-            ("padding-free", {"packing": None, "max_length": None}, False),
-            ("nothing is compiled", {"compile_before_training": False}, False),
             ("torch.compile", {"torch_compile": True}, False),
+            ("batches that may become shorter", {"auto_find_batch_size": True}, False),
         ]
     )
     def test_no_choice(self, _, options, records):
         with mock.patch.object(torch, "compile", lambda model, **_: model):
             model, lines = self.train(**options)
         self.assertEqual((lines, records_graphs(model.model)), ([], records))
+
+    @parameterized.expand(
+        [
+            ("padding-free", {"packing": None, "max_length": None}),
+            ("nothing is compiled", {"compile_before_training": False}),
+        ]
+    )
+    def test_other_rows(self, _, options):
+        model, lines = self.train(**options)
+        self.assertEqual((len(lines), records_graphs(model.model)), (1, True))
 
     def configured(self, sft=False, packing="padding_free", train=True, **options):
         """Return a trainer of Transformers or TRL that `configure_packing` configured, and the lines about graphs."""
@@ -208,12 +217,12 @@ class TrainerTest(GivenGpuTest):
     def test_other_trainers(self, _, packing, options, length):
         if options.get("sft") and not find_spec("trl"):
             self.skipTest("needs trl")
-        graphed, lines = self.configured(packing=packing, cuda_graphs=None, **options)
+        graphed, lines = self.configured(packing=packing, **options)
         self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
         self.assertEqual(vars(graphed.model.model)["_layer_graphs"].row_length, length)
         made = RunsAgain.made
         self.assertGreater(RunsAgain.replayed, 0)
-        plain, lines = self.configured(packing=packing, **options)
+        plain, lines = self.configured(packing=packing, cuda_graphs=False, **options)
         self.assertEqual((lines, RunsAgain.made), ([], made))
         for a, b in zip(graphed.model.parameters(), plain.model.parameters(), strict=True):
             torch.testing.assert_close(a, b)
@@ -226,6 +235,7 @@ class TrainerTest(GivenGpuTest):
         [
             ("padded", "off", {}, "got packing='off' in a Trainer, whose batches are padded"),
             ("compiled", "padding_free", {"torch_compile": True}, "got torch_compile=True"),
+            ("batch size", "padding_free", {"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
             ("stream", "padding_free", {"stream": True}, "rows of known length .* got a stream of samples"),
             ("no samples", "padding_free", {"empty": True}, "rows of known length .* got no samples"),
             ("family", "auto", {"model": LlamaForCausalLM(LlamaConfig(**TINY))}, "got a LlamaForCausalLM"),
@@ -234,7 +244,8 @@ class TrainerTest(GivenGpuTest):
     def test_refused(self, _, packing, options, expected):
         """The Trainer stays as it was."""
         trainer, _ = self.configured(packing="off", train=False)
-        trainer.args.torch_compile = options.get("torch_compile", False)
+        for name in ("torch_compile", "auto_find_batch_size"):
+            setattr(trainer.args, name, options.get(name, False))
         trainer.model = options.get("model", trainer.model)
         if "stream" in options:
             trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
@@ -255,11 +266,11 @@ class TrainerTest(GivenGpuTest):
         self.assertRegex(output.getvalue(), r"^Packing off, .*, so no row runs as a CUDA graph\n$")
 
     def test_a_second_call_replaces_the_choice(self):
-        trainer, _ = self.configured(train=False, cuda_graphs=None)
+        trainer, _ = self.configured(train=False)
         kinds = []
         for choice in (None, False):
             configure_packing(trainer, "padding_free", cuda_graphs=choice)
-            kinds.append([type(x) for x in trainer.callback_handler.callbacks].count(callback.WarmUpCallback))
+            kinds.append([type(x) for x in trainer.callback_handler.callbacks].count(callback.GraphsCallback))
         self.assertEqual(kinds, [1, 0])
 
     def test_usual_rows(self):

@@ -264,6 +264,8 @@ def excludes_graphs(trainer: Trainer) -> str | None:
         return "FSDP, which gathers weights in each step"
     if getattr(trainer, "sequence_parallel", None) is not None:
         return "rows that several processes share"
+    if trainer.args.auto_find_batch_size:
+        return "auto_find_batch_size=True, which changes the length of rows"
     return None
 
 

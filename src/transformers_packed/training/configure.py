@@ -27,7 +27,7 @@ from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transf
 from ..models.verdict import SEPARATE, judge
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
-from .callbacks.warm_up import Rows, WarmUpCallback, usual_rows
+from .callbacks.warm_up import GraphsCallback, Rows, WarmUpCallback, usual_rows
 from .checks import (
     check_cache,
     excludes_graphs,
@@ -66,7 +66,7 @@ def configure_packing(
     *,
     float8: bool = False,
     share_prompts: bool = False,
-    cuda_graphs: bool | None = False,
+    cuda_graphs: bool | None = None,
     **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
@@ -109,10 +109,10 @@ def configure_packing(
         share_prompts (`bool`, *optional*, defaults to `False`):
             For TRL's trainers of preferences and of reinforcement learning: compute a prompt once for all answers of a
             batch that start with it.
-        cuda_graphs (`bool`, *optional*, defaults to `False`):
-            Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). `None` measures a row before the first step on a
-            GPU, and turns graphs on if they make it faster and their memory is free. Rows of batches that are not packed
-            differ in length: graphs then serve 95 % of them.
+        cuda_graphs (`bool`, *optional*):
+            Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured before the first
+            step on a GPU. Graphs stay on if they make it faster and their memory is free, and a line says so. Rows of
+            batches that are not packed differ in length: graphs then serve 95 % of them.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -177,8 +177,11 @@ reference (causal convolution), per_document(sdpa) (attention)
         collator, reason = _isolate(trainer, automatic=mode == "auto")
         if reason is None:
             line += _train_in_float8(trainer) if float8 else ""
-            _apply(trainer, dataset, collator, packed)
-            _run_as_graphs(trainer, cuda_graphs, rows)
+            _apply(trainer, dataset, collator, packed, measures=cuda_graphs is None)
+            if rows is not None:
+                graph = partial(use_cuda_graphs, row_length=rows.longest)
+                graph(trainer.model)
+                after_model_init(trainer, graph)
             return say(trainer, line + _keep_from_liger(trainer))
     if mode != "auto":
         raise reason
@@ -276,7 +279,7 @@ def _readers(trainer: Trainer) -> int:
     return trainer.args.world_size if parallel is None else parallel.data_parallel_size
 
 
-def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool) -> None:
+def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening, packed: bool, measures: bool) -> None:
     args = trainer.args
     # The last one holds the row length of rows that TRL packed.
     holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
@@ -306,10 +309,11 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
             ddp.find_unused_parameters = searches = False
     callbacks, step = trainer.callback_handler.callbacks, trainer.training_step
     ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
-    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, WarmUpCallback, _EveryGradient
-    others = [callback for callback in callbacks if type(callback) not in ours]
-    # An earlier call of this function may have left a measurement.
-    first = [callback for callback in callbacks if type(callback) is WarmUpCallback and callback.compiles]
+    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, GraphsCallback, _EveryGradient
+    others = [callback for callback in callbacks if type(callback) not in (*ours, WarmUpCallback)]
+    # Kernels are compiled before a row is measured.
+    first = [callback for callback in callbacks if type(callback) is WarmUpCallback]
+    first += [GraphsCallback(trainer)] if measures else []
     planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
     checks = [] if searches or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else [_EveryGradient()]
     # Metrics come before others, so that reporting callbacks find them in the log.
@@ -337,16 +341,6 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
         fix = "Pass packing=True and max_length, or remove cuda_graphs."
         raise input_error("rows of known length for cuda_graphs=True", got, fix)
     return rows
-
-
-def _run_as_graphs(trainer: Trainer, choice: bool | None, rows: Rows | None) -> None:
-    """Turn CUDA graphs on for rows, or leave it to a measurement before the first step."""
-    if choice is None:
-        trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, compiles=False, graphs=True))
-    elif rows is not None:
-        graph = partial(use_cuda_graphs, row_length=rows.longest)
-        graph(trainer.model)
-        after_model_init(trainer, graph)
 
 
 def _trains_in_each_step(trainer: Trainer) -> bool:

@@ -37,9 +37,8 @@ class PackedTrainingArguments(TrainingArguments):
             How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
             communication ([`SequenceParallel`]).
         cuda_graphs (`bool`, *optional*):
-            With `packing=True`, run the layers as CUDA graphs ([`use_cuda_graphs`]). Useful if rows are so short that
-            the GPU waits for the host. By default, a row is measured before the first step, with graphs only if the GPU
-            waits. Graphs then stay on if they make the row faster and their memory is free, and a line says so.
+            Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]), as in [`configure_packing`]. By default, a row is
+            measured before the first step.
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
@@ -47,8 +46,7 @@ class PackedTrainingArguments(TrainingArguments):
             On a GPU, compile all kernels before the first step ([`warm_up`]), so that no step waits for one.
 
     Raises:
-        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`; `cuda_graphs=True` without
-            `packing=True`, or with options that CUDA graphs do not support.
+        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`.
     """
 
     packing: bool | None = field(default=None, metadata={"help": "Pack the dataset into rows of max_length tokens."})
@@ -57,7 +55,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
-    cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of packed rows as CUDA graphs."})
+    cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of rows as CUDA graphs."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
     compile_before_training: bool = field(
         default=True, metadata={"help": "Compile all kernels before the first step."}
@@ -68,14 +66,6 @@ class PackedTrainingArguments(TrainingArguments):
         if self.packing and (self.padding_free is False or self.max_length is None):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
             raise input_error("max_length, and not padding_free=False, with packing=True", got)
-        if self.cuda_graphs:
-            given = {name: getattr(self, name) for name in ("packing", "sequence_parallel_size", "torch_compile")}
-            others = [
-                f"{name}={x}" for (name, x), good in zip(given.items(), (1, 1, 0), strict=True) if (x or 0) != good
-            ]
-            if others:
-                expected = "packing=True with cuda_graphs=True, without shared rows or torch_compile"
-                raise input_error(expected, ", ".join(others))
 
     @property
     def packing_mode(self) -> str:
@@ -133,13 +123,12 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
         max_length, float8 = self.args.max_length if packing == "pack" else None, getattr(self.args, "float8", False)
-        graphs = getattr(self.args, "cuda_graphs", False)
-        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=bool(graphs))
+        graphs = getattr(self.args, "cuda_graphs", None)
+        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=graphs)
         if size != 1:
             self.cut_rows()
         if getattr(self.args, "compile_before_training", True):
-            measured = graphs is None and bool(self.args.packing)
-            self.callback_handler.callbacks.insert(0, WarmUpCallback(self, graphs=measured))
+            self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
         dataloader = super().get_eval_dataloader(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Compile every kernel before the first step of a Trainer."""
+"""Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
 from typing import Any, NamedTuple
 
@@ -37,14 +37,13 @@ class WarmUpCallback(TrainerCallback):
             The Trainer.
         progress (`bool`, *optional*):
             Whether to show a progress bar. Defaults to that of the Trainer.
-        compiles (`bool`, *optional*, defaults to `True`):
-            Whether to compile all kernels. Otherwise only a row is measured, and its graphs are recorded.
-        graphs (`bool`, *optional*, defaults to `False`):
-            Whether to measure a row, and to turn CUDA graphs on if they make it faster ([`choose_graphs`]).
     """
 
-    def __init__(self, trainer: Trainer, progress: bool | None = None, *, compiles: bool = True, graphs: bool = False):
-        self.trainer, self.compiles, self.graphs = trainer, compiles, graphs
+    purpose = "compile kernels. Pass compile_before_training=False"
+    otherwise = "Kernels are compiled in the first steps."
+
+    def __init__(self, trainer: Trainer, progress: bool | None = None):
+        self.trainer = trainer
         self.progress = not trainer.args.disable_tqdm if progress is None else progress
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -55,38 +54,24 @@ class WarmUpCallback(TrainerCallback):
         padded = not getattr(args, "padding_free", True)
         if padded or trainer.is_deepspeed_enabled or args.n_gpu > 1:
             what = "batches are padded" if padded else "DeepSpeed or DataParallel runs the model"
-            logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps, without graphs.")
+            logger.info(f"warm_up: skipped, because {what}. {self.otherwise}")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         compared = getattr(trainer, "_compared_rows", None)
         try:
-            if self.compiles:
-                self._warm_up(model, state)
-            rows = None
-            if self._may_use_graphs(model):
-                rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
-            if rows is not None:
-                decision = self._choose_graphs(model, rows)
-                if decision.startswith("on") and rows.packed:
-                    # Record the graphs of other numbers of documents.
-                    self._warm_up(model, state)
-                say(trainer, f"CUDA graphs {decision}.")
+            self._prepare(model, state)
         except Exception as error:
             # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
             if args.world_size > 1:
-                purpose = "compile kernels. Pass compile_before_training=False"
-                if not self.compiles:
-                    purpose = "measure CUDA graphs. Pass cuda_graphs=False"
-                error.add_note(f"This row was made to {purpose} to skip it.")
+                error.add_note(f"This row was made to {self.purpose} to skip it.")
                 raise
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning(f"warm_up: stopped by {reason}. Other kernels are compiled in the first steps.")
+            logger.warning(f"warm_up: stopped by {type(error).__name__}: {error}. {self.otherwise}")
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
 
-    def _warm_up(self, model: torch.nn.Module, state: TrainerState) -> None:
+    def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
         tokens, documents = largest_row(self.trainer)
         warm_up(
             model,
@@ -98,25 +83,6 @@ class WarmUpCallback(TrainerCallback):
             progress=self.progress and state.is_local_process_zero,
         )
 
-    def _may_use_graphs(self, model: torch.nn.Module) -> bool:
-        """Whether the choice is open, and rows and processes permit graphs."""
-        if not self.graphs or excludes_graphs(self.trainer):
-            return False
-        texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
-        # An earlier call of `train` has made the choice.
-        return bool(texts) and not any(vars(text).get("_layer_graphs") for text in texts)
-
-    def _choose_graphs(self, model: torch.nn.Module, rows: "Rows") -> str:
-        trainer, device = self.trainer, self.trainer.args.device
-        with as_before(model, device):
-            row = make_row(model, split(rows.tokens, rows.documents), trainer.data_collator, device)
-
-            def run() -> None:
-                self._loss(model, row).backward()
-                drop_gradients(model)
-
-            return choose_graphs(model, rows.longest, run)
-
     def _loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         trainer, batch = self.trainer, self.trainer._prepare_inputs(batch)
         with trainer.compute_loss_context_manager():
@@ -127,6 +93,37 @@ class WarmUpCallback(TrainerCallback):
                 return model(**batch).loss
             targets = (batch["labels"] != -100).sum()
             return trainer.compute_loss(model, batch, num_items_in_batch=targets)
+
+
+class GraphsCallback(WarmUpCallback):
+    """Measures a row when training starts, and turns CUDA graphs on if they make it faster ([`choose_graphs`]).
+
+    Records a graph for each number of documents that needs one. [`configure_packing`] adds this callback.
+    """
+
+    purpose = "measure CUDA graphs. Pass cuda_graphs=False"
+    otherwise = "No row runs as a CUDA graph."
+
+    def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
+        trainer, device = self.trainer, self.trainer.args.device
+        texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+        # The user, or an earlier call of `train`, may have made the choice.
+        if not texts or excludes_graphs(trainer) or any(vars(text).get("_layer_graphs") for text in texts):
+            return
+        rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
+        if rows is None:
+            return
+        with as_before(model, device):
+            row = make_row(model, split(rows.tokens, rows.documents), trainer.data_collator, device)
+
+            def run() -> None:
+                self._loss(model, row).backward()
+                drop_gradients(model)
+
+            decision = choose_graphs(model, rows.longest, run)
+        if decision.startswith("on") and rows.packed:
+            super()._prepare(model, state)
+        say(trainer, f"CUDA graphs {decision}.")
 
 
 def largest_row(trainer: Trainer) -> tuple[int, int | None]:
