@@ -1,4 +1,4 @@
-"""Milliseconds of a whole training step beside other tools, from `benchmarks/results/peers.json`."""
+"""Milliseconds of a step of 16,384 tokens beside other tools, from `benchmarks/results/peers.json`."""
 
 import json
 import sys
@@ -17,22 +17,27 @@ COLORS = {"ours": GREEN, "ours+graphs": GREEN, "ours+float8": GREEN, "unsloth": 
 LEFT, WIDEST = 222, 228
 
 
-def main() -> None:
+def draw(tokens: int, target: str) -> None:
     cells = grouped(json.loads(RESULTS.read_text(encoding="utf-8"))["runs"])
-    cells = {key: runs for key, runs in cells.items() if "sft" in key and "step_ms" in runs.get("ours", {})}
+    cells = {
+        key: runs
+        for key, runs in cells.items()
+        if "sft" in key and tokens in key and "step_ms" in runs.get("ours", {})
+    }
     bars = [
         (key, [(tool, runs[tool]["step_ms"]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
         for key, runs in cells.items()
     ]
     scale = WIDEST / max(milliseconds for _, arms in bars for _, milliseconds in arms)
     height = 92 + sum(58 + 36 * len(arms) for _, arms in bars)
-    picture = Picture(height, "Milliseconds of a training step: ours, Unsloth, TRL with Liger")
-    picture.text(24, 44, "One training step in SFTTrainer, ms", 25, font_weight="700")
+    picture = Picture(height, f"Milliseconds of a step of {tokens:,} tokens: ours, Unsloth, TRL with Liger")
+    picture.text(24, 44, f"A step of {tokens:,} tokens in SFTTrainer, ms", 25, font_weight="700")
     picture.text(24, 74, f"{next(iter(cells))[-1]}, bfloat16, the same samples, without padding", 20, MUTED)
     y = 74
-    for (model, lora, _, tokens, *_), arms in bars:
+    for (model, lora, *_), arms in bars:
         y += 44
-        picture.text(24, y, f"Qwen3.5 {model}, {'LoRA' if lora else 'full'}, {tokens:,} tokens", 21, font_weight="600")
+        shape = "12 layers of Qwen3.5-35B-A3B" if model == "35B-A3B-12L" else f"Qwen3.5 {model}"
+        picture.text(24, y, f"{shape}, {'LoRA' if lora else 'full'}", 21, font_weight="600")
         y += 14
         ours = dict(arms)["ours"]
         for tool, milliseconds in arms:
@@ -42,8 +47,8 @@ def main() -> None:
             beside = f"{milliseconds:,.0f}" if tool == "ours" else f"{milliseconds:,.0f} ({milliseconds / ours:.2f} ×)"
             picture.text(LEFT + milliseconds * scale + 10, y + 21, beside, 20, font_weight="600" if own else "400")
             y += 36
-    picture.write(__file__)
+    picture.write(target)
 
 
 if __name__ == "__main__":
-    main()
+    draw(16384, __file__)

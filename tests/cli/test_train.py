@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from transformers_packed import cli
+from transformers_packed import DataCollatorWithFlattening, cli
 from transformers_packed.cli import finetune
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
@@ -249,7 +249,7 @@ class CommandTest(unittest.TestCase):
             out,
         )
         self.assertIn(f"{steps} steps, rows of up to 3 samples, 2 per step, learning rate up to 0.01", out)
-        self.assertRegex(out, f"{2 * tokens} tokens in [0-9.]+ s")
+        self.assertRegex(out, f"with {2 * tokens:,} tokens in [0-9.]+ s, ")
         for op in ("causal_conv1d: reference", "gated_delta_rule: reference", r"attention: per_document\(sdpa\)"):
             self.assertRegex(out, op)
         self.assertNotIn("checkpoint", out)
@@ -275,13 +275,13 @@ class CommandTest(unittest.TestCase):
     def samples_of_the_first_step(self, arguments):
         """Return the inputs of the collator in the same run of one step."""
         seen = []
-        original = finetune.DataCollatorWithFlattening.__call__
+        original = DataCollatorWithFlattening.__call__
 
         def collate(collator, features, *args, **kwargs):
             seen.append(features)
             return original(collator, features, *args, **kwargs)
 
-        with mock.patch.object(finetune.DataCollatorWithFlattening, "__call__", collate):
+        with mock.patch.object(DataCollatorWithFlattening, "__call__", collate):
             self.run_command(*arguments, "--max-steps=1", output=self.directory / "again")
         self.assertEqual([len(features) for features in seen[:2]], [3, 3])
         return [feature for features in seen[:2] for feature in features]

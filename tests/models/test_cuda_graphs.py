@@ -448,18 +448,6 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertGreater(RunsAgain.replayed, 6)
         self.assertEqual(self.warnings, [])
 
-    @parameterized.expand(
-        [
-            ({"packing": None}, "packing=None"),
-            ({"torch_compile": True}, "torch_compile=True"),
-            ({"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
-        ]
-    )
-    def test_arguments_that_do_not_go_together(self, options, named):
-        options = {"packing": True, "max_length": 64, "use_cpu": True} | options
-        with self.assertRaisesRegex(ValueError, named):
-            PackedTrainingArguments("unused", cuda_graphs=True, **options)
-
     def test_refuses(self):
         dense, _ = models_of()
         for model, length, expected in (

@@ -44,6 +44,9 @@ def with_builtin(ours: type) -> type:
 
     unwanted = {name: None for name in dir(ours) if name.startswith("test_") and not WANTED.match(name)}
     members = {"packed_class": ours.builtin_class, "get_config": get_config, "__module__": __name__, **unwanted}
+    # The stock class sums in another order than each document alone. A change of the weights by one unit of rounding
+    # changes the gradients of the decay by up to 7e-4. The tests of leaks are exact.
+    members["decay_bar"] = 2e-3
     return type(f"Builtin{ours.__name__}", (ours,), members)
 
 

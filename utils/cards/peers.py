@@ -61,7 +61,8 @@ def peers(results: dict) -> Card:
         "Whole steps beside other tools",
         claim(ratios),
         [
-            "![Milliseconds of a training step](../figures/training_step.svg)",
+            "![Milliseconds of a step of 16,384 tokens](../figures/training_step.svg)\n"
+            "![Milliseconds of a step of 4,096 tokens](../figures/training_step_short.svg)",
             """A shape, such as 0.8B, has the layer sizes of the Qwen3.5 model of that name and random weights. Every tool trains
 the same checkpoint on the same samples in the same order in its version of `SFTTrainer`. A step is loading, forward,
 backward, clipping, fused AdamW and logging.""",

@@ -5,7 +5,6 @@ content. Stock classes load the saved model.
 """
 
 import os
-import time
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,16 +23,15 @@ from transformers import (
     set_seed,
 )
 
-from ..data.collator import DataCollatorWithFlattening
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
 from ..models.families import FAMILIES
 from ..models.float8 import use_float8
 from ..models.registry import registered
 from ..models.releases import checkpointing_argument
-from ..ops import implementations_used
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
+from ..training.configure import configure_packing
 from ..training.run_folder import (
     SETTINGS_FILE,
     RunFolderTrainer,
@@ -109,8 +107,6 @@ def finetune(settings: Namespace) -> int:
         trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    for op, names in implementations_used(isolating=True).items():
-        _say(f"  {op}: {', '.join(names)}")
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0
 
@@ -200,7 +196,7 @@ def check_vocabulary(model: PreTrainedModel, samples: Samples) -> None:
 def make_trainer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
 ) -> RunFolderTrainer:
-    """The stock Trainer with our collator. Its loss is the mean over all targets of a step."""
+    """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
     checkpointing = checkpointing_argument()
     arguments = TrainingArguments(
         output_dir=str(settings.output),
@@ -222,10 +218,6 @@ def make_trainer(
         save_total_limit=KEPT_CHECKPOINTS,
         logging_steps=settings.logging_steps,
         logging_first_step=True,
-        # Neither waits for the GPU in each step.
-        logging_nan_inf_filter=False,
-        accelerator_config={"non_blocking": torch.cuda.is_available()},
-        include_num_input_tokens_seen="all",
         remove_unused_columns=False,
         report_to="none",
         disable_tqdm=True,
@@ -237,12 +229,12 @@ def make_trainer(
     trainer = RunFolderTrainer(
         model,
         arguments,
-        data_collator=DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model),
         train_dataset=samples.data,
         processing_class=tokenizer,
         callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
+    configure_packing(trainer, "padding_free")
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
 
@@ -252,12 +244,11 @@ class _NothingLeftError(Exception):
 
 
 class _Progress(TrainerCallback):
-    """Prints a line with the schedule, a line per logged loss, and a summary line."""
+    """Prints a line with the schedule, and a line per logged loss."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             raise _NothingLeftError  # the Trainer would run one more step
-        self.start, self.tokens_before = time.perf_counter(), state.num_input_tokens_seen
         _say(
             f"{state.max_steps} steps, rows of up to {args.per_device_train_batch_size} samples, "
             f"{args.gradient_accumulation_steps * args.world_size} per step, learning rate up to {args.learning_rate:g}."
@@ -270,11 +261,6 @@ class _Progress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             _say(f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        seconds = time.perf_counter() - self.start
-        tokens = state.num_input_tokens_seen - self.tokens_before
-        _say(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second. Implementations that ran:")
 
 
 def _say(line: str) -> None:
