@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from unittest import mock
 
 import torch
+from common.processes import run_once
 from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, models_of, row_of
 from common.records import make_tokenizer
 from datasets import Dataset
@@ -51,6 +52,30 @@ class Gpu:
 
     def properties(self, device):
         return mock.Mock(total_memory=self.total * GIB)
+
+
+def choose_in_processes(plain):
+    """Return the choice of each of two processes, for a GPU of the second one that computes a row in other times."""
+    rank, gpu = torch.distributed.get_rank(), Gpu()
+    if rank:
+        gpu.plain = plain
+    set_seed(0)
+    model, output = MODELS["qwen3_5"](), io.StringIO()
+    gpu.text = model.model
+    samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
+    with (
+        mock.patch.multiple(cuda_graphs, **REPLACEMENTS),
+        mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory),
+        mock.patch.object(torch.cuda, "get_device_properties", gpu.properties),
+        mock.patch.object(callback, "compiles_kernels", lambda device: True),
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(output),
+    ):
+        options = {"use_cpu": True, "report_to": "none", "ddp_backend": "gloo", "max_steps": 2}
+        trainer = Trainer(model, TrainingArguments(folder, **options), train_dataset=samples)
+        configure_packing(trainer, "padding_free")
+        trainer.train()
+    return records_graphs(model.model), [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
 
 
 class GivenGpuTest(unittest.TestCase):
@@ -184,6 +209,12 @@ class TrainerTest(GivenGpuTest):
     def test_other_rows(self, _, options):
         model, lines = self.train(**options)
         self.assertEqual((len(lines), records_graphs(model.model)), (1, True))
+
+    @parameterized.expand([("both gain", (80, 81), True), ("one gains", (50, 81), False)])
+    def test_processes_agree(self, _, plain, on):
+        (first, lines), (second, others) = run_once(choose_in_processes, 2, plain)
+        self.assertEqual((first, second, others), (on, on, []))
+        self.assertRegex(lines[0], "^CUDA graphs " + ("on, " if on else "off, because another process"))
 
     def configured(self, sft=False, packing="padding_free", train=True, **options):
         """Return a trainer of Transformers or TRL that `configure_packing` configured, and the lines about graphs."""

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ...models.cuda_graphs import graph_length
+from ...models.cuda_graphs import graph_length, use_cuda_graphs
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
@@ -98,7 +98,8 @@ class WarmUpCallback(TrainerCallback):
 class GraphsCallback(WarmUpCallback):
     """Measures a row when training starts, and turns CUDA graphs on if they make it faster ([`choose_graphs`]).
 
-    Records a graph for each number of documents that needs one. [`configure_packing`] adds this callback.
+    With several processes, graphs are on if all of them measured a gain. Records a graph for each number of documents
+    that needs one. [`configure_packing`] adds this callback.
     """
 
     purpose = "measure CUDA graphs. Pass cuda_graphs=False"
@@ -121,7 +122,13 @@ class GraphsCallback(WarmUpCallback):
                 drop_gradients(model)
 
             decision = choose_graphs(model, rows.longest, run)
-        if decision.startswith("on") and rows.packed:
+        on = decision.startswith("on")
+        # Each step waits for the slowest process.
+        everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
+        if on and not everywhere:
+            use_cuda_graphs(model, 0)
+            on, decision = False, "off, because another process measured no gain"
+        if on and rows.packed:
             super()._prepare(model, state)
         say(trainer, f"CUDA graphs {decision}.")
 
