@@ -278,6 +278,17 @@ class ReasonsTest(PreferenceTestCase):
         trainer.train()
         self.assertEqual(set(dtypes), {torch.bfloat16})
 
+    def test_a_reference_model_that_the_user_wraps(self):
+        trainer = self.trainer("dpo", bf16=True)
+        prepared = trainer.ref_model.forward
+
+        def wrapper(*args, **kwargs):
+            return prepared(*args, **kwargs)
+
+        trainer.ref_model.forward = wrapper
+        self.check_off(trainer, "expected a model that can be packed")
+        self.assertIs(trainer.ref_model.forward, wrapper)
+
     def test_a_reference_model_that_cannot_be_patched(self):
         """Then the policy is not patched either."""
         trainer = self.trainer("dpo")

@@ -96,7 +96,10 @@ def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
 @contextmanager
 def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> Iterator[None]:
     """Give the reference model its own forward meanwhile. TRL has prepared it, and the policy only in `train`."""
-    own = None if reference is None else vars(reference).pop("_original_forward", None)
+    forward, own = None if reference is None else vars(reference).get("forward"), None
+    # A wrapper of the user around it stays, and `patch_model` refuses such a model.
+    if getattr(forward, "__module__", "").startswith("accelerate."):
+        own = vars(reference).pop("_original_forward", None)
     if own is not None:
         reference.forward = own
         if own == MethodType(type(reference).forward, reference):
