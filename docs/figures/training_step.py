@@ -42,7 +42,9 @@ def draw(tokens: int, target: str) -> None:
         ours = dict(arms)["ours"]
         for tool, milliseconds in arms:
             own = tool.startswith("ours")
-            picture.text(24, y + 21, TOOLS[tool], 20)
+            # Beside a bar with CUDA graphs.
+            plain = tool == "ours" and "ours+graphs" in dict(arms)
+            picture.text(24, y + 21, "ours, no graphs" if plain else TOOLS[tool], 20)
             picture.rect(LEFT, y, milliseconds * scale, 27, COLORS[tool], 3)
             beside = f"{milliseconds:,.0f}" if tool == "ours" else f"{milliseconds:,.0f} ({milliseconds / ours:.2f} ×)"
             picture.text(LEFT + milliseconds * scale + 10, y + 21, beside, 20, font_weight="600" if own else "400")

@@ -272,6 +272,13 @@ class CommandTest(unittest.TestCase):
         self.assertAlmostEqual(losses[0], total / count, places=4)
         self.check_saved(trainer.model)
 
+    @parameterized.expand([([], 1), (["--no-cuda-graphs"], 0)])
+    def test_cuda_graphs(self, arguments, number):
+        status, _, err = self.run_command("--max-steps=1", *arguments)
+        self.assertEqual(status, 0, err)
+        kinds = [type(callback) for callback in self.trainers[0].callback_handler.callbacks]
+        self.assertEqual(kinds.count(warm_up.GraphsCallback), number)
+
     def samples_of_the_first_step(self, arguments):
         """Return the inputs of the collator in the same run of one step."""
         seen = []

@@ -13,7 +13,15 @@ from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, model
 from common.records import make_tokenizer
 from datasets import Dataset
 from parameterized import parameterized
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from transformers_packed import (
     IterablePackingDataset,
@@ -38,20 +46,28 @@ TINY = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidde
 class Gpu:
     """Milliseconds (host, GPU) and GiB (kept, step) of a row without graphs and with them, and the memory of the GPU."""
 
-    def __init__(self, plain=(80, 81), graphed=(1, 30), without=(6, 3), with_graphs=(8, 1), total=80):
+    def __init__(self, plain=(80, 81), graphed=(1, 30), without=(6, 3), with_graphs=(8, 1), total=80, free=80):
         self.plain, self.graphed, self.without, self.with_graphs = plain, graphed, without, with_graphs
-        self.total, self.text = total, None
+        self.total, self.free, self.text, self.repeats = total, free, None, []
 
-    def time(self, run):
+    def time(self, run, repeats=5):
         run()
+        self.repeats.append(repeats)
         return self.graphed if records_graphs(self.text) else self.plain
 
     def memory(self, run):
         run()
         return [x * GIB for x in (self.with_graphs if records_graphs(self.text) else self.without)]
 
-    def properties(self, device):
-        return mock.Mock(total_memory=self.total * GIB)
+    def info(self):
+        return self.free * GIB, self.total * GIB
+
+
+class Steps(TrainerCallback):
+    """Whether the last step had graphs."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.graphed = records_graphs(model.model)
 
 
 def choose_in_processes(plain):
@@ -66,16 +82,17 @@ def choose_in_processes(plain):
     with (
         mock.patch.multiple(cuda_graphs, **REPLACEMENTS),
         mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory),
-        mock.patch.object(torch.cuda, "get_device_properties", gpu.properties),
+        mock.patch.object(torch.cuda, "mem_get_info", gpu.info),
         mock.patch.object(callback, "compiles_kernels", lambda device: True),
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(output),
     ):
         options = {"use_cpu": True, "report_to": "none", "ddp_backend": "gloo", "max_steps": 2}
-        trainer = Trainer(model, TrainingArguments(folder, **options), train_dataset=samples)
+        steps = Steps()
+        trainer = Trainer(model, TrainingArguments(folder, **options), train_dataset=samples, callbacks=[steps])
         configure_packing(trainer, "padding_free")
         trainer.train()
-    return records_graphs(model.model), [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
+    return steps.graphed, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
 
 
 class GivenGpuTest(unittest.TestCase):
@@ -87,13 +104,14 @@ class GivenGpuTest(unittest.TestCase):
 
     def use(self, gpu):
         self.enterContext(mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory))
-        self.enterContext(mock.patch.object(torch.cuda, "get_device_properties", gpu.properties))
+        self.enterContext(mock.patch.object(torch.cuda, "mem_get_info", gpu.info))
         return gpu
 
 
 class ChoiceTest(GivenGpuTest):
     def choose(self, model, **options):
-        self.use(Gpu(**options)).text = model.model
+        self.gpu = self.use(Gpu(**options))
+        self.gpu.text = model.model
 
         def run():
             model(**row_of([20, 30])).loss.backward()
@@ -105,10 +123,13 @@ class ChoiceTest(GivenGpuTest):
         [
             ("faster", {}, "on, because a row takes 30 ms with graphs and 81 ms without; they keep 2.0 GiB", 2),
             ("bound by the GPU", {"plain": (70, 81)}, "off, because a row takes the GPU 81 ms and its", 0),
+            ("far from the host", {"plain": (40, 81)}, "off, because a row takes the GPU 81 ms and its", 0),
             ("slower", {"graphed": (1, 78)}, "off, because a row takes 78 ms with graphs and 81 ms without", 2),
             # 0.9 * 13.3 GiB less 6 GiB between steps and 3 GiB of a step.
             ("no room for a row", {"total": 13.3}, "off, because graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
             ("no room", {"total": 8}, "off, because graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
+            # Other processes use the GPU too.
+            ("little is free", {"free": 5}, "off, because graphs may need 3.0 GiB, and 2.0 GiB are free", 0),
             ("large graphs", {"with_graphs": (70, 1)}, "off, because graphs keep 64.0 GiB, and 63.0 GiB are free", 2),
         ]
     )
@@ -118,6 +139,42 @@ class ChoiceTest(GivenGpuTest):
         self.assertIn(expected, self.choose(model, **options))
         self.assertEqual(RunsAgain.made, recordings)
         self.assertEqual(records_graphs(model.model), expected.startswith("on"))
+        # One row tells that the GPU takes much longer.
+        self.assertEqual(self.gpu.repeats[:2], [1] if options.get("plain") == (40, 81) else [1, 5])
+
+    def test_an_error_turns_graphs_off(self):
+        model, _ = models_of()
+        with mock.patch.object(cuda_graphs, "_Recording", side_effect=RuntimeError("no capture")):
+            self.assertEqual(self.choose(model), "off, because measuring stopped with RuntimeError: no capture")
+        self.assertIsNone(vars(model.model)["_layer_graphs"])
+        with self.assertRaises(KeyboardInterrupt), mock.patch.object(graphs, "_time", side_effect=KeyboardInterrupt):
+            choose_graphs(model, ROW_LENGTH, lambda: None)
+        self.assertIsNone(vars(model.model)["_layer_graphs"])
+
+    def test_memory_of_the_longest_row_and_of_further_graphs(self):
+        model, _ = models_of()
+        use_cuda_graphs(model, 0)
+        self.gpu = self.use(Gpu())
+        self.gpu.text = model.model
+        ran, memory = [], self.gpu.memory
+
+        def rows(name, *lengths):
+            def run():
+                ran.append(name)
+                model(**row_of(lengths)).loss.backward()
+                model.zero_grad()
+
+            return run
+
+        def noted(run):
+            ran.append("memory of")
+            return memory(run)
+
+        with mock.patch.object(graphs, "_memory", noted):
+            run, longest, other = rows("row", 20, 30), rows("longest", 120), rows("other", *[10] * 9)
+            self.assertIn("on, ", choose_graphs(model, ROW_LENGTH, run, longest, [other]))
+        self.assertEqual(ran, ["row"] * 3 + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "row"])
+        self.assertEqual(RunsAgain.made, 4)
 
     def test_moments_of_adam_need_room(self):
         model, _ = models_of()
@@ -143,13 +200,15 @@ class TrainerTest(GivenGpuTest):
             self.enterContext(mock.patch.object(place, "compiles_kernels", lambda device: True))
         self.gpu = self.use(Gpu())
 
-    def train(self, times=1, **options):
+    def train(self, times=1, family="qwen3_5", row_length=None, **options):
         """Return the trained model, and the lines about graphs."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
         defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2}
         set_seed(0)
-        model, output = MODELS["qwen3_5"](), io.StringIO()
+        model, output = MODELS[family](), io.StringIO()
         self.gpu.text = model.model
+        if row_length is not None:
+            use_cuda_graphs(model, row_length)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
             args = PackedTrainingArguments(
                 folder,
@@ -165,13 +224,16 @@ class TrainerTest(GivenGpuTest):
                 trainer.train()
         return model, [line for line in output.getvalue().splitlines() if "CUDA graphs" in line]
 
-    def test_on(self):
-        graphed, lines = self.train()
+    @parameterized.expand([("qwen3_5",), ("qwen3_5_moe",)])
+    def test_on(self, family):
+        graphed, lines = self.train(family=family)
         self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
-        self.assertEqual(vars(graphed.model)["_layer_graphs"].row_length, 128)
         # Forward and backward, for up to 6 and 30 documents, and none is recorded later.
         self.assertEqual((RunsAgain.made, self.warnings), (4, []))
-        plain, lines = self.train(cuda_graphs=False)
+        self.assertGreaterEqual(RunsAgain.replayed, 6)
+        # The next training may have other rows.
+        self.assertNotIn("_layer_graphs", vars(graphed.model))
+        plain, lines = self.train(family=family, cuda_graphs=False)
         self.assertEqual((lines, RunsAgain.made), ([], 4))
         for a, b in zip(graphed.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a, b)
@@ -181,11 +243,17 @@ class TrainerTest(GivenGpuTest):
         model, lines = self.train()
         self.assertEqual(len(lines), 1)
         self.assertIn("off", lines[0])
-        self.assertEqual((RunsAgain.made, records_graphs(model.model)), (0, False))
+        self.assertEqual((RunsAgain.made, "_layer_graphs" in vars(model.model)), (0, False))
 
-    def test_an_earlier_choice_stays(self):
+    def test_each_training_chooses(self):
         _, lines = self.train(times=2)
-        self.assertEqual((len(lines), RunsAgain.made), (1, 4))
+        self.assertEqual((len(lines), RunsAgain.made), (2, 8))
+
+    @parameterized.expand([(0,), (64,)])
+    def test_a_choice_of_the_user_stays(self, row_length):
+        model, lines = self.train(row_length=row_length)
+        graphs = vars(model.model)["_layer_graphs"]
+        self.assertEqual((lines, graphs and graphs.row_length), ([], row_length or None))
 
     @parameterized.expand(
         [
@@ -207,14 +275,34 @@ class TrainerTest(GivenGpuTest):
         ]
     )
     def test_other_rows(self, _, options):
-        model, lines = self.train(**options)
-        self.assertEqual((len(lines), records_graphs(model.model)), (1, True))
+        _, lines = self.train(**options)
+        self.assertEqual((len(lines), RunsAgain.replayed > 0), (1, True))
 
     @parameterized.expand([("both gain", (80, 81), True), ("one gains", (50, 81), False)])
     def test_processes_agree(self, _, plain, on):
         (first, lines), (second, others) = run_once(choose_in_processes, 2, plain)
         self.assertEqual((first, second, others), (on, on, []))
         self.assertRegex(lines[0], "^CUDA graphs " + ("on, " if on else "off, because another process"))
+
+    def test_order_of_callbacks(self):
+        trainer, _ = self.configured(train=False)
+        trainer.callback_handler.callbacks.insert(0, callback.WarmUpCallback(trainer))
+        for _ in range(2):
+            configure_packing(trainer, "padding_free")
+            kinds = [type(x).__name__ for x in trainer.callback_handler.callbacks[:3]]
+            self.assertEqual(kinds, ["WarmUpCallback", "GraphsCallback", "PackingMetricsCallback"])
+
+    def test_without_graphs_again(self):
+        trainer, _ = self.configured(train=False, cuda_graphs=True)
+        configure_packing(trainer, "padding_free", cuda_graphs=False)
+        self.assertIsNone(vars(trainer.model.model)["_layer_graphs"])
+
+    def test_a_stream_of_samples(self):
+        trainer, _ = self.configured(train=False)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        with mock.patch.object(callback, "choose_graphs") as choose:
+            callback.GraphsCallback(trainer).on_train_begin(trainer.args, TrainerState(max_steps=2), None)
+        choose.assert_not_called()
 
     def configured(self, sft=False, packing="padding_free", train=True, **options):
         """Return a trainer of Transformers or TRL that `configure_packing` configured, and the lines about graphs."""
@@ -248,9 +336,10 @@ class TrainerTest(GivenGpuTest):
     def test_other_trainers(self, _, packing, options, length):
         if options.get("sft") and not find_spec("trl"):
             self.skipTest("needs trl")
-        graphed, lines = self.configured(packing=packing, **options)
+        with mock.patch.object(callback, "choose_graphs", wraps=choose_graphs) as choose:
+            graphed, lines = self.configured(packing=packing, **options)
         self.assertRegex("".join(lines), r"^CUDA graphs on, because a row takes 30 ms with graphs and 81 ms without")
-        self.assertEqual(vars(graphed.model.model)["_layer_graphs"].row_length, length)
+        self.assertEqual(choose.call_args.args[1], length)
         made = RunsAgain.made
         self.assertGreater(RunsAgain.replayed, 0)
         plain, lines = self.configured(packing=packing, cuda_graphs=False, **options)
@@ -267,6 +356,7 @@ class TrainerTest(GivenGpuTest):
             ("padded", "off", {}, "got packing='off' in a Trainer, whose batches are padded"),
             ("compiled", "padding_free", {"torch_compile": True}, "got torch_compile=True"),
             ("batch size", "padding_free", {"auto_find_batch_size": True}, "got auto_find_batch_size=True"),
+            ("shared rows", "padding_free", {"shared": True}, "got rows that several processes share"),
             ("stream", "padding_free", {"stream": True}, "rows of known length .* got a stream of samples"),
             ("no samples", "padding_free", {"empty": True}, "rows of known length .* got no samples"),
             ("family", "auto", {"model": LlamaForCausalLM(LlamaConfig(**TINY))}, "got a LlamaForCausalLM"),
@@ -278,6 +368,7 @@ class TrainerTest(GivenGpuTest):
         for name in ("torch_compile", "auto_find_batch_size"):
             setattr(trainer.args, name, options.get(name, False))
         trainer.model = options.get("model", trainer.model)
+        trainer.sequence_parallel = mock.Mock() if "shared" in options else None
         if "stream" in options:
             trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
             trainer.accelerator.dataloader_config.dispatch_batches = False
@@ -305,22 +396,30 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual(kinds, [1, 0])
 
     def test_usual_rows(self):
-        def rows(dataset, packed, batch=2, max_length=None):
-            trainer = mock.Mock(args=mock.Mock(max_length=max_length), _train_batch_size=batch)
-            return callback.usual_rows(trainer, dataset, packed)
+        def rows(dataset, packed, batch=2, max_length=None, sampling="random"):
+            args = mock.Mock(max_length=max_length, train_sampling_strategy=sampling)
+            return tuple(callback.usual_rows(mock.Mock(args=args, _train_batch_size=batch), dataset, packed))
 
         # One long sample in 80 is in one of 40 batches of two.
-        lengths = [10] * 79 + [1000]
-        batches = Dataset.from_list([{"input_ids": [0] * n} for n in lengths])
-        self.assertEqual(rows(batches, False), (64, 20, 2, False))
-        self.assertEqual(rows(batches, True), (2048, 2000, 2, True))
+        batches = Dataset.from_list([{"input_ids": [0] * n} for n in [10] * 79 + [1000]])
+        self.assertEqual(rows(batches, False), (64, 20, 2, 1010, 2, 2))
+        self.assertEqual(rows(batches, True), (2048, 2000, 2, 2000, 2, 2))
+        self.assertEqual(rows(batches.select(range(3)), False, batch=8), (64, 30, 3, 30, 3, 3))
+        # Samples of similar lengths: 2 + 3, 4 + 5, ..., 40 + 41.
+        similar = Dataset.from_list([{"input_ids": [0] * n} for n in range(2, 42)])
+        self.assertEqual(rows(similar, False, sampling="group_by_length"), (128, 45, 2, 81, 2, 2))
         planned = PackingDataset(batches, 1000, overlong="error")
-        self.assertEqual(rows(planned, True, max_length=5), (2048, 2000, 80, True))
+        self.assertEqual(rows(planned, True, max_length=5), (2048, 2000, 80, 2000, 2, 158))
         streamed = batches.to_iterable_dataset()
-        self.assertEqual(rows(IterablePackingDataset(streamed, 100), True, batch=1), (128, 100, 1, True))
-        self.assertEqual(rows(streamed, True, max_length=2048), (4096, 4096, 8, True))
+        self.assertEqual(rows(IterablePackingDataset(streamed, 100), True, batch=1), (128, 100, 1, 100, 1, 1))
+        self.assertEqual(rows(streamed, True, max_length=2048), (4096, 4096, 8, 4096, 8, 8))
         for unknown, packed in ((streamed, False), (streamed, True), ([], False)):
-            self.assertIsNone(rows(unknown, packed))
+            trainer = mock.Mock(args=mock.Mock(max_length=None), _train_batch_size=2)
+            self.assertIsNone(callback.usual_rows(trainer, unknown, packed))
+
+    @parameterized.expand([(1, 1, [1]), (1, 6, [1]), (1, 7, [1, 7]), (3, 200, [3, 7, 31, 127]), (9, 40, [9, 31])])
+    def test_documents_of_graphs(self, fewest, most, expected):
+        self.assertEqual(cuda_graphs.documents_of_graphs(fewest, most), expected)
 
 
 if __name__ == "__main__":

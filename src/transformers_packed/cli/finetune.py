@@ -234,7 +234,7 @@ def make_trainer(
         callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
-    configure_packing(trainer, "padding_free")
+    configure_packing(trainer, "padding_free", cuda_graphs=False if settings.no_cuda_graphs else None)
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
 

@@ -33,6 +33,8 @@ def add_parser(subparsers) -> Parser:
     add("--lora", action="store_true", help="train only LoRA adapters, on all linear layers (needs peft)")
     count("--lora-rank", "rank of the adapters; alpha is twice the rank", 16)
     add("--float8", action="store_true", help="train linear layers with products in float8")
+    graphs = "never run layers as CUDA graphs (default: on a GPU, where a measured row is faster with them)"
+    add("--no-cuda-graphs", action="store_true", help=graphs)
     shared("--attn")
     dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)

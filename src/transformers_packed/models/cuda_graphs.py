@@ -92,6 +92,23 @@ def graph_length(tokens: int) -> int:
     return -(-tokens // 64) * 64
 
 
+def documents_of_graphs(fewest: int, most: int) -> list[int]:
+    """Return a number of documents for each graph that rows of `fewest` to `most` documents need."""
+    found, documents = [], fewest
+    while documents <= most:
+        found.append(documents)
+        documents = _slots(documents) - 1
+    return found
+
+
+def _slots(documents: int) -> int:
+    """The documents of a graph. Padding counts as one, and the last slot is always empty."""
+    slots = _FEWEST_SLOTS
+    while slots < documents + 2:
+        slots *= _MORE_SLOTS
+    return slots
+
+
 def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`, or raise an error without any."""
     texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
@@ -247,10 +264,7 @@ class LayerGraphs:
         boundaries: SequenceBoundaries,
     ) -> torch.Tensor:
         """Apply the layers to `inputs` (hidden states `[1, T, hidden]`, cosines and sines `[1, T, rotary]`)."""
-        # Padding counts as a document, and the last slot is always empty.
-        slots = _FEWEST_SLOTS
-        while slots < boundaries.num_documents + 2:
-            slots *= _MORE_SLOTS
+        slots = _slots(boundaries.num_documents)
         cast = autocast_dtype(inputs[0])
         key = (slots, attention, cast, *((x.shape[2:], x.dtype, x.requires_grad) for x in inputs))
         graph = self._graphs.get(key)

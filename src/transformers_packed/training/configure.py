@@ -111,8 +111,8 @@ def configure_packing(
             batch that start with it.
         cuda_graphs (`bool`, *optional*):
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured before the first
-            step on a GPU. Graphs stay on if they make it faster and their memory is free, and a line says so. Rows of
-            batches that are not packed differ in length: graphs then serve 95 % of them.
+            step on a GPU. Graphs stay on until the end of training if they make it faster and their memory is free, and a
+            line says so. Rows of batches that are not packed differ in length: graphs then serve 95 % of them.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -178,8 +178,8 @@ reference (causal convolution), per_document(sdpa) (attention)
         if reason is None:
             line += _train_in_float8(trainer) if float8 else ""
             _apply(trainer, dataset, collator, packed, measures=cuda_graphs is None)
-            if rows is not None:
-                graph = partial(use_cuda_graphs, row_length=rows.longest)
+            if cuda_graphs is not None:
+                graph = partial(_run_as_graphs, row_length=rows.row_length if rows else 0)
                 graph(trainer.model)
                 after_model_init(trainer, graph)
             return say(trainer, line + _keep_from_liger(trainer))
@@ -341,6 +341,12 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
         fix = "Pass packing=True and max_length, or remove cuda_graphs."
         raise input_error("rows of known length for cuda_graphs=True", got, fix)
     return rows
+
+
+def _run_as_graphs(model: torch.nn.Module, row_length: int) -> None:
+    """Turn CUDA graphs on, or off with `row_length=0`, in a model that has them."""
+    if row_length or any(getattr(module, "runs_in_graphs", False) for module in model.modules()):
+        use_cuda_graphs(model, row_length)
 
 
 def _trains_in_each_step(trainer: Trainer) -> bool:

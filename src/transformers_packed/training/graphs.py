@@ -1,7 +1,7 @@
 """Whether packed rows train faster as CUDA graphs, by measuring both."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,13 @@ _GAIN = 1.1
 _GIB = 2**30
 
 
-def choose_graphs(model: torch.nn.Module, row_length: int, run: Callable[[], None]) -> str:
+def choose_graphs(
+    model: torch.nn.Module,
+    row_length: int,
+    run: Callable[[], None],
+    run_longest: Callable[[], None] | None = None,
+    others: Sequence[Callable[[], None]] = (),
+) -> str:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
     A row whose kernels take longer than their launches needs no graph, and none is recorded. The memory of graphs is
@@ -25,42 +31,64 @@ def choose_graphs(model: torch.nn.Module, row_length: int, run: Callable[[], Non
         model (`torch.nn.Module`):
             A Qwen3.5 or Qwen3-Next model of this package on a GPU, without graphs and with compiled kernels.
         row_length (`int`):
-            The length in tokens of the longest row. A multiple of 64.
+            The length in tokens of the longest row with a graph. A multiple of 64.
         run (`Callable`):
             Runs forward and backward of a typical row, and leaves no gradients.
+        run_longest (`Callable`, *optional*):
+            The same for the longest row, which may have no graph. By default, rows have the same length.
+        others (`Sequence[Callable]`, *optional*):
+            The same for a row of each further graph. Their memory counts too.
 
     Returns:
-        `str`: the decision and its reason.
+        `str`: the decision and its reason. Graphs are on if it starts with `"on"`, also after an error.
     """
+    decision = "off"
+    try:
+        decision = _choose(model, row_length, run, run_longest or run, others)
+    except Exception as error:
+        decision = f"off, because measuring stopped with {type(error).__name__}: {error}"
+    finally:
+        if not decision.startswith("on"):
+            use_cuda_graphs(model, 0)
+    return decision
+
+
+def _choose(model, row_length, run, run_longest, others):
     run()
-    host, plain = _time(run)
+    host, plain = _time(run, 1)
+    # One row shows a large difference.
+    if 2 * host > plain:
+        host, plain = _time(run)
     if host * _GAIN < plain:
         return f"off, because a row takes the GPU {plain:.0f} ms and its launches take the host {host:.0f} ms"
     # AdamW has two moments for each trained parameter, which exist from the first step on.
     moments = 2 * sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
-    kept, step = _memory(run)
-    room = FILLED * torch.cuda.get_device_properties(None).total_memory - kept - moments - step
+    kept, step = _memory(run_longest)
+    free, total = torch.cuda.mem_get_info()
+    room = min(FILLED * total - kept, free) - moments - step
     # The graphs keep the activations and gradients of a step.
     if step > room:
         return f"off, because graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
     use_cuda_graphs(model, row_length)
     run()
     if not all(records_graphs(text) for text in text_models_of(model)):
-        reason = "the layers cannot run as graphs"
-    else:
-        graphed, pool = _time(run)[1], _memory(run)[0] - kept
-        gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without"
-        if graphed * _GAIN < plain and pool < room:
-            return f"on, because {gain}; they keep {pool / _GIB:.1f} GiB. cuda_graphs=False turns them off"
-        reason = gain if pool < room else f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
-    use_cuda_graphs(model, 0)
-    return f"off, because {reason}"
+        return "off, because the layers cannot run as graphs"
+    graphed = _time(run)[1]
+    gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without"
+    if graphed * _GAIN >= plain:
+        return f"off, because {gain}"
+    for record in others:
+        record()
+    pool = _memory(run)[0] - kept
+    if pool >= room:
+        return f"off, because graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
+    return f"on, because {gain}; they keep {pool / _GIB:.1f} GiB"
 
 
-def _time(run: Callable[[], None]) -> tuple[float, float]:
+def _time(run: Callable[[], None], repeats: int = _REPEATS) -> tuple[float, float]:
     """Return the milliseconds until the host has launched a row, and until the GPU has computed it."""
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()

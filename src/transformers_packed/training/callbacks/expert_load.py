@@ -32,15 +32,18 @@ class ExpertLoad:
             key = router.weight.device if spread else device, router.num_experts, router.top_k
             groups.setdefault(key, []).append(router)
         self._model, self._routers, self._blocks, self._totals = model, routers, {}, []
+        # Graphs contain the addresses of the tensors, so those of an earlier instance are used again.
+        there = bool(routers) and all(router.expert_counts is not None for router in routers)
         for (place, experts, top_k), members in groups.items():
             # The last column holds the number of choices to count, those of the real tokens.
-            block = torch.zeros(len(members), experts + 1, dtype=torch.int64, device=place)
+            block = members[0].expert_counts._base if there else None
+            if block is None:
+                block = torch.zeros(len(members), experts + 1, dtype=torch.int64, device=place)
             for router, row in zip(members, block, strict=True):
                 router.expert_counts = row
             self._blocks[place, experts, top_k] = block
             self._totals.append(torch.zeros_like(block))
-        if routers:
-            # Their graphs contain the addresses of earlier tensors.
+        if routers and not there:
             forget_graphs(model)
 
     def __bool__(self) -> bool:

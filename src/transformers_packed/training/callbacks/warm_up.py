@@ -1,5 +1,6 @@
 """Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +11,11 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ...models.cuda_graphs import graph_length, use_cuda_graphs
+from ...models.cuda_graphs import documents_of_graphs, graph_length, use_cuda_graphs
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
+from .expert_load import ExpertLoad
 
 
 logger = logging.get_logger(__name__)
@@ -21,8 +23,9 @@ logger = logging.get_logger(__name__)
 # Tokens of a row if samples come from a stream.
 _SHORT_ROW = 1024
 _TYPICAL_DOCUMENT = 512
-# Random batches, and the share of them that graphs serve.
-_BATCHES, _SERVED = 256, 0.95
+# The share of batches that graphs serve.
+_SERVED = 0.95
+_TURN_OFF = "cuda_graphs=False or --no-cuda-graphs turns them off"
 
 
 class WarmUpCallback(TrainerCallback):
@@ -39,9 +42,6 @@ class WarmUpCallback(TrainerCallback):
             Whether to show a progress bar. Defaults to that of the Trainer.
     """
 
-    purpose = "compile kernels. Pass compile_before_training=False"
-    otherwise = "Kernels are compiled in the first steps."
-
     def __init__(self, trainer: Trainer, progress: bool | None = None):
         self.trainer = trainer
         self.progress = not trainer.args.disable_tqdm if progress is None else progress
@@ -54,7 +54,7 @@ class WarmUpCallback(TrainerCallback):
         padded = not getattr(args, "padding_free", True)
         if padded or trainer.is_deepspeed_enabled or args.n_gpu > 1:
             what = "batches are padded" if padded else "DeepSpeed or DataParallel runs the model"
-            logger.info(f"warm_up: skipped, because {what}. {self.otherwise}")
+            logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps, without graphs.")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
@@ -64,9 +64,10 @@ class WarmUpCallback(TrainerCallback):
         except Exception as error:
             # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
             if args.world_size > 1:
-                error.add_note(f"This row was made to {self.purpose} to skip it.")
+                error.add_note("This row was made to compile kernels. Pass compile_before_training=False to skip it.")
                 raise
-            logger.warning(f"warm_up: stopped by {type(error).__name__}: {error}. {self.otherwise}")
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning(f"warm_up: stopped by {reason}. Other kernels are compiled in the first steps.")
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
@@ -88,49 +89,68 @@ class WarmUpCallback(TrainerCallback):
         with trainer.compute_loss_context_manager():
             if "labels" not in batch:
                 return model(**batch)[0].float().sum()
-            # Other methods may need columns that only the dataset has.
-            if type(trainer).compute_loss is not Trainer.compute_loss:
+            # Other methods may need columns that only the dataset has, and a loss of the user may count its calls.
+            if type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None:
                 return model(**batch).loss
             targets = (batch["labels"] != -100).sum()
             return trainer.compute_loss(model, batch, num_items_in_batch=targets)
 
 
 class GraphsCallback(WarmUpCallback):
-    """Measures a row when training starts, and turns CUDA graphs on if they make it faster ([`choose_graphs`]).
+    """Measures a row when training starts, and turns CUDA graphs on until its end if they make it faster.
 
-    With several processes, graphs are on if all of them measured a gain. Records a graph for each number of documents
-    that needs one. [`configure_packing`] adds this callback.
+    [`choose_graphs`] decides. With several processes, graphs are on if all of them measured a gain. A choice of the user
+    by [`use_cuda_graphs`] stays. [`configure_packing`] adds this callback.
     """
 
-    purpose = "measure CUDA graphs. Pass cuda_graphs=False"
-    otherwise = "No row runs as a CUDA graph."
+    chose = False
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
         trainer, device = self.trainer, self.trainer.args.device
+        self._release(model)
         texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
-        # The user, or an earlier call of `train`, may have made the choice.
-        if not texts or excludes_graphs(trainer) or any(vars(text).get("_layer_graphs") for text in texts):
+        if not texts or excludes_graphs(trainer) or any("_layer_graphs" in vars(text) for text in texts):
             return
         rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
         if rows is None:
             return
-        with as_before(model, device):
-            row = make_row(model, split(rows.tokens, rows.documents), trainer.data_collator, device)
+        # Routers count their tokens in these tensors, which are part of the graphs.
+        ExpertLoad(model, device)
+
+        def runs(tokens: int, documents: int) -> Callable[[], None]:
+            row = make_row(model, split(tokens, documents), trainer.data_collator, device)
 
             def run() -> None:
                 self._loss(model, row).backward()
                 drop_gradients(model)
 
-            decision = choose_graphs(model, rows.longest, run)
+            return run
+
+        with as_before(model, device):
+            others = [runs(rows.tokens, documents) for documents in documents_of_graphs(rows.fewest, rows.most)]
+            longest = runs(rows.longest, rows.documents) if rows.longest > rows.tokens else None
+            self.chose = True
+            decision = choose_graphs(model, rows.row_length, runs(rows.tokens, rows.documents), longest, others)
         on = decision.startswith("on")
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
         if on and not everywhere:
-            use_cuda_graphs(model, 0)
-            on, decision = False, "off, because another process measured no gain"
-        if on and rows.packed:
-            super()._prepare(model, state)
-        say(trainer, f"CUDA graphs {decision}.")
+            decision = "off, because another process measured no gain"
+        say(trainer, f"CUDA graphs {decision}{f' ({_TURN_OFF})' if everywhere else ''}.")
+        if not everywhere:
+            self._release(model)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self._release(model)
+
+    def _release(self, model: torch.nn.Module) -> None:
+        """Undo this callback's own choice. The next training may have other rows."""
+        if not self.chose:
+            return
+        self.chose = False
+        use_cuda_graphs(model, 0)
+        for module in model.modules():
+            vars(module).pop("_layer_graphs", None)
 
 
 def largest_row(trainer: Trainer) -> tuple[int, int | None]:
@@ -148,21 +168,23 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
 class Rows(NamedTuple):
     """The rows that a model gets in training.
 
-    `longest` is the most tokens of a row that a graph serves, a multiple of 64. A typical row has `tokens` in `documents`.
-    `packed` rows have other numbers of documents.
+    A graph serves rows of up to `row_length` tokens, a multiple of 64. A typical row has `tokens` in `documents`, and the
+    longest one `longest` tokens. Rows have from `fewest` to `most` documents.
     """
 
-    longest: int
+    row_length: int
     tokens: int
     documents: int
-    packed: bool
+    longest: int
+    fewest: int
+    most: int
 
 
 def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
     """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown.
 
     Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
-    as long as random batches.
+    those of an epoch in random order, or of samples of similar lengths.
     """
     batch, stream = trainer._train_batch_size, isinstance(dataset, IterableDataset)
     plan = getattr(dataset, "plan", None)
@@ -177,13 +199,18 @@ def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
             length = int(sampled_lengths(dataset).max())
         if length is None:
             return None
-        documents = max(length // _TYPICAL_DOCUMENT, 1) if plan is None else int(np.median(np.diff(plan.row_offsets)))
-        return Rows(graph_length(length * batch), length * batch, documents * batch, packed)
+        counts = np.array([max(length // _TYPICAL_DOCUMENT, 1)]) if plan is None else np.diff(plan.row_offsets)
+        documents = [int(f(counts)) * batch for f in (np.median, np.min, np.max)]
+        return Rows(graph_length(length * batch), length * batch, documents[0], length * batch, *documents[1:])
     if stream:
         return None
-    sums = np.random.default_rng(0).choice(sampled_lengths(dataset), (_BATCHES, batch)).sum(1)
+    lengths = sampled_lengths(dataset)
+    grouped = getattr(trainer.args, "train_sampling_strategy", "random") == "group_by_length"
+    ordered = np.sort(lengths) if grouped else np.random.default_rng(0).permutation(lengths)
+    sums = np.add.reduceat(ordered, np.arange(0, len(lengths), batch))
     served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
-    return Rows(graph_length(served), typical, batch, packed)
+    documents = min(batch, len(lengths))
+    return Rows(graph_length(served), max(typical, documents), documents, int(sums.max()), documents, documents)
 
 
 def _evaluates(trainer: Trainer) -> bool:
