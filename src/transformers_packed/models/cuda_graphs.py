@@ -127,6 +127,12 @@ def records_graphs(text: torch.nn.Module) -> bool:
     return graphs is not None and graphs.is_recorded
 
 
+def remove_graphs(model: torch.nn.Module) -> None:
+    """Undo every call of [`use_cuda_graphs`] on this model, and free its graphs."""
+    for module in model.modules():
+        vars(module).pop("_layer_graphs", None)
+
+
 def forget_graphs(model: torch.nn.Module) -> None:
     """Remove recorded graphs of modules in `model`, whose code or tensors have changed. The next rows record others."""
     for module in model.modules():

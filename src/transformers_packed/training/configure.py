@@ -20,7 +20,7 @@ from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.cuda_graphs import use_cuda_graphs
+from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
 from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, has_our_classes, patch_model, transformers_model
@@ -179,7 +179,7 @@ reference (causal convolution), per_document(sdpa) (attention)
             line += _train_in_float8(trainer) if float8 else ""
             _apply(trainer, dataset, collator, packed, measures=cuda_graphs is None)
             if cuda_graphs is not None:
-                graph = partial(_run_as_graphs, row_length=rows.row_length if rows else 0)
+                graph = partial(use_cuda_graphs, row_length=rows.row_length) if rows else remove_graphs
                 graph(trainer.model)
                 after_model_init(trainer, graph)
             return say(trainer, line + _keep_from_liger(trainer))
@@ -341,12 +341,6 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
         fix = "Pass packing=True and max_length, or remove cuda_graphs."
         raise input_error("rows of known length for cuda_graphs=True", got, fix)
     return rows
-
-
-def _run_as_graphs(model: torch.nn.Module, row_length: int) -> None:
-    """Turn CUDA graphs on, or off with `row_length=0`, in a model that has them."""
-    if row_length or any(getattr(module, "runs_in_graphs", False) for module in model.modules()):
-        use_cuda_graphs(model, row_length)
 
 
 def _trains_in_each_step(trainer: Trainer) -> bool:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ...models.cuda_graphs import documents_of_graphs, graph_length, use_cuda_graphs
+from ...models.cuda_graphs import documents_of_graphs, graph_length, remove_graphs
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
@@ -145,12 +145,9 @@ class GraphsCallback(WarmUpCallback):
 
     def _release(self, model: torch.nn.Module) -> None:
         """Undo this callback's own choice. The next training may have other rows."""
-        if not self.chose:
-            return
-        self.chose = False
-        use_cuda_graphs(model, 0)
-        for module in model.modules():
-            vars(module).pop("_layer_graphs", None)
+        if self.chose:
+            self.chose = False
+            remove_graphs(model)
 
 
 def largest_row(trainer: Trainer) -> tuple[int, int | None]:
