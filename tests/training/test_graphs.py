@@ -3,7 +3,7 @@
 import io
 import tempfile
 import unittest
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from unittest import mock
 
@@ -63,6 +63,16 @@ class Gpu:
         return self.free * GIB, self.total * GIB
 
 
+@contextmanager
+def given(gpu):
+    """Measure this GPU."""
+    with (
+        mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory),
+        mock.patch.object(torch.cuda, "mem_get_info", gpu.info),
+    ):
+        yield
+
+
 class Steps(TrainerCallback):
     """Whether the last step had graphs."""
 
@@ -81,8 +91,7 @@ def choose_in_processes(plain):
     samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
     with (
         mock.patch.multiple(cuda_graphs, **REPLACEMENTS),
-        mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory),
-        mock.patch.object(torch.cuda, "mem_get_info", gpu.info),
+        given(gpu),
         mock.patch.object(callback, "compiles_kernels", lambda device: True),
         tempfile.TemporaryDirectory() as folder,
         redirect_stdout(output),
@@ -103,8 +112,7 @@ class GivenGpuTest(unittest.TestCase):
         self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
     def use(self, gpu):
-        self.enterContext(mock.patch.multiple(graphs, _time=gpu.time, _memory=gpu.memory))
-        self.enterContext(mock.patch.object(torch.cuda, "mem_get_info", gpu.info))
+        self.enterContext(given(gpu))
         return gpu
 
 

@@ -109,9 +109,14 @@ def _slots(documents: int) -> int:
     return slots
 
 
+def find_text_models(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`."""
+    return [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+
+
 def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`, or raise an error without any."""
-    texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+    """Return what [`find_text_models`] finds, or raise an error if that is none."""
+    texts = find_text_models(model)
     if not texts:
         raise input_error(
             "a Qwen3.5 or Qwen3-Next model of this package",

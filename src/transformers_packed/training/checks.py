@@ -260,8 +260,10 @@ def excludes_graphs(trainer: Trainer) -> str | None:
     """What of a Trainer's set-up excludes CUDA graphs, if anything does."""
     if trainer.args.torch_compile:
         return "torch_compile=True"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return f"{'FSDP' if trainer.is_fsdp_enabled else 'DeepSpeed'}, which gathers weights in each step"
+    if trainer.is_fsdp_enabled:
+        return "FSDP, which gathers weights in each step"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed, which gathers weights in each step"
     if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
         return "weights that several processes share"
     if getattr(trainer, "sequence_parallel", None) is not None:

@@ -40,7 +40,7 @@ def choose_graphs(
             The same for a row of each further graph. Their memory counts too.
 
     Returns:
-        `str`: the decision and its reason. Graphs are on if it starts with `"on"`, also after an error.
+        `str`: the decision and its reason. Graphs are on only if it starts with `"on"`. After an error they are off.
     """
     decision = "off"
     try:

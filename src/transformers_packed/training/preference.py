@@ -96,10 +96,10 @@ def pack_batches(trainer: Trainer, share_prompts: bool) -> ValueError | None:
 @contextmanager
 def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> Iterator[None]:
     """Give the reference model its own forward meanwhile. TRL has prepared it, and the policy only in `train`."""
-    forward, own = None if reference is None else vars(reference).get("forward"), None
+    forward = None if reference is None else vars(reference).get("forward")
     # A wrapper of the user around it stays, and `patch_model` refuses such a model.
-    if getattr(forward, "__module__", "").startswith("accelerate."):
-        own = vars(reference).pop("_original_forward", None)
+    prepared = getattr(forward, "__module__", "").startswith("accelerate.")
+    own = vars(reference).pop("_original_forward", None) if prepared else None
     if own is not None:
         reference.forward = own
         if own == MethodType(type(reference).forward, reference):
@@ -110,8 +110,8 @@ def _without_autocast(trainer: Trainer, reference: torch.nn.Module | None) -> It
         if own is not None:
             # With this mark, accelerate would leave it as it is. It would also save a model that it lists twice again.
             vars(reference).pop("_is_accelerate_prepared", None)
-            prepared = trainer.accelerator._models
-            prepared[:] = [model for model in prepared if model is not reference]
+            listed = trainer.accelerator._models
+            listed[:] = [model for model in listed if model is not reference]
             trainer.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
 
 

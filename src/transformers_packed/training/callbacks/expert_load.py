@@ -36,9 +36,8 @@ class ExpertLoad:
         there = bool(routers) and all(router.expert_counts is not None for router in routers)
         for (place, experts, top_k), members in groups.items():
             # The last column holds the number of choices to count, those of the real tokens.
-            block = members[0].expert_counts._base if there else None
-            if block is None:
-                block = torch.zeros(len(members), experts + 1, dtype=torch.int64, device=place)
+            size = len(members), experts + 1
+            block = members[0].expert_counts._base if there else torch.zeros(size, dtype=torch.int64, device=place)
             for router, row in zip(members, block, strict=True):
                 router.expert_counts = row
             self._blocks[place, experts, top_k] = block

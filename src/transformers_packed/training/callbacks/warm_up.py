@@ -1,6 +1,6 @@
 """Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ...models.cuda_graphs import documents_of_graphs, graph_length, remove_graphs
+from ...models.cuda_graphs import documents_of_graphs, find_text_models, graph_length, remove_graphs
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
@@ -108,7 +108,7 @@ class GraphsCallback(WarmUpCallback):
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
         trainer, device = self.trainer, self.trainer.args.device
         self._release(model)
-        texts = [module for module in model.modules() if getattr(module, "runs_in_graphs", False)]
+        texts = find_text_models(model)
         if not texts or excludes_graphs(trainer) or any("_layer_graphs" in vars(text) for text in texts):
             return
         rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
@@ -117,20 +117,23 @@ class GraphsCallback(WarmUpCallback):
         # Routers count their tokens in these tensors, which are part of the graphs.
         ExpertLoad(model, device)
 
-        def runs(tokens: int, documents: int) -> Callable[[], None]:
-            row = make_row(model, split(tokens, documents), trainer.data_collator, device)
+        def make(tokens: int, documents: int) -> dict[str, Any]:
+            return make_row(model, split(tokens, documents), trainer.data_collator, device)
 
-            def run() -> None:
-                self._loss(model, row).backward()
-                drop_gradients(model)
+        def run(row: dict[str, Any]) -> None:
+            self._loss(model, row).backward()
+            drop_gradients(model)
 
-            return run
+        def run_new(tokens: int, documents: int) -> None:
+            run(make(tokens, documents))
 
+        self.chose = True
         with as_before(model, device):
-            others = [runs(rows.tokens, documents) for documents in documents_of_graphs(rows.fewest, rows.most)]
-            longest = runs(rows.longest, rows.documents) if rows.longest > rows.tokens else None
-            self.chose = True
-            decision = choose_graphs(model, rows.row_length, runs(rows.tokens, rows.documents), longest, others)
+            typical = partial(run, make(rows.tokens, rows.documents))
+            # A row that is bound by the GPU needs none of these, so they are made when they run.
+            longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
+            others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
+            decision = choose_graphs(model, rows.row_length, typical, longest, others)
         on = decision.startswith("on")
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
