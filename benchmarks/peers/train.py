@@ -43,7 +43,7 @@ from pathlib import Path
 
 
 TOOLS = {
-    "sft": ("ours", "ours+float8", "ours+graphs", "liger", "unsloth", "padded"),
+    "sft": ("ours", "ours+float8", "liger", "unsloth", "padded"),
     "dpo": ("ours", "ours+shared", "liger", "unsloth", "padded"),
 }
 # Tokens and documents of a step: 34 samples, or 16 pairs with prompts of 512 tokens and answers of 300 on average.
@@ -198,8 +198,7 @@ def make_trainer(args, model, tokenizer, samples, callback):
     if args.tool.startswith("ours"):
         from transformers_packed import configure_packing
 
-        # `None` would measure a row first.
-        configure_packing(trainer, float8="float8" in args.tool, cuda_graphs="graphs" in args.tool)
+        configure_packing(trainer, float8="float8" in args.tool)
     return trainer
 
 
@@ -212,7 +211,7 @@ def make_clock(args):
         def __init__(self):
             self.started = time.perf_counter()
             self.first, self.ends, self.losses, self.logps, self.shapes = None, [], {}, {}, []
-            self.hook = None
+            self.hook, self.graphs = None, False
 
         def on_train_begin(self, settings, state, control, model=None, **kwargs):
             # With pairs, this package gets padded batches and packs them before it looks up their embeddings.
@@ -225,7 +224,7 @@ def make_clock(args):
                 ids = named["input_ids"] if "input_ids" in named else inputs[0]
                 self.shapes.append(list(ids.shape))
 
-        def on_step_end(self, settings, state, control, **kwargs):
+        def on_step_end(self, settings, state, control, model=None, **kwargs):
             if args.device == "cuda":
                 self.ends.append(torch.cuda.Event(enable_timing=True))
                 self.ends[-1].record()
@@ -237,6 +236,7 @@ def make_clock(args):
             if len(self.ends) >= args.warmup and self.hook:
                 self.hook.remove()
                 self.hook = None
+                self.graphs = args.tool.startswith("ours") and uses_graphs(model)
 
         def on_log(self, settings, state, control, logs=None, **kwargs):
             if "loss" in (logs or {}):
@@ -256,6 +256,12 @@ def make_clock(args):
             return [round(between(a, b), 2) for a, b in zip(ends, ends[1:], strict=False)]
 
     return Clock()
+
+
+def uses_graphs(model) -> bool:
+    from transformers_packed.models.cuda_graphs import find_text_models, records_graphs
+
+    return any(records_graphs(text) for text in find_text_models(model))
 
 
 def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
@@ -367,6 +373,8 @@ def add_times(args, entry: dict, clock) -> None:
     entry["forwards_per_step"] = len(clock.shapes) / min(max(len(clock.ends), 1), args.warmup)
     if clock.logps:
         entry["logps"] = clock.logps
+    if clock.graphs:
+        entry["cuda_graphs"] = True
     # One row of exactly the step's tokens in each step, without the prompts that two answers share.
     row = args.tokens - (args.documents // 2 * args.prompt if args.tool == "ours+shared" else 0)
     one = all(x == [1, row] for x in clock.shapes) and entry["forwards_per_step"] == 1

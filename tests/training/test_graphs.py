@@ -416,6 +416,9 @@ class TrainerTest(GivenGpuTest):
         # Samples of similar lengths: 2 + 3, 4 + 5, ..., 40 + 41.
         similar = Dataset.from_list([{"input_ids": [0] * n} for n in range(2, 42)])
         self.assertEqual(rows(similar, False, sampling="group_by_length"), (128, 45, 2, 81, 2, 2))
+        # In the order of the dataset, every batch is the same: 2 + 41, 3 + 40, ..., 21 + 22.
+        facing = Dataset.from_list([{"input_ids": [0] * n} for i in range(20) for n in (2 + i, 41 - i)])
+        self.assertEqual(rows(facing, False, sampling="sequential"), (64, 43, 2, 43, 2, 2))
         planned = PackingDataset(batches, 1000, overlong="error")
         self.assertEqual(rows(planned, True, max_length=5), (2048, 2000, 80, 2000, 2, 158))
         streamed = batches.to_iterable_dataset()

@@ -111,7 +111,7 @@ class TrainTest(unittest.TestCase):
         [
             (["--task", "dpo", "--documents", "3"], "an even number"),
             (["--task", "dpo", "--prompt", "4000"], "at least four tokens"),
-            (["--task", "dpo", "--tool", "ours+graphs"], "expects one of ours, ours.shared"),
+            (["--task", "dpo", "--tool", "ours+float8"], "expects one of ours, ours.shared"),
             (["--tool", "ours+shared"], "--task sft expects one of"),
         ]
     )

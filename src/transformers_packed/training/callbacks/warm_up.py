@@ -184,7 +184,8 @@ def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
     """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown.
 
     Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
-    those of an epoch in random order, or of samples of similar lengths.
+    those of an epoch: in the order of the dataset, in random order, or of similar lengths, as `train_sampling_strategy`
+    says.
     """
     batch, stream = trainer._train_batch_size, isinstance(dataset, IterableDataset)
     plan = getattr(dataset, "plan", None)
@@ -205,8 +206,9 @@ def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
     if stream:
         return None
     lengths = sampled_lengths(dataset)
-    grouped = getattr(trainer.args, "train_sampling_strategy", "random") == "group_by_length"
-    ordered = np.sort(lengths) if grouped else np.random.default_rng(0).permutation(lengths)
+    order = {"sequential": lambda x: x, "group_by_length": np.sort}
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    ordered = order.get(strategy, np.random.default_rng(0).permutation)(lengths)
     sums = np.add.reduceat(ordered, np.arange(0, len(lengths), batch))
     served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
     documents = min(batch, len(lengths))
