@@ -3,8 +3,9 @@
 Every tool trains the same random checkpoint on the same samples in the same order, without padding: `--documents` samples
 of lognormal lengths per step, which add up to `--tokens`. A step is loading, forward, backward, clipping, fused AdamW and
 logging. Weights are in bfloat16 under autocast; adapters of rank 16 on all linear layers are in float32. The time of a
-step is the mean of `--steps` steps after `--warmup` others. The first step counts from `trainer.train()`, and the tool's
-kernel caches are as `--caches` says.
+step is the median of `--steps` steps after `--warmup` others. The first step counts from `trainer.train()`, and the tool's
+kernel caches are as `--caches` says. The allocator does not count the memory of CUDA graphs in `peak_GiB`, so `graphs_GiB`
+states it.
 
 Each tool is one process in an environment of its own, which `environments.sh` builds. The results of all of them go into
 one JSON file. `liger` is Transformers' own class with Liger's kernels. On a machine without FlashAttention and
@@ -36,6 +37,7 @@ import os
 import platform
 import shlex
 import signal
+import statistics
 import sys
 import time
 from importlib import metadata
@@ -211,7 +213,7 @@ def make_clock(args):
         def __init__(self):
             self.started = time.perf_counter()
             self.first, self.ends, self.losses, self.logps, self.shapes = None, [], {}, {}, []
-            self.hook, self.graphs = None, False
+            self.hook, self.graphs = None, None
 
         def on_train_begin(self, settings, state, control, model=None, **kwargs):
             # With pairs, this package gets padded batches and packs them before it looks up their embeddings.
@@ -236,7 +238,7 @@ def make_clock(args):
             if len(self.ends) >= args.warmup and self.hook:
                 self.hook.remove()
                 self.hook = None
-                self.graphs = args.tool.startswith("ours") and uses_graphs(model)
+                self.graphs = memory_of_graphs(model) if args.tool.startswith("ours") else None
 
         def on_log(self, settings, state, control, logs=None, **kwargs):
             if "loss" in (logs or {}):
@@ -258,10 +260,17 @@ def make_clock(args):
     return Clock()
 
 
-def uses_graphs(model) -> bool:
+def memory_of_graphs(model) -> float | None:
+    """The GiB that the CUDA graphs of a model reserve, or `None` without graphs."""
+    import torch
+
     from transformers_packed.models.cuda_graphs import find_text_models, records_graphs
 
-    return any(records_graphs(text) for text in find_text_models(model))
+    if not any(records_graphs(text) for text in find_text_models(model)):
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return round((torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30, 2)
 
 
 def isolation(trainer, documents: list[list[int]]) -> dict[str, float]:
@@ -373,8 +382,8 @@ def add_times(args, entry: dict, clock) -> None:
     entry["forwards_per_step"] = len(clock.shapes) / min(max(len(clock.ends), 1), args.warmup)
     if clock.logps:
         entry["logps"] = clock.logps
-    if clock.graphs:
-        entry["cuda_graphs"] = True
+    if clock.graphs is not None:
+        entry["graphs_GiB"] = clock.graphs
     # One row of exactly the step's tokens in each step, without the prompts that two answers share.
     row = args.tokens - (args.documents // 2 * args.prompt if args.tool == "ours+shared" else 0)
     one = all(x == [1, row] for x in clock.shapes) and entry["forwards_per_step"] == 1
@@ -382,8 +391,8 @@ def add_times(args, entry: dict, clock) -> None:
     if clock.first:
         entry["first_step_seconds"] = round(clock.first - clock.started, 2)
     if times:
-        mean = sum(times) / len(times)
-        entry |= {"step_ms": round(mean, 2), "tokens_per_second": round(1000 * args.tokens / mean), "steps_ms": times}
+        step = statistics.median(times)
+        entry |= {"step_ms": round(step, 2), "tokens_per_second": round(1000 * args.tokens / step), "steps_ms": times}
     if args.device == "cuda":
         entry["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
