@@ -9,11 +9,11 @@ from svg import GREEN, MUTED, Picture
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "utils" / "cards"))
-from peers import TOOLS, grouped  # noqa: E402
+from peers import gpu, grouped, label  # noqa: E402
 
 
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-COLORS = {"ours": GREEN, "ours+graphs": GREEN, "ours+float8": GREEN, "unsloth": "#6e7781", "liger": "#aeb6be"}
+COLORS = {"ours": GREEN, "ours+float8": GREEN, "unsloth": "#6e7781", "liger": "#aeb6be"}
 LEFT, WIDEST = 222, 228
 
 
@@ -25,26 +25,25 @@ def draw(tokens: int, target: str) -> None:
         if "sft" in key and tokens in key and "step_ms" in runs.get("ours", {})
     }
     bars = [
-        (key, [(tool, runs[tool]["step_ms"]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
+        (key, [(tool, runs[tool]) for tool in COLORS if "step_ms" in runs.get(tool, {})])
         for key, runs in cells.items()
     ]
-    scale = WIDEST / max(milliseconds for _, arms in bars for _, milliseconds in arms)
+    scale = WIDEST / max(run["step_ms"] for _, arms in bars for _, run in arms)
     height = 92 + sum(58 + 36 * len(arms) for _, arms in bars)
     picture = Picture(height, f"Milliseconds of a step of {tokens:,} tokens: ours, Unsloth, TRL with Liger")
     picture.text(24, 44, f"A step of {tokens:,} tokens in SFTTrainer, ms", 25, font_weight="700")
-    picture.text(24, 74, f"{next(iter(cells))[-1]}, bfloat16, the same samples, without padding", 20, MUTED)
+    picture.text(24, 74, "bfloat16, the same samples, without padding", 20, MUTED)
     y = 74
-    for (model, lora, *_), arms in bars:
+    for key, arms in bars:
         y += 44
+        model, lora, *_ = key
         shape = "12 layers of Qwen3.5-35B-A3B" if model == "35B-A3B-12L" else f"Qwen3.5 {model}"
-        picture.text(24, y, f"{shape}, {'LoRA' if lora else 'full'}", 21, font_weight="600")
+        picture.text(24, y, f"{shape}, {'LoRA' if lora else 'full'}, {gpu(key)}", 21, font_weight="600")
         y += 14
-        ours = dict(arms)["ours"]
-        for tool, milliseconds in arms:
-            own = tool.startswith("ours")
-            # Beside a bar with CUDA graphs.
-            plain = tool == "ours" and "ours+graphs" in dict(arms)
-            picture.text(24, y + 21, "ours, no graphs" if plain else TOOLS[tool], 20)
+        ours = dict(arms)["ours"]["step_ms"]
+        for tool, run in arms:
+            milliseconds, own = run["step_ms"], tool.startswith("ours")
+            picture.text(24, y + 21, label(tool, run), 20)
             picture.rect(LEFT, y, milliseconds * scale, 27, COLORS[tool], 3)
             beside = f"{milliseconds:,.0f}" if tool == "ours" else f"{milliseconds:,.0f} ({milliseconds / ours:.2f} ×)"
             picture.text(LEFT + milliseconds * scale + 10, y + 21, beside, 20, font_weight="600" if own else "400")

@@ -10,11 +10,16 @@ KINDS = {"one": "1", "ddp": "2, DDP", "fsdp2": "2, FSDP2"}
 def whole_steps(results: dict) -> Card:
     report = results["whole_steps.json"]
     done = [run for run in report["runs"] if "error" not in run]
-    small = [run for run in done if "H100" in run["machine"]]
+    small = [run for run in done if "H100" in run["machine"] and run["model"] != "0.8B"]
     fits = max(run["peak_GiB"] for run in small)
     one, large = find(done, "0.8B", "one"), find(done, "4B", "one")
     searching, unsearched = (find_all(done, "0.8B", "ddp", ddp_find_unused_parameters=x) for x in (True, False))
     resharded, kept = find_all(done, "4B", "fsdp2")
+    alone, both, alone_as_graphs, both_as_graphs = (
+        find(done, "0.8B", kind, machine="NVIDIA H100 80GB HBM3", graphs=x)
+        for x in (False, True)
+        for kind in ("one", "ddp")
+    )
     halved = find(done, "0.8B", "ddp", comm_hook="bf16")
     ddp, best = searching[-1], max(unsearched, key=speed)
     low, high = (percent(f(map(speed, unsearched)) / speed(one)) for f in (min, max))
@@ -29,6 +34,7 @@ def whole_steps(results: dict) -> Card:
         "Whole steps, and a GPU of 80 GB",
         f"On an H100 of 80 GB, full fine-tuning of the 4B shape with AdamW and LoRA of the 9B shape fit at 16,384 tokens, in at "
         f"most {fixed(fits, 1)} GiB. Each of two H200s reaches {low} to {high} of the tokens per second of one with DDP (0.8B), "
+        f"each of two H100s {percent(speed(both) / speed(alone))}, "
         f"and {resharding} to {keeping} with FSDP2 (4B).",
         [
             f"""{SHAPE} A step of `PackedTrainer` loads a row on each GPU, and runs forward, backward, clipping and AdamW
@@ -58,19 +64,22 @@ but {fixed(kept["profile"]["uncovered_communication_ms"], 0)} ms, which includes
 gradients take {fixed(best["profile"]["communication_ms"], 0)} ms of the fastest run, all but {fixed(best["profile"]["uncovered_communication_ms"], 0)} ms beside other kernels: those of the tied embedding come last. DDP also
 copies each gradient into its bucket, with a kernel for each parameter. Sums in bfloat16 have half the bytes, and change
 little: {speed(halved):,} instead of {speed(unsearched[-1]):,} tokens per second of a GPU in 100 steps.""",
+            f"""On two H100s of another host, DDP reaches **{percent(speed(both) / speed(alone))}** of one GPU in 100 steps. CUDA graphs do not help at this length: {speed(alone_as_graphs):,} tokens per second on one GPU, and
+{speed(both_as_graphs):,} on each of two, because all gradients of the layers are then summed after the backward. The peak memory of
+graphs leaves out what they reserve.""",
             f"""CUDA graphs do not support FSDP2, because a graph reads a weight at one address. In the run with 4,096 tokens, FSDP2
 gathered each weight of a layer at {min(addresses)} to {max(addresses)} addresses. Where the whole model fits
 on a GPU, DDP keeps its weights in place, and graphs work: {graphs["tokens_per_second_per_gpu"]:,} tokens per second of a GPU with weights in bfloat16,
 and {short["tokens_per_second_per_gpu"]:,} with FSDP2, which also keeps its weights in float32.""",
             f"""The step of {fixed(waiting["step_ms"], 0)} ms has waits that [`configure_packing`](../how_to/trainer.md) removes. It ran on another machine of the
 same kind, before the model stopped waiting for document lengths and for the loss.""",
-            """Steps on H100s and those of the 9B shape were measured with these waits. On one H200, 4B with weights and AdamW in float32
+            """Steps of the 4B shape on H100s and those of the 9B shape were measured with these waits. On one H200, 4B with weights and AdamW in float32
 does not fit at 16,384 tokens without gradient checkpointing.""",
             """Rows are not quite full, and only their real tokens count. Rows with longer documents take longer, so the tokens per
 second of two runs differ by some percent.""",
         ],
         ["whole_steps.json"],
-        machine="one NVIDIA H100 80GB, and one and two NVIDIA H200",
+        machine="one and two NVIDIA H100 80GB, and one and two NVIDIA H200",
         versions=report["runs"][0]["versions"],
         commands=[run["command"] for run in report["runs"]],
         committed=[WHOLE_STEPS, WHOLE_STEPS_AGAIN],
@@ -79,7 +88,7 @@ second of two runs differ by some percent.""",
 
 
 def find(runs: list[dict], model: str, kind: str, **others) -> dict:
-    """The last run of this kind on H200s."""
+    """The last run of this kind, on H200s unless `machine` says otherwise."""
     return find_all(runs, model, kind, **others)[-1]
 
 
@@ -91,9 +100,10 @@ def find_all(runs: list[dict], model: str, kind: str, tokens: int = 16384, **oth
         "waits": False,
         "graphs": None,
         "comm_hook": None,
+        "machine": "NVIDIA H200",
         **others,
     }
-    return [run for run in runs if "H200" in run["machine"] and given.items() <= {"comm_hook": None, **run}.items()]
+    return [run for run in runs if given.items() <= {"comm_hook": None, **run}.items()]
 
 
 def speed(run: dict) -> int:
