@@ -130,33 +130,35 @@ class ChoiceTest(GivenGpuTest):
 
     @parameterized.expand(
         [
-            ("faster", {}, f"on, because a row takes 30 ms {WITHOUT}; they keep 2.0 GiB", 2),
+            ("faster", {}, True, f"a row takes 30 ms {WITHOUT}; the graphs keep 2.0 GiB", 2),
             # The rest of a step takes the host a fifth more.
-            ("bound by the host", {"graphed": (1, 86)}, f"on, because a row takes 86 ms {WITHOUT}", 2),
-            ("bound by the GPU", {"plain": (66, 81)}, "off, because a row takes the GPU 81 ms and its", 0),
-            ("far from the host", {"plain": (40, 81)}, "off, because a row takes the GPU 81 ms and its", 0),
-            ("slower", {"graphed": (1, 88)}, f"off, because a row takes 88 ms {WITHOUT}", 2),
+            ("bound by the host", {"graphed": (1, 86)}, True, f"a row takes 86 ms {WITHOUT}", 2),
+            ("bound by the GPU", {"plain": (66, 81)}, False, "a row takes the GPU 81 ms and its", 0),
+            ("far from the host", {"plain": (40, 81)}, False, "a row takes the GPU 81 ms and its", 0),
+            ("slower", {"graphed": (1, 88)}, False, f"a row takes 88 ms {WITHOUT}", 2),
             # 0.9 * 13.3 GiB less 6 GiB between steps and 3 GiB of a step.
-            ("no room for a row", {"total": 13.3}, "off, because graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
-            ("no room", {"total": 8}, "off, because graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
+            ("no room for a row", {"total": 13.3}, False, "graphs may need 3.0 GiB, and 3.0 GiB are free", 0),
+            ("no room", {"total": 8}, False, "graphs may need 3.0 GiB, and 0.0 GiB are free", 0),
             # Other processes use the GPU too.
-            ("little is free", {"free": 5}, "off, because graphs may need 3.0 GiB, and 2.0 GiB are free", 0),
-            ("large graphs", {"with_graphs": (70, 1)}, "off, because graphs keep 64.0 GiB, and 63.0 GiB are free", 2),
+            ("little is free", {"free": 5}, False, "graphs may need 3.0 GiB, and 2.0 GiB are free", 0),
+            ("large graphs", {"with_graphs": (70, 1)}, False, "graphs keep 64.0 GiB, and 63.0 GiB are free", 2),
         ]
     )
-    def test_decision(self, _, options, expected, recordings):
+    def test_decision(self, _, options, expected, reason, recordings):
         model, _ = models_of()
         use_cuda_graphs(model, 0)
-        self.assertIn(expected, self.choose(model, **options))
+        on, said = self.choose(model, **options)
+        self.assertEqual(on, expected)
+        self.assertIn(reason, said)
         self.assertEqual(RunsAgain.made, recordings)
-        self.assertEqual(records_graphs(model.model), expected.startswith("on"))
+        self.assertEqual(records_graphs(model.model), expected)
         # One row tells that the GPU takes much longer.
         self.assertEqual(self.gpu.repeats[:2], [1] if options.get("plain") == (40, 81) else [1, 5])
 
     def test_an_error_turns_graphs_off(self):
         model, _ = models_of()
         with mock.patch.object(cuda_graphs, "_Recording", side_effect=RuntimeError("no capture")):
-            self.assertEqual(self.choose(model), "off, because measuring stopped with RuntimeError: no capture")
+            self.assertEqual(self.choose(model), (False, "measuring stopped with RuntimeError: no capture"))
         self.assertIsNone(vars(model.model)["_layer_graphs"])
         with self.assertRaises(KeyboardInterrupt), mock.patch.object(graphs, "_time", side_effect=KeyboardInterrupt):
             choose_graphs(model, ROW_LENGTH, lambda: None)
@@ -183,7 +185,7 @@ class ChoiceTest(GivenGpuTest):
 
         with mock.patch.object(graphs, "_memory", noted):
             run, longest, other = rows("row", 20, 30), rows("longest", 120), rows("other", *[10] * 9)
-            self.assertIn("on, ", choose_graphs(model, ROW_LENGTH, run, longest, [other]))
+            self.assertTrue(choose_graphs(model, ROW_LENGTH, run, longest, [other])[0])
         self.assertEqual(ran, ["row"] * 3 + ["memory of", "longest"] + ["row"] * 2 + ["other", "memory of", "row"])
         self.assertEqual(RunsAgain.made, 4)
 
@@ -192,14 +194,14 @@ class ChoiceTest(GivenGpuTest):
         use_cuda_graphs(model, 0)
         moments = 2 * 4 * sum(x.numel() for x in model.parameters()) / GIB
         limit = (9 + 3) / 0.9
-        self.assertIn("off", self.choose(model, total=limit + 0.9 * moments / 0.9))
-        self.assertIn("on", self.choose(model, total=limit + 1.1 * moments / 0.9, with_graphs=(8, 1)))
+        self.assertFalse(self.choose(model, total=limit + 0.9 * moments / 0.9)[0])
+        self.assertTrue(self.choose(model, total=limit + 1.1 * moments / 0.9, with_graphs=(8, 1))[0])
 
     def test_layers_that_cannot_run_as_graphs(self):
         model, _ = models_of()
         use_cuda_graphs(model, 0)
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-        self.assertIn("off, because the layers cannot run as graphs", self.choose(model))
+        self.assertEqual(self.choose(model), (False, "the layers cannot run as graphs"))
         self.assertIn("is hooked", self.warnings[0])
         self.assertIsNone(vars(model.model)["_layer_graphs"])
 

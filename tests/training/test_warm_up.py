@@ -317,7 +317,7 @@ class TrainerTest(KernelsTestCase):
         trainer.data_collator = collate_padded
         with self.assertLogs("transformers_packed", "INFO") as logs:
             self.assertEqual(self.train(trainer), ["step", "step"])
-        self.assertIn("skipped, because batches are padded", "".join(logs.output))
+        self.assertIn("to compile kernels, because batches are padded", "".join(logs.output))
 
     def test_a_loss_of_a_subclass_does_not_see_its_rows(self):
         class Own(PackedTrainer):
@@ -342,7 +342,7 @@ class TrainerTest(KernelsTestCase):
         trainer.data_collator = with_scores
         with self.assertLogs("transformers_packed", "WARNING") as logs:
             self.assertEqual(self.train(trainer), ["warm up", "step", "step"])
-        self.assertIn("stopped by KeyError: 'score'", "".join(logs.output))
+        self.assertIn("to compile kernels stopped with KeyError: 'score'", "".join(logs.output))
         self.assertTrue(trainer.model.training)
         # With several processes, the others would wait.
         self.events.clear()

@@ -23,7 +23,7 @@ def choose_graphs(
     run: Callable[[], None],
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
-) -> str:
+) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
     A row whose kernels take longer than the host needs for a step gains nothing from graphs, and none is recorded. The
@@ -42,17 +42,17 @@ def choose_graphs(
             The same for a row of each further graph. Their memory counts too.
 
     Returns:
-        `str`: the decision and its reason. Graphs are on only if it starts with `"on"`. After an error they are off.
+        `tuple[bool, str]`: whether graphs are on, and the reason. After an error they are off.
     """
-    decision = "off"
+    on = False
     try:
-        decision = _choose(model, row_length, run, run_longest or run, others)
+        on, reason = _choose(model, row_length, run, run_longest or run, others)
     except Exception as error:
-        decision = f"off, because measuring stopped with {type(error).__name__}: {error}"
+        reason = f"measuring stopped with {type(error).__name__}: {error}"
     finally:
-        if not decision.startswith("on"):
+        if not on:
             use_cuda_graphs(model, 0)
-    return decision
+    return on, reason
 
 
 def _choose(model, row_length, run, run_longest, others):
@@ -63,7 +63,7 @@ def _choose(model, row_length, run, run_longest, others):
         host, plain = _time(run)
     launches = f"and its launches take the host {host:.0f} ms"
     if host * _STEP < plain:
-        return f"off, because a row takes the GPU {plain:.0f} ms {launches}"
+        return False, f"a row takes the GPU {plain:.0f} ms {launches}"
     # AdamW has two moments for each trained parameter, which exist from the first step on.
     moments = 2 * sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
     kept, step = _memory(run_longest)
@@ -71,21 +71,21 @@ def _choose(model, row_length, run, run_longest, others):
     room = min(FILLED * total - kept, free) - moments - step
     # The graphs keep the activations and gradients of a step.
     if step > room:
-        return f"off, because graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
+        return False, f"graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
     use_cuda_graphs(model, row_length)
     run()
     if not all(records_graphs(text) for text in text_models_of(model)):
-        return "off, because the layers cannot run as graphs"
+        return False, "the layers cannot run as graphs"
     graphed = _time(run)[1]
     gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without, {launches}"
     if graphed * _GAIN >= max(plain, host * _STEP):
-        return f"off, because {gain}"
+        return False, gain
     for record in others:
         record()
     pool = _memory(run)[0] - kept
     if pool >= room:
-        return f"off, because graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
-    return f"on, because {gain}; they keep {pool / _GIB:.1f} GiB"
+        return False, f"graphs keep {pool / _GIB:.1f} GiB, and {room / _GIB:.1f} GiB are free"
+    return True, f"{gain}; the graphs keep {pool / _GIB:.1f} GiB"
 
 
 def _time(run: Callable[[], None], repeats: int = _REPEATS) -> tuple[float, float]:

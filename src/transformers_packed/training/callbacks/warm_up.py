@@ -25,7 +25,6 @@ _SHORT_ROW = 1024
 _TYPICAL_DOCUMENT = 512
 # The share of batches that graphs serve.
 _SERVED = 0.95
-_TURN_OFF = "cuda_graphs=False or --no-cuda-graphs turns them off"
 
 
 class WarmUpCallback(TrainerCallback):
@@ -42,6 +41,9 @@ class WarmUpCallback(TrainerCallback):
             Whether to show a progress bar. Defaults to that of the Trainer.
     """
 
+    # Of the rows, and the argument without which they do not run.
+    purpose, option = "compile kernels", "compile_before_training=False"
+
     def __init__(self, trainer: Trainer, progress: bool | None = None):
         self.trainer = trainer
         self.progress = not trainer.args.disable_tqdm if progress is None else progress
@@ -54,7 +56,7 @@ class WarmUpCallback(TrainerCallback):
         padded = not getattr(args, "padding_free", True)
         if padded or trainer.is_deepspeed_enabled or args.n_gpu > 1:
             what = "batches are padded" if padded else "DeepSpeed or DataParallel runs the model"
-            logger.info(f"warm_up: skipped, because {what}. Kernels are compiled in the first steps, without graphs.")
+            logger.info(f"No row runs before training to {self.purpose}, because {what}.")
             return
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
@@ -64,10 +66,12 @@ class WarmUpCallback(TrainerCallback):
         except Exception as error:
             # Other processes may wait for this one, and a sharded model cannot leave a forward in the middle.
             if args.world_size > 1:
-                error.add_note("This row was made to compile kernels. Pass compile_before_training=False to skip it.")
+                error.add_note(f"This row was made to {self.purpose}. Pass {self.option} to skip it.")
                 raise
             reason = f"{type(error).__name__}: {error}"
-            logger.warning(f"warm_up: stopped by {reason}. Other kernels are compiled in the first steps.")
+            logger.warning(
+                f"A row that was made to {self.purpose} stopped with {reason}. Training goes on without it."
+            )
         if compared is not None:
             # Only rows of the dataset show whether the processes read the same ones.
             trainer._compared_rows = compared
@@ -103,6 +107,7 @@ class GraphsCallback(WarmUpCallback):
     by [`use_cuda_graphs`] stays. [`configure_packing`] adds this callback.
     """
 
+    purpose, option = "measure CUDA graphs", "cuda_graphs=False"
     chose = False
 
     def _prepare(self, model: torch.nn.Module, state: TrainerState) -> None:
@@ -133,14 +138,15 @@ class GraphsCallback(WarmUpCallback):
             # A row that is bound by the GPU needs none of these, so they are made when they run.
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
-            decision = choose_graphs(model, rows.row_length, typical, longest, others)
-        on = decision.startswith("on")
+            on, reason = choose_graphs(model, rows.row_length, typical, longest, others)
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
         if on and not everywhere:
-            decision = "off, because another process measured no gain"
-        say(trainer, f"CUDA graphs {decision}{f' ({_TURN_OFF})' if everywhere else ''}.")
-        if not everywhere:
+            reason = "another process measured no gain"
+        if everywhere:
+            say(trainer, f"CUDA graphs on, because {reason} ({self.option} or --no-cuda-graphs turns them off).")
+        else:
+            say(trainer, f"CUDA graphs off, because {reason}.")
             self._release(model)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
