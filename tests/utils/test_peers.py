@@ -38,7 +38,8 @@ def entry(tool: str, milliseconds: float, **values) -> dict:
     step = {"step_ms": milliseconds, "tokens_per_second": 1, "losses": {"1": 12.5}, "first_step_seconds": 9.0}
     cell = {"model": "4B", "lora": False, "checkpointing": False, "tokens": 16384, "documents": 34, "machine": "GPU"}
     how = {"warmup": 5, "steps": 20, "caches": "filled", "versions": {"torch": "2.11", tool: "1"}, "command": tool}
-    return cell | how | step | {"tool": tool, "padding_free": True, "isolated": True, "forwards_per_step": 1} | values
+    isolated = {"isolation": {"loss": 12.0, "repeated": 0.0, "changed": 0.0}}
+    return cell | how | step | isolated | {"tool": tool, "padding_free": True, "forwards_per_step": 1} | values
 
 
 class SamplesTest(unittest.TestCase):
@@ -58,7 +59,7 @@ class TrainTest(unittest.TestCase):
         ours, padded = self.runs("tiny", [[*SMALL, "--tool", tool] for tool in ("ours", "padded")])
         self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
         self.assertEqual((ours["shapes"], ours["forwards_per_step"]), ([[1, 48]], 1))
-        self.assertTrue(ours["padding_free"] and ours["isolated"])
+        self.assertTrue(ours["padding_free"] and peers.isolated(ours))
         self.assertFalse(padded["padding_free"])
         self.assertEqual(len(ours["steps_ms"]), 1)
         self.assertGreater(ours["first_step_seconds"], 0)
@@ -198,7 +199,7 @@ class CardTest(unittest.TestCase):
         pairs = {"task": "dpo", "prompt": 512, "tokens": 25984, "documents": 32, "lora": True}
         dpo = [entry(tool, ms, **pairs) for tool, ms in (("ours", 10.0), ("ours+shared", 8.0), ("unsloth", 40.0))]
         for run in dpo:
-            del run["isolated"]
+            del run["isolation"]
         mixture = {"model": "35B-A3B-12L", "experts": 256}
         experts = [entry("ours", 10.0, **mixture), entry("unsloth", 20.0, **mixture)]
         self.assertIn("mixtures of experts, DPO and GRPO beside", self.words(*before))
@@ -218,7 +219,11 @@ class CardTest(unittest.TestCase):
     def test_a_run_that_failed_or_leaks_is_named(self):
         failed = entry("unsloth", 0.0, error="OutOfMemoryError: no memory")
         del failed["step_ms"]
-        page = self.words(entry("ours", 100.0), failed, entry("liger", 200.0, isolated=False))
+        page = self.words(
+            entry("ours", 100.0),
+            failed,
+            entry("liger", 200.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": 1e-6}),
+        )
         self.assertIn("not measured (OutOfMemoryError)", page)
         self.assertIn("Not shown to be isolated: TRL with Liger.", page)
 
@@ -226,7 +231,7 @@ class CardTest(unittest.TestCase):
         [("rounding", 1e-5, 256, True), ("a leak", 2e-5, 256, False), ("no experts", 1e-5, 0, False)]
     )
     def test_a_mixture_may_round_otherwise(self, _, changed, experts, passed):
-        run = entry("unsloth", 20.0, isolated=False, isolation={"loss": 12.0, "repeated": 0.0, "changed": changed})
+        run = entry("unsloth", 20.0, isolation={"loss": 12.0, "repeated": 0.0, "changed": changed})
         page = self.words(entry("ours", 10.0), run | ({"experts": experts} if experts else {}))
         self.assertEqual("Not shown to be isolated: Unsloth." not in page, passed)
 

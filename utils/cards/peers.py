@@ -190,8 +190,9 @@ takes less than a hundredth of it."""
 
 
 def isolated(run: dict) -> bool:
-    found = run.get("isolation", {"changed": 0, "loss": 0})
-    return run.get("isolated", False) or ("experts" in run and found["changed"] < 1e-6 * found["loss"])
+    found = run.get("isolation")
+    rounding = 1e-6 * found["loss"] if found and "experts" in run else 0
+    return found is not None and found["changed"] <= max(found["repeated"], rounding)
 
 
 def isolation(unsafe: list[str]) -> str:
