@@ -213,9 +213,11 @@ class ReasonsTest(ConfigureTestCase):
         self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
         self.check(trainer, "cp_size=2, which cuts rows")
 
-    def test_dispatched_stream(self):
-        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
-        trainer = self.trainer(dataset=stream, args={"accelerator_config": {"dispatch_batches": True}})
+    @parameterized.expand([("samples",), ("stream",)])
+    def test_dispatched_batches(self, kind):
+        samples = Dataset.from_list(Samples(24).rows)
+        dataset = samples.to_iterable_dataset() if kind == "stream" else samples
+        trainer = self.trainer(dataset=dataset, args={"accelerator_config": {"dispatch_batches": True}})
         self.check(trainer, "dispatch_batches=True")
 
     def test_wrapped_rows_of_trl(self):

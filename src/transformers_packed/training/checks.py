@@ -218,7 +218,7 @@ def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
     if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
         got = 'packing_strategy="wrapped", which discards the document boundaries'
         yield input_error("rows of whole documents", got, 'Set packing_strategy="bfd".')
-    if isinstance(dataset, IterableDataset) and trainer.accelerator.dataloader_config.dispatch_batches:
+    if trainer.accelerator.dataloader_config.dispatch_batches:
         got = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
         yield input_error("processes that read their own rows", got, "Do not set dispatch_batches.")
     sample = first_sample(dataset)
