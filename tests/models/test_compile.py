@@ -80,6 +80,19 @@ class CompileTest(unittest.TestCase):
         if cls is Qwen3_5ForCausalLM:
             self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
 
+    @parameterized.expand([(*FAMILIES[1], {}), (*FAMILIES[2], {"padding_tokens": 9})])
+    def test_position_ids_alone(self, _, cls, config, end):
+        """Documents are found outside of the graph, and one document is no packed row."""
+        model = self.model(cls, config)
+        compiled = torch.compile(model, backend="eager")
+        for lengths in ((3, 65, 9), (60, 8, 9), (77,)):
+            batch = packed_batch(make_documents(*lengths), "position_ids") | (end if len(lengths) > 1 else {})
+            expected = model(**batch, use_cache=False)
+            expected_gradients = gradients(model, expected.loss)
+            output = compiled(**batch, use_cache=False)
+            self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
+            self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+
     def test_without_position_ids(self):
         """Each source of boundaries works in one compiled model, which refuses malformed ones before and after."""
         model = self.model(*FAMILIES[1][1:]).eval()

@@ -325,7 +325,7 @@ class CompileTest(unittest.TestCase):
         torch._dynamo.reset()
         model, rows = patch_model(tiny_model(family)).eval(), documents(SHORT)
         inputs = {"input_ids": rows[2][None], "use_cache": False}
-        batch = packed_batch(rows, "all")
+        batch, restarting = packed_batch(rows, "all"), packed_batch(rows, "position_ids")
         with torch.no_grad():
             want, packed = model(**inputs).logits, model(**batch).logits
             compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -334,6 +334,7 @@ class CompileTest(unittest.TestCase):
             compiled = torch.compile(model, backend="eager")
             self.assertTrue(torch.equal(compiled(**inputs).logits, want))
             self.assertTrue(torch.equal(compiled(**batch).logits, packed))
+            self.assertTrue(torch.equal(compiled(**restarting).logits, packed))
             self.assertTrue(torch.equal(compiled(**inputs).logits, want))
 
 

@@ -28,7 +28,6 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
@@ -269,8 +268,8 @@ def _may_be_packed(inputs: dict[str, Any]) -> bool:
     for name in _EXPLICIT:
         if inputs.get(name) is not None:
             return True
-    # A compiled graph cannot branch on the values of position_ids, so packing needs explicit metadata there.
-    if inputs.get("position_ids") is None or is_torchdynamo_compiling():
+    # An exported graph is the same for all values of position_ids, so packing needs explicit metadata there.
+    if inputs.get("position_ids") is None or torch.compiler.is_exporting():
         return False
     return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
 

@@ -46,6 +46,7 @@ class PackingKwargs(TransformersKwargs, total=False):
     packs_padding: bool | None
 
 
+_RESTART = "position_ids that restart"
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
@@ -71,8 +72,8 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     caches = [name for name in CACHES if inputs.get(name) is not None]
     explicit = [name for name, value in metadata.items() if value is not None]
-    # A compiled graph cannot branch on the values of position_ids, so packing needs explicit metadata there.
-    inferred = position_ids is not None and mask is None and not caches and not is_torchdynamo_compiling()
+    # An exported graph is the same for all values of position_ids, so packing needs explicit metadata there.
+    inferred = position_ids is not None and mask is None and not caches and not torch.compiler.is_exporting()
     text_row = None if position_ids is None else text_position_ids(position_ids)
     if text_row is not None and text_row.shape[-1] != total_length:
         text_row = None
@@ -94,12 +95,10 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
             return None
     elif prompt_of is not None:
         raise input_error("cu_seqlens together with prompt_of", "no document boundaries", "Pass the batch unchanged.")
-    elif not inferred or text_row is None or bool((text_row.diff() == 1).all()):
+    elif not inferred or text_row is None or (boundaries := _inferred(text_row, tokens)) is None:
         return None
     else:
-        source = "position_ids that restart"
-        _check_one_row(source, tokens)
-        boundaries = SequenceBoundaries.from_position_ids(text_row).with_padding(metadata["padding_tokens"])
+        source, boundaries = _RESTART, boundaries.with_padding(metadata["padding_tokens"])
     if prompt_of is not None and not boundaries.shares_prompts:
         boundaries = SharedPrompts.of(boundaries, prompt_of)
     elif explicit and not boundaries.shares_prompts and text_row is not None and may_read(position_ids):
@@ -112,6 +111,16 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         )
     made_in_graph = given is None and is_torchdynamo_compiling()
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
+
+
+# A compiled graph cannot branch on the values of a tensor.
+@torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
+def _inferred(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
+    """The boundaries where position ids restart, or `None` if none does."""
+    if bool((text_row.diff() == 1).all()):
+        return None
+    _check_one_row(_RESTART, tokens)
+    return SequenceBoundaries.from_position_ids(text_row)
 
 
 def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> None:
