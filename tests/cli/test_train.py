@@ -198,7 +198,13 @@ class CommandTest(unittest.TestCase):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
             self.check_error("--lora needs peft: pip install peft", "--lora")
-        for flag, value in (("--epochs", "-1"), ("--learning-rate", "nan"), ("--batch-size", "0")):
+        # Without --lora, the rank would be ignored.
+        for flag, value in (
+            ("--epochs", "-1"),
+            ("--learning-rate", "nan"),
+            ("--batch-size", "0"),
+            ("--lora-rank", "4"),
+        ):
             with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
                 self.run_command(flag, value)
             self.assertEqual(exit.exception.code, 2)

@@ -20,8 +20,7 @@ def add_parser(subparsers) -> Parser:
     add("--max-length", type=positive_int, required=True, metavar="N", help="tokens per row")
     weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
-    add("--lora", action="store_true", help="train LoRA adapters on all linear layers instead of all parameters")
-    parser.add_count("--lora-rank", "rank of the adapters", 16)
+    parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
     parser.add_shared("--trust-remote-code")
     return parser
 

@@ -16,11 +16,20 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if any(action.dest == "lora_rank" for action in self._actions):
+            if namespace.lora_rank is not None and not namespace.lora:
+                self.error("--lora-rank needs --lora: without it, all parameters are trained")
+            namespace.lora_rank = namespace.lora_rank or _LORA_RANK
         return namespace, unknown
 
     def add_count(self, flag: str, help: str, default: int | None = None) -> None:
         """Add an option for a positive integer."""
         self.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
+
+    def add_lora(self, help: str = "train only LoRA adapters, on all linear layers (needs peft)") -> None:
+        """Add `--lora` and `--lora-rank`, which is refused without the first."""
+        self.add_argument("--lora", action="store_true", help=help)
+        self.add_count("--lora-rank", f"rank of the adapters; alpha is twice the rank (default: {_LORA_RANK})")
 
     def add_shared(self, *flags: str) -> None:
         """Add some of the options in `_SHARED`."""
@@ -63,6 +72,7 @@ def output_file(text: str) -> Path:
     return path
 
 
+_LORA_RANK = 16
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _SHARED: dict[str, dict[str, Any]] = {

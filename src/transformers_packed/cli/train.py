@@ -30,8 +30,7 @@ def add_parser(subparsers) -> Parser:
     rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
-    add("--lora", action="store_true", help="train only LoRA adapters, on all linear layers (needs peft)")
-    count("--lora-rank", "rank of the adapters; alpha is twice the rank", 16)
+    parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
     graphs = "never run layers as CUDA graphs (default: on a GPU, where a measured row is faster with them)"
     add("--no-cuda-graphs", action="store_true", help=graphs)
