@@ -11,7 +11,15 @@ import torch
 from mixins.configure import llama
 from parameterized import parameterized
 from scripts.trainer_arms import CONFIGS, Samples, collate_padded
-from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -20,6 +28,7 @@ from transformers_packed import (
     PackingCost,
     configure_packing,
     patch_model,
+    set_loss_normalization,
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models import float8
@@ -100,6 +109,10 @@ class PackedTrainerTest(TrainerTestCase):
         with self.assertRaisesRegex(ValueError, "expected max_length"):
             self.args(**options)
 
+    def test_max_length_without_rows(self):
+        with self.assertRaisesRegex(ValueError, "expected packing=True with max_length, got packing=None"):
+            self.args(max_length=8)
+
     def test_on_the_command_line(self):
         line = ["--output_dir", self.directory, "--packing", "true", "--max_length", "64"]
         (args,) = HfArgumentParser(PackedTrainingArguments).parse_args_into_dataclasses(line)
@@ -121,9 +134,48 @@ class PackedTrainerTest(TrainerTestCase):
         stock = self.build(Trainer, self.args(TrainingArguments), data_collator=collate_padded).evaluate()["eval_loss"]
         self.assertGreater(abs(stock - losses / targets), 1e-4)
 
-    def test_metrics_get_a_document_per_row(self):
+    @parameterized.expand([(3,), (1,)])
+    def test_evaluation_of_labels_that_are_not_shifted(self, batch):
+        """As in `Trainer` with one batch: the mean over samples, or over all tokens."""
+        rows = [{"input_ids": [n] * n, "labels": [n % 2] * n} for n in range(2, 7)]
+
+        def collate_classes(features):
+            collated = collate_padded(features)
+            return collated | {"labels": collated["labels"][:, 0]}
+
+        for auto, collator in (
+            (AutoModelForSequenceClassification, collate_classes),
+            (AutoModelForTokenClassification, collate_padded),
+        ):
+            set_seed(0)
+            model = auto.from_config(CONFIGS["qwen3_next"]())
+            model.config.pad_token_id = 0
+            options = {"model": model, "data_collator": collator, "eval_dataset": rows, "train_dataset": rows}
+            found = self.build(args=self.args(per_device_eval_batch_size=batch), **options).evaluate()["eval_loss"]
+            arguments = self.args(TrainingArguments, per_device_eval_batch_size=5)
+            expected = self.build(Trainer, arguments, **options).evaluate()["eval_loss"]
+            self.assertAlmostEqual(found, expected, places=5)
+
+    def test_evaluation_of_sample_means(self):
+        def loss(batch):
+            trainer = self.build(args=self.args(per_device_eval_batch_size=batch))
+            set_loss_normalization(trainer, "sample")
+            return trainer.evaluate()["eval_loss"]
+
+        self.assertAlmostEqual(loss(3), loss(8), places=5)
+
+    @parameterized.expand(
+        [
+            ("default", {}),
+            ("position_ids", {}),
+            ("cu_seqlens", {"return_cu_seqlens": True}),
+            ("padding", {"return_flash_attn_kwargs": True, "pad_to_multiple_of": 16, "pad_token_id": 0}),
+        ]
+    )
+    def test_metrics_get_a_document_per_row(self, name, options):
         seen = []
-        trainer = self.build(compute_metrics=lambda prediction: seen.append(prediction) or {})
+        collator = None if name == "default" else DataCollatorWithFlattening(on_leak="ignore", **options)
+        trainer = self.build(compute_metrics=lambda prediction: seen.append(prediction) or {}, data_collator=collator)
         trainer.evaluate()
         (prediction,) = seen
         rows = Samples(8).rows
@@ -336,13 +388,21 @@ class FiguresTest(TrainerTestCase):
         self.assertEqual(documents, 12)
         self.assertLess(int(self.summary.split(" with ")[1].split(" tokens")[0].replace(",", "")), tokens)
 
-    def test_position_ids_alone(self):
-        """For families that accept no lengths, position ids give the counts."""
+    @parameterized.expand(
+        [
+            ("position_ids", {}),
+            ("later_start", {"position_ids_start": 2}),
+            ("seq_idx", {"return_position_ids": False, "return_seq_idx": True}),
+            ("boundaries", {"return_position_ids": False, "return_boundaries": True}),
+        ]
+    )
+    def test_counts_without_lengths(self, _, options):
+        """For families that accept no lengths, and collators of the user."""
         trainer = self.build(Trainer, self.args(TrainingArguments))
         patch_model(trainer.model)
         with quiet():
+            trainer.data_collator = DataCollatorWithFlattening(on_leak="ignore", **options)
             configure_packing(trainer)
-        trainer.data_collator.return_flash_attn_kwargs = False
         log = self.log(trainer)
         self.assertEqual(log[0]["documents_per_row"], 3.0)
         self.assertGreater(log[0]["padding_avoided"], 0.05)

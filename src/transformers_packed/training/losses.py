@@ -233,9 +233,9 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     """
     if normalization not in ("token", "sample"):
         raise input_error('normalization "token" or "sample"', repr(normalization))
-    if isinstance(trainer.compute_loss_func, _SampleMean):
+    if isinstance(trainer.compute_loss_func, SampleMean):
         trainer.compute_loss_func = None
-        for name in _SampleMean.replaced:
+        for name in SampleMean.replaced:
             delattr(trainer, name)
     if normalization == "token":
         if not trainer.model_accepts_loss_kwargs:
@@ -251,12 +251,12 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     ):
         if given:
             raise input_error("a trainer without another loss", name, f"Remove {name}.")
-    trainer.compute_loss_func = _SampleMean(trainer)
-    for name in _SampleMean.replaced:
+    trainer.compute_loss_func = SampleMean(trainer)
+    for name in SampleMean.replaced:
         setattr(trainer, name, getattr(trainer.compute_loss_func, name))
 
 
-class _SampleMean:
+class SampleMean:
     """A `compute_loss_func` that averages the mean losses of documents.
 
     It replaces two methods of this trainer instance, so that a batch counts its documents as items and the loss
@@ -288,10 +288,8 @@ class _SampleMean:
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
         items = []
         for batch in batch_samples:
-            boundaries = _documents(batch)
-            labels = mask_targets_across_documents(boundaries, batch["labels"].flatten()[None], {})[0]
             # One label per document. Trainer counts them and sums over processes.
-            item = torch.where(_count(labels, boundaries.to(labels.device)) > 0, 0, IGNORED_LABEL)
+            item = torch.where(documents_with_targets(batch), 0, IGNORED_LABEL)
             items.append({"labels": item, "shift_labels": item})
         return self._count_items(items, device)
 
@@ -303,6 +301,13 @@ class _SampleMean:
             fix = 'Keep its own loss with set_loss_normalization(trainer, "token").'
             raise input_error("a trainer that uses compute_loss_func", got, fix)
         return result
+
+
+def documents_with_targets(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Whether each document of a batch has a target, a boolean tensor `[N]`."""
+    boundaries = _documents(batch)
+    labels = mask_targets_across_documents(boundaries, batch["labels"].flatten()[None], {})[0]
+    return _count(labels, boundaries.to(labels.device)) > 0
 
 
 def _documents(batch: Mapping[str, Any]) -> SequenceBoundaries:

@@ -11,8 +11,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
+from ..models.inputs import resolve_boundaries
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
+from .losses import SampleMean, documents_with_targets
 from .sequence_parallel import SequenceParallelMixin
 
 
@@ -46,7 +48,7 @@ class PackedTrainingArguments(TrainingArguments):
             On a GPU, compile all kernels before the first step ([`warm_up`]), so that no step waits for one.
 
     Raises:
-        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`.
+        `ValueError`: `packing=True` with `padding_free=False` or without `max_length`, or `max_length` without it.
     """
 
     packing: bool | None = field(default=None, metadata={"help": "Pack the dataset into rows of max_length tokens."})
@@ -66,6 +68,9 @@ class PackedTrainingArguments(TrainingArguments):
         if self.packing and (self.padding_free is False or self.max_length is None):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
             raise input_error("max_length, and not padding_free=False, with packing=True", got)
+        if not self.packing and self.max_length is not None:
+            fix = "Set packing=True, or remove max_length: padding-free batches cut no sample."
+            raise input_error("packing=True with max_length", f"packing={self.packing}", fix)
 
     @property
     def packing_mode(self) -> str:
@@ -141,10 +146,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss. For packed rows also logits `[documents, longest, vocab]` and labels `[documents, longest]`."""
-        cumulative = inputs["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in inputs else None
-        labels = inputs.get("labels")
-        targets = inputs.get("shift_labels", None if labels is None else labels[..., 1:])
-        targets = None if targets is None else (targets != -100).sum()
+        lengths, targets = self._lengths_of_documents(inputs), self._count_targets(inputs)
         self._predicts = True
         try:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -154,13 +156,30 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             targets = targets.to(loss)
             # The loss of a batch without targets is NaN.
             self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
-        if cumulative is not None:
-            logits, labels = (None if x is None else _by_document(x, cumulative) for x in (logits, labels))
+        if lengths is not None:
+            logits, labels = (None if x is None else _by_document(x, *lengths) for x in (logits, labels))
             if "inputs" in self.args.include_for_metrics:
                 # Trainer reads the inputs from the batch after this method.
                 tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-                inputs.update({name: _by_document(x, cumulative) for name, x in tensors.items()})
+                inputs.update({name: _by_document(x, *lengths) for name, x in tensors.items()})
         return loss, logits, labels
+
+    def _lengths_of_documents(self, inputs: dict[str, Any]) -> tuple[list[int], bool] | None:
+        """The document lengths of a whole packed row, and whether the last one is padding."""
+        if self.sequence_parallel is not None or "shift_labels" in inputs:
+            return None
+        row = resolve_boundaries(dict(inputs))
+        return None if row is None or row.shares_prompts else (row.lengths, bool(row.padding_tokens))
+
+    def _count_targets(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """The number of what the loss of a batch is the mean of."""
+        labels = inputs.get("labels")
+        if isinstance(self.compute_loss_func, SampleMean):
+            return documents_with_targets(inputs).sum()
+        if labels is not None:
+            labels = labels[..., 1:] if self._loss_shifts_labels else labels
+        targets = inputs.get("shift_labels", labels)
+        return None if targets is None else (targets != -100).sum()
 
     def _get_num_items_in_batch(self, *args, **kwargs):
         # The loss would become part of a sum over processes, but evaluation weights each loss by its own targets.
@@ -195,11 +214,14 @@ def _in_rounds(sampler: BatchSamplerShard) -> int:
     return own
 
 
-def _by_document(row: Any, cumulative: list[int]) -> Any:
-    """Split `[1, T, ...]` into `[documents, longest, ...]`, padded with -100. Maps over tuples of such tensors."""
+def _by_document(row: Any, lengths: list[int], padded: bool) -> Any:
+    """Split `[1, T, ...]` into `[documents, longest, ...]`, padded with -100. Maps over tuples of such tensors.
+
+    If the row is `padded`, its last document is padding and left out.
+    """
     if isinstance(row, tuple | list):
-        return type(row)(_by_document(x, cumulative) for x in row)
-    if row.ndim < 2 or row.shape[:2] != (1, cumulative[-1]):
+        return type(row)(_by_document(x, lengths, padded) for x in row)
+    if row.ndim < 2 or row.shape[:2] != (1, sum(lengths)):
         return row
-    documents = row[0].split([end - start for start, end in zip(cumulative, cumulative[1:], strict=False)])
+    documents = row[0].split(lengths)[: len(lengths) - padded]
     return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)

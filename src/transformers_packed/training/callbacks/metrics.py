@@ -12,6 +12,7 @@ from accelerate.utils import gather
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
+from ...boundaries import SequenceBoundaries
 from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
 from ...models.registry import transformers_model
@@ -113,8 +114,11 @@ class PackingMetricsCallback(TrainerCallback):
             return
         cumulative = batch.get("cu_seq_lens_q")
         tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
-        if cumulative is None:
-            starts = batch["position_ids"].reshape(-1, tokens)[0] == 0
+        if cumulative is None and batch.get("position_ids") is None:
+            cumulative = SequenceBoundaries.from_kwargs(batch, tokens).cu_seqlens
+        elif cumulative is None:
+            positions = batch["position_ids"].reshape(-1, tokens)[0]
+            starts = positions == positions[0]
             cumulative = torch.cat((starts.nonzero()[:, 0], starts.new_tensor([tokens], dtype=torch.long)))
         lengths = cumulative.diff()
         if padding:
