@@ -9,6 +9,7 @@ import torch
 from parameterized import parameterized
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
+from transformers.utils import logging
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries
@@ -212,6 +213,17 @@ class AttentionMaskTest(unittest.TestCase):
             },
         )
 
+    def test_masked_targets_are_noted(self):
+        def logs(labels):
+            with self.assertLogs(LOGGER, "WARNING") as logs:
+                logging.get_logger(LOGGER).warning("another")
+                DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
+            return logs.output[1:]
+
+        self.assertEqual(logs([1, -100]), [])
+        self.assertEqual(logs(3), [])
+        self.assertIn("tokens with an attention_mask of 0 have labels", logs([1, 2])[0])
+
     def test_bool_mask_and_labels_from_tokens(self):
         features = [{"input_ids": [1, 2, 3], "attention_mask": torch.tensor([False, True, True])}]
         self.assertEqual(DataCollatorWithFlattening()(features)["labels"].tolist(), [[-100, 3]])
@@ -359,6 +371,16 @@ BAD_INPUTS = [
         "multiple_of_zero",
         lambda: DataCollatorWithFlattening(pad_to_multiple_of=0, pad_token_id=0),
         ("at least 1", "0", "Change"),
+    ),
+    (
+        "several_documents",
+        lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]),
+        ("position_ids of one document in sample 0", "0 after 1 at token 2", "seq_lengths"),
+    ),
+    (
+        "numbered_documents",
+        lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}]),
+        ("attention_mask of 0 and 1 in sample 0", "2", "seq_lengths"),
     ),
     (
         "negative_multiple",

@@ -134,7 +134,7 @@ class GuardTest(unittest.TestCase):
             ValueError, "Qwen3_5ForConditionalGeneration, whose labels Trainer does not shift"
         ):
             guard.check_model(patch_model(model), collator, args=args)
-        for auto in (AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForSequenceClassification):
+        for auto in (AutoModelForCausalLM, AutoModelForSequenceClassification):
             guard.check_model(patch_model(auto.from_config(CONFIGS["qwen3_next"]())), collator, args=args)
 
     def test_a_wrapped_collator_is_found(self):
@@ -290,8 +290,26 @@ class BuiltWithModelTest(unittest.TestCase):
                 model=AutoModelForImageTextToText.from_config(tiny_config("gemma3")), return_cu_seqlens=True
             )
         with mock.patch.object(verdict.logger, "warning") as warning:
-            DataCollatorWithFlattening(model=model, return_position_ids=False)
+            DataCollatorWithFlattening(model=model, return_position_ids=False, return_seq_idx=True)
         self.assertIn("LlamaForCausalLM receives packed rows, but it is unknown", warning.call_args[0][0])
+
+    @parameterized.expand([("ours", True), ("stock", False)])
+    def test_no_boundaries(self, _, ours):
+        model = patch_model(build()) if ours else build("llama")
+        with self.assertRaisesRegex(
+            ValueError, "expected boundaries of the documents, got a collator that returns none"
+        ):
+            DataCollatorWithFlattening(model=model, return_position_ids=False)
+        with self.assertNoLogs("transformers_packed", "WARNING"):
+            DataCollatorWithFlattening(model=model, return_position_ids=False, on_leak="ignore")
+            patched = patch_model(build())
+            DataCollatorWithFlattening(model=patched, return_position_ids=False, return_boundaries=True)
+
+    def test_labels_of_first_tokens(self):
+        model = AutoModelForTokenClassification.from_config(tiny_config("qwen3_next"))
+        for made in (model, patch_model(model)):
+            with self.assertRaisesRegex(ValueError, "whose loss does not shift labels, so the first token of each"):
+                DataCollatorWithFlattening(model=made)
 
     def test_models_of_ours_and_isolated_ones_pass_without_a_word(self):
         stock = build("llama")

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from mixins.model import VOCAB_SIZE, gradients, padded_batch, relative_error, total_relative_error
 from parameterized import parameterized
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -271,6 +272,22 @@ class PackedPaddingTesterMixin:
             for a, b in pairs:
                 same = a is b or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
                 self.assertTrue(same, name)
+
+    @parameterized.expand([(side, shifted) for side in ("right", "left") for shifted in (False, True)])
+    def test_targets_after_padding(self, side, shifted):
+        """Labels that are a copy of the padded tokens count as in the stock model."""
+        builtin, model = self.models()
+        batch = self.padded(self.documents, side)
+        batch["labels"] = batch["input_ids"].clone()
+        if shifted:
+            batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        expected = builtin(**batch, use_cache=False)
+        with computed_tokens(model) as seen:
+            actual = model(**batch, use_cache=False)
+        self.assertEqual(seen, {batch["attention_mask"].numel()})
+        self.assertLess(relative_error(actual.loss, expected.loss), self.logits_bar)
+        got, want = gradients(model, actual.loss), gradients(builtin, expected.loss)
+        self.assertLess(total_relative_error(got, want), self.gradient_bar)
 
     @parameterized.expand(
         [

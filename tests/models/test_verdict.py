@@ -123,7 +123,10 @@ class JudgeTest(unittest.TestCase):
         for expected, judged in (
             ("the audit of its type failed with ValueError: no kernel", self.judge({**ends, "all": refused})),
             ("no model of type qwen3_5_text", self.judge(ends, model_type="llama")),
-            ("returns no position_ids", self.judge(ends, options={"return_position_ids": False})),
+            (
+                "returns no position_ids",
+                self.judge(ends, options={"return_position_ids": False, "return_seq_idx": True}),
+            ),
             (
                 "leaks in Mamba2Mixer, but this model has no such module",
                 self.judge({**ends, "all": {**self.leaks, "module": "Mamba2Mixer"}}),

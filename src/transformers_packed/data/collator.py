@@ -44,7 +44,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
       `labels` `[N]`.
-    * `attention_mask`: tokens with a mask of 0 are removed from every column.
+    * `attention_mask`: tokens with a mask of 0 are removed from every column. A warning names those with a label.
     * the columns in `token_columns`: one value per token, flattened to `[1, T]`.
     * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`: concatenated along dimension 0.
     * `mm_token_type_ids`: flattened.
@@ -80,7 +80,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     Keyword Args:
         return_position_ids (`bool`, *optional*, defaults to `True`):
-            Return `position_ids` `[1, T]`, which restart in every sample.
+            Return `position_ids` `[1, T]`, which restart in every sample. Another form of boundaries can replace them.
         separator_id (`int`, *optional*, defaults to -100):
             The label of each sample's first token.
         return_flash_attn_kwargs (`bool`, *optional*, defaults to `False`):
@@ -93,9 +93,10 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             `"pt"` or `"np"`.
 
     Raises:
-        `ValueError`: an empty batch or sample, columns of different lengths, `pad_to_multiple_of` without
-            `pad_token_id`, an unknown `on_leak`, or a `model` that leaks. Without `model`, `Trainer.train` or
-            `Trainer.evaluate` raises the error for a leak.
+        `ValueError`: an empty batch or sample, a sample of several documents (`position_ids` that restart), columns of
+            different lengths, `pad_to_multiple_of` without `pad_token_id`, or an unknown `on_leak`. With `model`, also a
+            batch without boundaries, and a model that leaks or does not shift labels. Without it, `Trainer.train` or
+            `Trainer.evaluate` raises these.
 
     Example:
 
@@ -167,7 +168,8 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         flags = {"position_ids": self.return_position_ids, "seq_idx": self.return_seq_idx}
         names = [name for name, flag in (flags | {"cu_seq_lens": self.return_flash_attn_kwargs}).items() if flag]
         source = "all" if len(names) == 3 else "+".join(names) if self.return_position_ids else None
-        return {"source": source, "cu_seqlens": self.return_cu_seqlens}
+        marked = bool(names) or self.return_cu_seqlens or self.return_boundaries
+        return {"source": source, "cu_seqlens": self.return_cu_seqlens, "marked": marked}
 
     def __call__(
         self,
@@ -286,9 +288,16 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         for name, column in columns.items():
             if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
                 raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
+        if "position_ids" not in token_columns:
+            _check_one_document(index, _as_list(feature.get("position_ids")))
         mask = columns.pop("attention_mask", None)
-        if mask is not None and not all(mask):
+        if mask is not None and not set(mask) <= {1}:
             _refuse_none(index, {"attention_mask": mask})
+            if not set(mask) <= {0, 1}:
+                got = f"{next(x for x in mask if x not in (0, 1))}"
+                fix = "Pass a row of several documents as its samples, or with a column seq_lengths."
+                raise input_error(f"attention_mask of 0 and 1 in sample {index}", got, fix)
+            self._note_masked_targets(columns.get("labels"), mask)
             for name, column in columns.items():
                 if np.ndim(column):
                     columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
@@ -299,6 +308,15 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             fix = "Remove the batch dimension: input_ids[0]."
             raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
         return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
+
+    def _note_masked_targets(self, labels: Any, mask: list) -> None:
+        if np.ndim(labels) and any(
+            not keep and label != IGNORED_LABEL for label, keep in zip(labels, mask, strict=True)
+        ):
+            logger.warning_once(
+                f"{_CALL}: tokens with an attention_mask of 0 have labels. They are not part of the packed row, so the "
+                "loss differs from that of a padded batch. Set these labels to -100 to make both equal."
+            )
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
         tokens = len(feature["input_ids"])
@@ -330,6 +348,16 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
             yield cut_sample(columns, start, length)
     else:
         yield feature
+
+
+def _check_one_document(index: int, position_ids: Any) -> None:
+    if np.ndim(position_ids) != 1:
+        return
+    breaks = np.flatnonzero(np.diff(position_ids) != 1)
+    if len(breaks):
+        got = f"{position_ids[breaks[0] + 1]} after {position_ids[breaks[0]]} at token {breaks[0] + 1}"
+        fix = "Pass a row of several documents as its samples, or with a column seq_lengths."
+        raise input_error(f"position_ids of one document in sample {index}", got, fix)
 
 
 def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:

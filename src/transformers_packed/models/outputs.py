@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
@@ -47,6 +48,9 @@ class LanguageModelMixin(PackedModelMixin):
         if boundaries is not None:
             inputs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, inputs, logits_to_keep)
+        elif _has_targets_after_padding(labels, logits_to_keep, inputs):
+            # A packed row has no logits there.
+            inputs["packs_padding"] = False
         if _skips_logits(self, labels, logits_to_keep, inputs):
             return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
         return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
@@ -87,6 +91,21 @@ class DocumentClassifierMixin(PackedModelMixin):
         return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def _has_targets_after_padding(
+    labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict[str, Any]
+) -> bool:
+    """Whether the token before a target is padding, as in a batch whose labels are a copy of its padded `input_ids`."""
+    mask, targets = inputs.get("attention_mask"), inputs.get("shift_labels")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or is_tracing(mask) or is_transformed():
+        return False
+    if targets is None and labels is not None:
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    mask = mask[:, kept_tokens(logits_to_keep)]
+    if targets is None or targets.shape != mask.shape:
+        return False
+    return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0).to(targets.device)).any())
 
 
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:

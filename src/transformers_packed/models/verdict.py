@@ -14,6 +14,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 
 from ..errors import input_error
+from .families import UNPACKED, family_of
 from .registry import has_our_classes, transformers_model
 
 
@@ -58,7 +59,12 @@ def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
 
 
 def judge(
-    model: torch.nn.Module, source: str | None, *, cu_seqlens: bool = False, cache: str | None = None
+    model: torch.nn.Module,
+    source: str | None,
+    *,
+    cu_seqlens: bool = False,
+    marked: bool = True,
+    cache: str | None = None,
 ) -> tuple[ValueError | None, str | None]:
     """Decide whether a model mixes the documents of packed rows.
 
@@ -70,11 +76,13 @@ def judge(
             `"+seq_idx"` or `"+cu_seq_lens"`, or `"all"`.
         cu_seqlens (`bool`, *optional*, defaults to `False`):
             Whether the model also receives `cu_seqlens`.
+        marked (`bool`, *optional*, defaults to `True`):
+            Whether the model receives any boundaries.
         cache (`str`, *optional*):
             The setting that makes the model create a cache, from [`cache_setting`].
 
     Returns:
-        `tuple`: an error if the model mixes documents, else `None`; and the reason if the answer is unknown, else
+        `tuple`: an error if the model mixes documents or would lose their first labels, else `None`; and the reason if the answer is unknown, else
             `None`.
     """
     outer, model = model, transformers_model(model)
@@ -83,6 +91,11 @@ def judge(
     per_row = adapter_per_row(outer)
     if per_row is not None:
         return input_error("adapters that support packed rows", per_row, "Train on padded batches."), None
+    if not marked:
+        got, fix = "a collator that returns none", "Set return_position_ids=True, or another form of boundaries."
+        return input_error("boundaries of the documents", got, fix), None
+    if (unshifted := first_label_error(model)) is not None:
+        return unshifted, None
     if has_our_classes(model):
         return None, None
     name = type(model).__name__
@@ -114,6 +127,16 @@ def judge(
         return None, f"its type leaks in {path} with {entry['attention']}, but was not audited with {implementation}"
     how = _HOW.get(found["kind"], "lets documents change one another")
     return _leak(name, entry, source, f"{path} ({found['module']}) {how}"), None
+
+
+def first_label_error(model: torch.nn.Module) -> ValueError | None:
+    """The error for a loss that reads the label of a document's first token, which collators leave out."""
+    name = type(model).__name__
+    family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
+    if not name.endswith("ForTokenClassification") and (family is None or family.shifts_labels):
+        return None
+    got = f"{name}, whose loss does not shift labels, so the first token of each document would be lost"
+    return input_error("labels of the next tokens", got, "Train on padded batches.")
 
 
 def complain(model: torch.nn.Module, leak: ValueError | None, doubt: str | None, on_leak: str) -> None:

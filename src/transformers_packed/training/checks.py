@@ -23,13 +23,14 @@ from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
-from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of, family_of
+from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of
 from ..models.registry import transformers_model
 from ..models.verdict import (
     SEPARATE,
     adapter_per_row,
     cache_error,
     cache_setting,
+    first_label_error,
     measured,
     text_config,
 )
@@ -185,10 +186,8 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
         yield input_error(expected, got, _PADDED)
     if not name.endswith(LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
         yield input_error(expected, f"{name}, which is not a causal language model", _PADDED)
-    family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
-    if family is not None and not family.shifts_labels:
-        got = f"{name}, whose loss does not shift labels, so the first token of each document would be lost"
-        yield input_error(expected, got, _PADDED)
+    if (unshifted := first_label_error(model)) is not None:
+        yield unshifted
 
 
 def check_cache(model: torch.nn.Module) -> ValueError | None:
