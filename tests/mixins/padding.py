@@ -332,14 +332,12 @@ class PackedPaddingTesterMixin:
         model = self.text_model(self.models()[1])
         batch = self.text_batch("right")
         mask = batch["attention_mask"]
-        hole, twice = mask.clone(), mask.clone()
+        hole = mask.clone()
         hole[-1, 1] = 0
-        twice[0] *= 2
         for name, other in {
             "hole": hole,
             "ones": torch.ones_like(mask),
             "zeros": torch.zeros_like(mask),
-            "2": twice,
         }.items():
             with self.subTest(name):
                 self.check_off(model, {**batch, "attention_mask": other})
@@ -351,6 +349,20 @@ class PackedPaddingTesterMixin:
         for inputs in ({**batch, "inputs_embeds": embeds}, {"attention_mask": mask}):
             with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
                 model(**inputs, use_cache=False)
+
+    def test_masks_that_number_documents(self):
+        batch = self.text_batch("right")
+        numbers = batch["attention_mask"] * 2
+        with self.assertRaisesRegex(ValueError, "expected attention_mask of 0 and 1, got 2. If they number documents"):
+            self.text_model(self.models()[1])(**{**batch, "attention_mask": numbers}, use_cache=False)
+
+    @parameterized.expand([("restart", 1), ("count_up", 0)])
+    def test_position_ids_beside_a_mask_of_ones(self, _, warnings):
+        model, row = self.text_model(self.models()[1]), torch.arange(1, 7)[None]
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2] if warnings else [3, 4, 5, 6, 7, 8]])
+        with mock.patch.object(padding.logger, "warning_once") as warned:
+            model(row, attention_mask=torch.ones_like(row), position_ids=positions, use_cache=False)
+        self.assertEqual(warned.call_count, warnings)
 
     def test_switch(self):
         """The option applies to a whole model or a part of it, and can be reverted."""

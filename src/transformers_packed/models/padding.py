@@ -19,7 +19,8 @@ import torch
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
-from ..boundaries import SequenceBoundaries
+from ..boundaries import SequenceBoundaries, text_position_ids
+from ..errors import input_error
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
@@ -65,14 +66,17 @@ class PaddedBatch:
 
         With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
 
-        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, if the ones of a row are
-        not contiguous, or if it has values other than 0 and 1.
+        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, or if the ones of a row are
+        not contiguous. Values other than 0 and 1 raise a `ValueError`.
         """
         mask = attention_mask.to("cpu")
         real = mask == 1
+        if bool((others := ~(real | (mask == 0))).any()):
+            fix = "If they number documents, pass them as seq_idx without a mask."
+            raise input_error("attention_mask of 0 and 1", mask[others][0].item(), fix)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
         lengths = real.sum(1)
-        if bool((real | (mask == 0)).logical_not().any()) or bool((runs > 1).any()):
+        if bool((runs > 1).any()):
             return None
         tokens = int(lengths.sum())
         if tokens == 0 or (tokens == real.numel() and input_ids is None):
@@ -226,4 +230,17 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         return None
     if shares:
         prompt_ids = prompt_ids_of(inputs)
-    return PaddedBatch.from_attention_mask(attention_mask, tokens.device, prompt_ids)
+    batch = PaddedBatch.from_attention_mask(attention_mask, tokens.device, prompt_ids)
+    if batch is None:
+        _note_restarts(inputs.get("position_ids"), attention_mask)
+    return batch
+
+
+def _note_restarts(position_ids: torch.Tensor | None, mask: torch.Tensor) -> None:
+    """Warn of a row that looks packed but has a mask."""
+    positions = None if position_ids is None else text_position_ids(position_ids)
+    if positions is not None and bool((positions.diff() != 1).any()) and bool((mask == 1).all()):
+        logger.warning_once(
+            "position_ids restart in a row with an attention_mask of ones, so the row is computed as one document. "
+            "If it holds several documents, remove the mask."
+        )
