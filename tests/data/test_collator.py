@@ -3,16 +3,17 @@ import itertools
 import pickle
 import unittest
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
 from parameterized import parameterized
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
-from transformers.utils import logging
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries
+from transformers_packed.data import collator as collator_module
 
 
 # No model trains on these batches, so skip the check for leaks.
@@ -213,16 +214,20 @@ class AttentionMaskTest(unittest.TestCase):
             },
         )
 
-    def test_masked_targets_are_noted(self):
-        def logs(labels):
-            with self.assertLogs(LOGGER, "WARNING") as logs:
-                logging.get_logger(LOGGER).warning("another")
-                DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
-            return logs.output[1:]
+    @parameterized.expand([([1, -100], 0), (3, 0), ([1, 2], 1)])
+    def test_masked_targets_are_noted(self, labels, warnings):
+        with mock.patch.object(collator_module.logger, "warning_once") as warned:
+            DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
+        self.assertEqual(warned.call_count, warnings)
 
-        self.assertEqual(logs([1, -100]), [])
-        self.assertEqual(logs(3), [])
-        self.assertIn("tokens with an attention_mask of 0 have labels", logs([1, 2])[0])
+    @parameterized.expand([("left", [0, 0, 1, 1, 1], [1, 1, 0, 1, 2]), ("right", [1, 1, 1, 0, 0], [0, 1, 2, 0, 0])])
+    def test_position_ids_of_padding(self, _, mask, position_ids):
+        sample = {"input_ids": [1, 2, 3, 4, 5], "attention_mask": mask, "position_ids": position_ids}
+        self.assertEqual(DataCollatorWithFlattening()([sample])["position_ids"].tolist(), [[0, 1, 2]])
+
+    def test_a_mask_of_tensors(self):
+        sample = {"input_ids": [1, 2, 3], "attention_mask": [torch.tensor(1), torch.tensor(1), torch.tensor(0)]}
+        self.assertEqual(DataCollatorWithFlattening()([sample])["input_ids"].tolist(), [[1, 2]])
 
     def test_bool_mask_and_labels_from_tokens(self):
         features = [{"input_ids": [1, 2, 3], "attention_mask": torch.tensor([False, True, True])}]
@@ -375,12 +380,22 @@ BAD_INPUTS = [
     (
         "several_documents",
         lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}]),
-        ("position_ids of one document in sample 0", "0 after 1 at token 2", "seq_lengths"),
+        ("position_ids of one document in sample 0", "0 after 1", "seq_lengths"),
     ),
     (
         "numbered_documents",
         lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}]),
         ("attention_mask of 0 and 1 in sample 0", "2", "seq_lengths"),
+    ),
+    (
+        "batch_dimension",
+        lambda: DataCollatorWithFlattening()([{"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}]),
+        ("input_ids .tokens. in sample 0", "nested input_ids", "Remove the batch dimension"),
+    ),
+    (
+        "missing_position",
+        lambda: DataCollatorWithFlattening()([{"input_ids": [1, 2], "position_ids": [0, None]}]),
+        ("position_ids without missing values in sample 0", "None at token 1", "Remove"),
     ),
     (
         "negative_multiple",

@@ -295,15 +295,13 @@ class BuiltWithModelTest(unittest.TestCase):
 
     @parameterized.expand([("ours", True), ("stock", False)])
     def test_no_boundaries(self, _, ours):
-        model = patch_model(build()) if ours else build("llama")
-        with self.assertRaisesRegex(
-            ValueError, "expected boundaries of the documents, got a collator that returns none"
-        ):
-            DataCollatorWithFlattening(model=model, return_position_ids=False)
-        with self.assertNoLogs("transformers_packed", "WARNING"):
-            DataCollatorWithFlattening(model=model, return_position_ids=False, on_leak="ignore")
-            patched = patch_model(build())
-            DataCollatorWithFlattening(model=patched, return_position_ids=False, return_boundaries=True)
+        model, samples = patch_model(build()) if ours else build("llama"), Samples(3).rows
+        collator = DataCollatorWithFlattening(model=model, return_position_ids=False)
+        with self.assertRaisesRegex(ValueError, "boundaries of a batch of 3 documents, got return_position_ids=False"):
+            collator(samples)
+        collator(samples[:1])
+        for options in ({"on_leak": "ignore"}, {"return_boundaries": True}):
+            DataCollatorWithFlattening(model=model, return_position_ids=False, **options)(samples)
 
     def test_labels_of_first_tokens(self):
         model = AutoModelForTokenClassification.from_config(tiny_config("qwen3_next"))

@@ -93,6 +93,15 @@ class CompileTest(unittest.TestCase):
             self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
             self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
 
+    def test_position_ids_of_several_rows(self):
+        """A batch is no packed row, so its graph needs no break for its position ids."""
+        model = self.model(*FAMILIES[1][1:]).eval()
+        rows = torch.stack(make_documents(9, 9))
+        inputs = {"input_ids": rows, "position_ids": torch.arange(9).expand(2, 9), "use_cache": False}
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            self.assertLess(relative_error(compiled(**inputs).logits, model(**inputs).logits), 1e-6)
+
     def test_without_position_ids(self):
         """Each source of boundaries works in one compiled model, which refuses malformed ones before and after."""
         model = self.model(*FAMILIES[1][1:]).eval()

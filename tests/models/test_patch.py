@@ -295,7 +295,9 @@ class HeadsTest(PatchTestCase):
         features = VisionTest.features if composite else [{"input_ids": row.tolist()} for row in documents()]
         want = torch.cat([model(**alone_batch(feature))[0][0] for feature in features])
         patch_model(model)
-        batch = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)(features)
+        # Its labels would lack those of the first tokens, so the collator refuses token classifiers.
+        options = {"on_leak": "ignore"} if head.endswith("ForTokenClassification") else {}
+        batch = DataCollatorWithFlattening(return_cu_seqlens=True, model=model, **options)(features)
         batch.pop("labels")
         self.assertLess(relative_error(model(**batch)[0][0], want), 1e-5)
         again = torch.cat([unpatch_model(model)(**alone_batch(feature))[0][0] for feature in features])

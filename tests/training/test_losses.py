@@ -1,27 +1,46 @@
+import io
 import tempfile
 import unittest
+from contextlib import redirect_stdout
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from common.processes import run_once
 from common.records import assistant, make_tokenizer, records, user
 from mixins.model import relative_error, total_relative_error
 from parameterized import parameterized
 from scripts.loss_arms import build_sample_trainer, updates_and_losses
-from scripts.trainer_arms import CONFIGS, build_trainer, run_in_two_processes
+from scripts.trainer_arms import CONFIGS, Samples, build_trainer, run_in_two_processes
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from transformers_packed import (
     DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
     PackingDataset,
     SequenceBoundaries,
+    patch_model,
     per_document_logps,
     per_document_loss,
     registered,
     set_loss_normalization,
 )
 from transformers_packed.data.records.samples import make_samples
+
+
+def evaluate_in_processes(batch):
+    """The loss of an evaluation of sample means in this process's group."""
+    set_seed(0)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        options = {"per_device_eval_batch_size": batch, "use_cpu": True, "report_to": "none", "ddp_backend": "gloo"}
+        model = patch_model(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()))
+        samples = Samples(10)
+        args = PackedTrainingArguments(folder, **options)
+        trainer = PackedTrainer(model, args, train_dataset=samples, eval_dataset=samples)
+        set_loss_normalization(trainer, "sample")
+        return trainer.evaluate()["eval_loss"]
 
 
 VOCAB_SIZE, HIDDEN_SIZE = 61, 16
@@ -322,6 +341,13 @@ class LossNormalizationTest(unittest.TestCase):
         output = f"{self.directory}/results.pt"
         _, results = run_in_two_processes(self, "loss_arms.py", output)
         self.check_same_training(results["packed"], results["padded"], 10)
+
+    @parameterized.expand([(3,), (4,)])
+    def test_evaluation_in_two_processes(self, batch):
+        """The mean over all documents, for any number of them in a batch."""
+        (want,) = run_once(evaluate_in_processes, 1, 10)
+        for found in (*run_once(evaluate_in_processes, 1, batch), *run_once(evaluate_in_processes, 2, batch)):
+            self.assertAlmostEqual(found, want, places=5)
 
     def test_what_cannot_be(self):
         def build(**arguments):

@@ -22,6 +22,7 @@ from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, c
 logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
+_ROWS = "Pass a row of several documents as its samples, or with a column seq_lengths."
 # This collator or its parent always flattens these columns.
 _COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
 
@@ -168,8 +169,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         flags = {"position_ids": self.return_position_ids, "seq_idx": self.return_seq_idx}
         names = [name for name, flag in (flags | {"cu_seq_lens": self.return_flash_attn_kwargs}).items() if flag]
         source = "all" if len(names) == 3 else "+".join(names) if self.return_position_ids else None
-        marked = bool(names) or self.return_cu_seqlens or self.return_boundaries
-        return {"source": source, "cu_seqlens": self.return_cu_seqlens, "marked": marked}
+        return {"source": source, "cu_seqlens": self.return_cu_seqlens}
 
     def __call__(
         self,
@@ -218,6 +218,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             samples.append({"input_ids": [self.pad_token_id] * padding, "labels": [IGNORED_LABEL] * padding})
             for sample in samples:
                 sample.setdefault("labels", sample["input_ids"])
+        self._check_marks(len(samples))
         batch = super().__call__(samples, return_tensors, separator_id)
         if padding:
             # The parent sets separator_id on the first token of every document; padding must not have a label.
@@ -251,6 +252,18 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if self.config is not None and self.return_position_ids and not batch.keys().isdisjoint(VISION_GRIDS):
             batch["position_ids"] = self._vision_position_ids(batch, lengths)
         return batch
+
+    def _check_marks(self, documents: int) -> None:
+        marks = self.return_position_ids, self.return_seq_idx, self.return_flash_attn_kwargs
+        if (
+            documents > 1
+            and self.on_leak == "error"
+            and not any((*marks, self.return_cu_seqlens, self.return_boundaries))
+        ):
+            fix = 'Set return_position_ids=True or another form, or on_leak="ignore" to let documents mix.'
+            raise input_error(
+                f"boundaries of a batch of {documents} documents", "return_position_ids=False alone", fix
+            )
 
     def _check_prefixes(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:
         """Raise a `ValueError` for options and columns that rows with prefixes do not support."""
@@ -288,15 +301,17 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         for name, column in columns.items():
             if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
                 raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
-        if "position_ids" not in token_columns:
-            _check_one_document(index, _as_list(feature.get("position_ids")))
+        if length and np.ndim(columns["input_ids"][0]):
+            fix = "Remove the batch dimension: input_ids[0]."
+            raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
         mask = columns.pop("attention_mask", None)
+        if "position_ids" not in token_columns and feature.get("position_ids") is not None:
+            _check_one_document(index, _as_list(feature["position_ids"]), mask)
         if mask is not None and not set(mask) <= {1}:
             _refuse_none(index, {"attention_mask": mask})
-            if not set(mask) <= {0, 1}:
-                got = f"{next(x for x in mask if x not in (0, 1))}"
-                fix = "Pass a row of several documents as its samples, or with a column seq_lengths."
-                raise input_error(f"attention_mask of 0 and 1 in sample {index}", got, fix)
+            if others := [x for x in set(mask) if x != 0 and x != 1]:
+                fix = f"Real tokens have 1. {_ROWS}"
+                raise input_error(f"attention_mask of 0 and 1 in sample {index}", f"{others[0]}", fix)
             self._note_masked_targets(columns.get("labels"), mask)
             for name, column in columns.items():
                 if np.ndim(column):
@@ -304,9 +319,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if not columns["input_ids"]:
             got = "only masked tokens" if length else "empty input_ids"
             raise input_error(f"at least one token in sample {index}", got, "Remove such samples from the dataset.")
-        if np.ndim(columns["input_ids"][0]):
-            fix = "Remove the batch dimension: input_ids[0]."
-            raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
         return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
 
     def _note_masked_targets(self, labels: Any, mask: list) -> None:
@@ -350,14 +362,14 @@ def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
         yield feature
 
 
-def _check_one_document(index: int, position_ids: Any) -> None:
-    if np.ndim(position_ids) != 1:
-        return
-    breaks = np.flatnonzero(np.diff(position_ids) != 1)
+def _check_one_document(index: int, position_ids: list, mask: list | None) -> None:
+    """Raise a `ValueError` if position ids `[tokens]` restart at a real token."""
+    _refuse_none(index, {"position_ids": position_ids})
+    real = position_ids if mask is None else [x for x, keep in zip(position_ids, mask, strict=False) if keep]
+    breaks = np.flatnonzero(np.diff(real) != 1) if np.ndim(real) == 1 else ()
     if len(breaks):
-        got = f"{position_ids[breaks[0] + 1]} after {position_ids[breaks[0]]} at token {breaks[0] + 1}"
-        fix = "Pass a row of several documents as its samples, or with a column seq_lengths."
-        raise input_error(f"position_ids of one document in sample {index}", got, fix)
+        got = f"{real[breaks[0] + 1]} after {real[breaks[0]]}"
+        raise input_error(f"position_ids of one document in sample {index}", got, _ROWS)
 
 
 def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:

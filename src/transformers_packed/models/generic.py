@@ -38,6 +38,7 @@ from .inputs import (
     check_causal,
     forward_like,
     mask_targets_across_documents,
+    may_infer,
     resolve_boundaries,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
@@ -268,8 +269,8 @@ def _may_be_packed(inputs: dict[str, Any]) -> bool:
     for name in _EXPLICIT:
         if inputs.get(name) is not None:
             return True
-    # An exported graph is the same for all values of position_ids, so packing needs explicit metadata there.
-    if inputs.get("position_ids") is None or torch.compiler.is_exporting():
+    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    if inputs.get("position_ids") is None or tokens is None or not may_infer(tokens):
         return False
     return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
 

@@ -72,8 +72,7 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     caches = [name for name in CACHES if inputs.get(name) is not None]
     explicit = [name for name, value in metadata.items() if value is not None]
-    # An exported graph is the same for all values of position_ids, so packing needs explicit metadata there.
-    inferred = position_ids is not None and mask is None and not caches and not torch.compiler.is_exporting()
+    inferred = position_ids is not None and mask is None and not caches and may_infer(tokens)
     text_row = None if position_ids is None else text_position_ids(position_ids)
     if text_row is not None and text_row.shape[-1] != total_length:
         text_row = None
@@ -113,10 +112,21 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
 
 
-# A compiled graph cannot branch on the values of a tensor.
-@torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
+def may_infer(tokens: torch.Tensor) -> bool:
+    """Whether position ids may be read for boundaries. An exported graph is the same for all of their values.
+
+    Several rows are an error in eager mode. In a compiled graph, they are not worth a break.
+    """
+    return not torch.compiler.is_exporting() and (not is_torchdynamo_compiling() or len(tokens) == 1)
+
+
 def _inferred(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
     """The boundaries where position ids restart, or `None` if none does."""
+    if is_torchdynamo_compiling():
+        # A compiled graph cannot branch on the values of a tensor. A late import: it imports torch's compiler.
+        from ..ops.dispatch import outside_of_graphs
+
+        return outside_of_graphs(_inferred, text_row, tokens)
     if bool((text_row.diff() == 1).all()):
         return None
     _check_one_row(_RESTART, tokens)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
@@ -28,6 +28,9 @@ from .inputs import kept_tokens, mask_targets_across_documents
 from .registry import PackedModelMixin
 from .releases import CACHE
 from .untouched import is_bare_linear, is_sharded_linear
+
+
+logger = logging.get_logger(__name__)
 
 
 class LanguageModelMixin(PackedModelMixin):
@@ -48,9 +51,13 @@ class LanguageModelMixin(PackedModelMixin):
         if boundaries is not None:
             inputs["boundaries"] = boundaries
             labels = mask_targets_across_documents(boundaries, labels, inputs, logits_to_keep)
-        elif _has_targets_after_padding(labels, logits_to_keep, inputs):
+        elif _has_targets_after_padding(self, labels, logits_to_keep, inputs):
             # A packed row has no logits there.
             inputs["packs_padding"] = False
+            logger.warning_once(
+                "Labels follow padding in a padded batch, so its padding is computed. To skip it, set the labels of "
+                "padding and of the first token of each row to -100."
+            )
         if _skips_logits(self, labels, logits_to_keep, inputs):
             return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
         return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
@@ -94,18 +101,23 @@ class DocumentClassifierMixin(PackedModelMixin):
 
 
 def _has_targets_after_padding(
-    labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict[str, Any]
+    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict[str, Any]
 ) -> bool:
-    """Whether the token before a target is padding, as in a batch whose labels are a copy of its padded `input_ids`."""
-    mask, targets = inputs.get("attention_mask"), inputs.get("shift_labels")
+    """Whether the token before a target is padding, as in a batch whose labels are a copy of its padded `input_ids`.
+
+    The first token of a row with padding on the left is such a target too, if it has a label.
+    """
+    mask, targets, allowed = (inputs.get(name) for name in ("attention_mask", "shift_labels", "packs_padding"))
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or is_tracing(mask) or is_transformed():
         return False
     if targets is None and labels is not None:
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    mask = mask[:, kept_tokens(logits_to_keep)]
-    if targets is None or targets.shape != mask.shape:
+    if targets is None or not (model.packs_padding if allowed is None else allowed):
         return False
-    return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0).to(targets.device)).any())
+    mask = mask.to(targets.device)[:, kept_tokens(logits_to_keep)]
+    if targets.shape != mask.shape:
+        return False
+    return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0)).any())
 
 
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:

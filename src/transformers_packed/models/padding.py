@@ -67,11 +67,13 @@ class PaddedBatch:
         With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
 
         Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, or if the ones of a row are
-        not contiguous. Values other than 0 and 1 raise a `ValueError`.
+        not contiguous, or if it is a mask of floats to add. Integers above 1 raise a `ValueError`.
         """
         mask = attention_mask.to("cpu")
         real = mask == 1
         if bool((others := ~(real | (mask == 0))).any()):
+            if mask.is_floating_point():
+                return None
             fix = "If they number documents, pass them as seq_idx without a mask."
             raise input_error("attention_mask of 0 and 1", mask[others][0].item(), fix)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)

@@ -63,7 +63,6 @@ def judge(
     source: str | None,
     *,
     cu_seqlens: bool = False,
-    marked: bool = True,
     cache: str | None = None,
 ) -> tuple[ValueError | None, str | None]:
     """Decide whether a model mixes the documents of packed rows.
@@ -76,8 +75,6 @@ def judge(
             `"+seq_idx"` or `"+cu_seq_lens"`, or `"all"`.
         cu_seqlens (`bool`, *optional*, defaults to `False`):
             Whether the model also receives `cu_seqlens`.
-        marked (`bool`, *optional*, defaults to `True`):
-            Whether the model receives any boundaries.
         cache (`str`, *optional*):
             The setting that makes the model create a cache, from [`cache_setting`].
 
@@ -91,9 +88,6 @@ def judge(
     per_row = adapter_per_row(outer)
     if per_row is not None:
         return input_error("adapters that support packed rows", per_row, "Train on padded batches."), None
-    if not marked:
-        got, fix = "a collator that returns none", "Set return_position_ids=True, or another form of boundaries."
-        return input_error("boundaries of the documents", got, fix), None
     if (unshifted := first_label_error(model)) is not None:
         return unshifted, None
     if has_our_classes(model):

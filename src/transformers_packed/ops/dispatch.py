@@ -82,7 +82,9 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     if boundaries is not None:
         boundaries.check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
     outside = torch.compiler.is_compiling() and boundaries is not None
-    return (_run_outside_of_graphs if outside else _run)(op, impl, table, *args, **kwargs)
+    if outside:
+        return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
+    return _run(op, impl, table, *args, **kwargs)
 
 
 def _run(op, impl, table, *args, **kwargs):
@@ -91,7 +93,10 @@ def _run(op, impl, table, *args, **kwargs):
     return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
 
 
-_run_outside_of_graphs = torch.compiler.disable(_run, reason="packed rows differ in the lengths of their documents")
+@torch.compiler.disable(reason="packed rows differ in the lengths of their documents")
+def outside_of_graphs(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function outside of compiled graphs."""
+    return function(*args, **kwargs)
 
 
 def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -> None:

@@ -290,10 +290,9 @@ def _apply(trainer: Trainer, dataset: Any, collator: DataCollatorWithFlattening,
         trainer.train_dataset = dataset
         if isinstance(dataset, PackingDataset):
             args.train_sampling_strategy = "sequential"
-    if isinstance(dataset, IterableDataset):
-        # accelerate would read rows in one process and cut them at their batch dimension, which is 1.
-        args.accelerator_config.dispatch_batches = False
-        trainer.accelerator.dataloader_config.dispatch_batches = False
+    # accelerate would read the rows of a stream, for evaluation too, in one process and cut their boundaries.
+    args.accelerator_config.dispatch_batches = False
+    trainer.accelerator.dataloader_config.dispatch_batches = False
     if is_sft_trainer(trainer):
         trainer.padding_free = True
         if args.eval_packing is None:

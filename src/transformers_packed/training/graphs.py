@@ -12,8 +12,8 @@ from ..models.cuda_graphs import records_graphs, text_models_of, use_cuda_graphs
 _REPEATS = 5
 # A small gain is worth neither the memory of the graphs nor their limits.
 _GAIN = 1.1
-# The host's time for a step over that for the row alone: 1.1 to 1.3 in measured steps, with clipping and the optimizer.
-_STEP = 1.2
+# The host's time for clipping, the optimizer and the rest of a step over that for a row: 0.1 to 0.3 in measured steps.
+_REST = 0.2
 _GIB = 2**30
 
 
@@ -23,6 +23,7 @@ def choose_graphs(
     run: Callable[[], None],
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
+    rows_per_step: int = 1,
 ) -> tuple[bool, str]:
     """Run the layers of `model` as CUDA graphs if its rows are faster that way and the memory suffices.
 
@@ -40,13 +41,15 @@ def choose_graphs(
             The same for the longest row, which may have no graph. By default, rows have the same length.
         others (`Sequence[Callable]`, *optional*):
             The same for a row of each further graph. Their memory counts too.
+        rows_per_step (`int`, *optional*, defaults to 1):
+            The steps of gradient accumulation.
 
     Returns:
         `tuple[bool, str]`: whether graphs are on, and the reason. After an error they are off.
     """
     on = False
     try:
-        on, reason = _choose(model, row_length, run, run_longest or run, others)
+        on, reason = _choose(model, row_length, run, run_longest or run, others, 1 + _REST / rows_per_step)
     except Exception as error:
         reason = f"measuring stopped with {type(error).__name__}: {error}"
     finally:
@@ -55,15 +58,15 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, row_length, run, run_longest, others):
+def _choose(model, row_length, run, run_longest, others, step_per_row):
     run()
     host, plain = _time(run, 1)
     # One row shows a large difference.
     if 2 * host > plain:
         host, plain = _time(run)
-    launches = f"and its launches take the host {host:.0f} ms"
-    if host * _STEP < plain:
-        return False, f"a row takes the GPU {plain:.0f} ms {launches}"
+    host *= step_per_row
+    if host < plain:
+        return False, f"a row takes the GPU {plain:.0f} ms and the host about {host:.0f} ms"
     # AdamW has two moments for each trained parameter, which exist from the first step on.
     moments = 2 * sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
     kept, step = _memory(run_longest)
@@ -77,8 +80,8 @@ def _choose(model, row_length, run, run_longest, others):
     if not all(records_graphs(text) for text in text_models_of(model)):
         return False, "the layers cannot run as graphs"
     graphed = _time(run)[1]
-    gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without, {launches}"
-    if graphed * _GAIN >= max(plain, host * _STEP):
+    gain = f"a row takes {graphed:.0f} ms with graphs and {plain:.0f} ms without, and the host about {host:.0f} ms"
+    if graphed * _GAIN >= max(plain, host):
         return False, gain
     for record in others:
         record()

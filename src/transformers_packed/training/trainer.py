@@ -68,9 +68,9 @@ class PackedTrainingArguments(TrainingArguments):
         if self.packing and (self.padding_free is False or self.max_length is None):
             got = f"padding_free={self.padding_free}, max_length={self.max_length}"
             raise input_error("max_length, and not padding_free=False, with packing=True", got)
-        if not self.packing and self.max_length is not None:
+        if self.packing is None and self.max_length is not None:
             fix = "Set packing=True, or remove max_length: padding-free batches cut no sample."
-            raise input_error("packing=True with max_length", f"packing={self.packing}", fix)
+            raise input_error("packing=True with max_length", "none", fix)
 
     @property
     def packing_mode(self) -> str:
@@ -146,7 +146,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss. For packed rows also logits `[documents, longest, vocab]` and labels `[documents, longest]`."""
-        lengths, targets = self._lengths_of_documents(inputs), self._count_targets(inputs)
+        read = not prediction_loss_only or "inputs" in self.args.include_for_metrics
+        lengths, targets = self._lengths_of_documents(inputs) if read else None, self._count_targets(inputs)
         self._predicts = True
         try:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -166,7 +167,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def _lengths_of_documents(self, inputs: dict[str, Any]) -> tuple[list[int], bool] | None:
         """The document lengths of a whole packed row, and whether the last one is padding."""
-        if self.sequence_parallel is not None or "shift_labels" in inputs:
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        one_row = isinstance(tokens, torch.Tensor) and tokens.ndim > 1 and len(tokens) == 1
+        if self.sequence_parallel is not None or "shift_labels" in inputs or not one_row:
             return None
         row = resolve_boundaries(dict(inputs))
         return None if row is None or row.shares_prompts else (row.lengths, bool(row.padding_tokens))
@@ -174,7 +177,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def _count_targets(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         """The number of what the loss of a batch is the mean of."""
         labels = inputs.get("labels")
-        if isinstance(self.compute_loss_func, SampleMean):
+        if labels is not None and isinstance(self.compute_loss_func, SampleMean):
             return documents_with_targets(inputs).sum()
         if labels is not None:
             labels = labels[..., 1:] if self._loss_shifts_labels else labels
@@ -184,7 +187,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def _get_num_items_in_batch(self, *args, **kwargs):
         # The loss would become part of a sum over processes, but evaluation weights each loss by its own targets.
         # `model.training` cannot tell: it is still False when the first step after an evaluation counts its targets.
-        if self._predicts and self.args.world_size > 1 and self.compute_loss_func is None:
+        ours = self.compute_loss_func is None or isinstance(self.compute_loss_func, SampleMean)
+        if self._predicts and self.args.world_size > 1 and ours:
             return None
         return super()._get_num_items_in_batch(*args, **kwargs)
 
@@ -217,10 +221,12 @@ def _in_rounds(sampler: BatchSamplerShard) -> int:
 def _by_document(row: Any, lengths: list[int], padded: bool) -> Any:
     """Split `[1, T, ...]` into `[documents, longest, ...]`, padded with -100. Maps over tuples of such tensors.
 
-    If the row is `padded`, its last document is padding and left out.
+    If the row is `padded`, its last document is padding and left out, as is the last result of a classifier.
     """
     if isinstance(row, tuple | list):
         return type(row)(_by_document(x, lengths, padded) for x in row)
+    if padded and row.ndim and len(row) == len(lengths):
+        return row[:-1]
     if row.ndim < 2 or row.shape[:2] != (1, sum(lengths)):
         return row
     documents = row[0].split(lengths)[: len(lengths) - padded]

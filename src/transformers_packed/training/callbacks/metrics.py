@@ -115,7 +115,8 @@ class PackingMetricsCallback(TrainerCallback):
         cumulative = batch.get("cu_seq_lens_q")
         tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
         if cumulative is None and batch.get("position_ids") is None:
-            cumulative = SequenceBoundaries.from_kwargs(batch, tokens).cu_seqlens
+            row = SequenceBoundaries.from_kwargs(batch, tokens) or SequenceBoundaries.from_lengths([tokens])
+            cumulative = row.cu_seqlens
         elif cumulative is None:
             positions = batch["position_ids"].reshape(-1, tokens)[0]
             starts = positions == positions[0]
