@@ -297,7 +297,9 @@ class BuiltWithModelTest(unittest.TestCase):
     def test_no_boundaries(self, _, ours):
         model, samples = patch_model(build()) if ours else build("llama"), Samples(3).rows
         collator = DataCollatorWithFlattening(model=model, return_position_ids=False)
-        with self.assertRaisesRegex(ValueError, "boundaries of a batch of 3 documents, got return_position_ids=False"):
+        with self.assertRaisesRegex(
+            ValueError, "boundaries of the batch's 3 documents, got return_position_ids=False"
+        ):
             collator(samples)
         collator(samples[:1])
         for options in ({"on_leak": "ignore"}, {"return_boundaries": True}):

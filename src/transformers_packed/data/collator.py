@@ -95,9 +95,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     Raises:
         `ValueError`: an empty batch or sample, a sample of several documents (`position_ids` that restart), columns of
-            different lengths, `pad_to_multiple_of` without `pad_token_id`, or an unknown `on_leak`. With `model`, also a
-            batch without boundaries, and a model that leaks or does not shift labels. Without it, `Trainer.train` or
-            `Trainer.evaluate` raises these.
+            different lengths, documents without any boundaries, `pad_to_multiple_of` without `pad_token_id`, an unknown
+            `on_leak`, or a `model` that leaks or does not shift labels. Without `model`, `Trainer.train` or
+            `Trainer.evaluate` raises the last one.
 
     Example:
 
@@ -254,15 +254,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return batch
 
     def _check_marks(self, documents: int) -> None:
-        marks = self.return_position_ids, self.return_seq_idx, self.return_flash_attn_kwargs
-        if (
-            documents > 1
-            and self.on_leak == "error"
-            and not any((*marks, self.return_cu_seqlens, self.return_boundaries))
-        ):
+        forms = "position_ids seq_idx flash_attn_kwargs cu_seqlens boundaries".split()
+        if documents > 1 and self.on_leak == "error" and not any(getattr(self, f"return_{form}") for form in forms):
             fix = 'Set return_position_ids=True or another form, or on_leak="ignore" to let documents mix.'
             raise input_error(
-                f"boundaries of a batch of {documents} documents", "return_position_ids=False alone", fix
+                f"boundaries of the batch's {documents} documents", "return_position_ids=False alone", fix
             )
 
     def _check_prefixes(self, features: list[Mapping[str, Any]], document_labels: list | None) -> None:

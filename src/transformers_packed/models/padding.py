@@ -66,8 +66,9 @@ class PaddedBatch:
 
         With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
 
-        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, or if the ones of a row are
-        not contiguous, or if it is a mask of floats to add. Integers above 1 raise a `ValueError`.
+        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, if the ones of a row are not
+        contiguous, or if it has floats other than 0 and 1, which may be added to scores. Other integers raise a
+        `ValueError`.
         """
         mask = attention_mask.to("cpu")
         real = mask == 1

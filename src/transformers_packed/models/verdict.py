@@ -59,11 +59,7 @@ def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
 
 
 def judge(
-    model: torch.nn.Module,
-    source: str | None,
-    *,
-    cu_seqlens: bool = False,
-    cache: str | None = None,
+    model: torch.nn.Module, source: str | None, *, cu_seqlens: bool = False, cache: str | None = None
 ) -> tuple[ValueError | None, str | None]:
     """Decide whether a model mixes the documents of packed rows.
 
@@ -79,8 +75,8 @@ def judge(
             The setting that makes the model create a cache, from [`cache_setting`].
 
     Returns:
-        `tuple`: an error if the model mixes documents or would lose their first labels, else `None`; and the reason if the answer is unknown, else
-            `None`.
+        `tuple`: an error if the model mixes documents or loses their first labels, else `None`; and the reason if the
+            answer is unknown, else `None`.
     """
     outer, model = model, transformers_model(model)
     if model is None:
