@@ -177,6 +177,14 @@ class CardTest(unittest.TestCase):
         self.assertIn("without FP8: TRL with Liger 2 x, Unsloth 1.5 x.", " ".join(page.split()))
         self.assertIn("| Versions | torch 2.11 |", page)
 
+    def test_an_earlier_run_is_named(self):
+        page = self.words(entry("ours", 80.0), entry("unsloth", 150.0), entry("ours", 50.0, graphs_GiB=1.0))
+        self.assertIn("| ours, CUDA graphs | 50 ms | 1 x |", page)
+        self.assertIn(
+            "An earlier run of *ours* in the cell 4B, full, 16,384 tokens in 34 documents, GPU took 80 ms", page
+        )
+        self.assertNotIn("An earlier run", self.words(entry("ours", 80.0), entry("unsloth", 150.0)))
+
     def test_the_first_step_is_that_with_empty_caches(self):
         filled, empty = entry("ours", 100.0), entry("ours", 120.0, caches="empty", first_step_seconds=70.0)
         alone = entry("unsloth", 150.0, caches="empty", first_step_seconds=400.0)

@@ -83,6 +83,7 @@ of its machine, while another run had the other.""",
 where the tool is named so. Their memory is part of the peak. Without graphs, steps of the 0.8B shape and those of 4,096
 tokens wait for the host, whose speed differs between machines and steps. Graphs end with the training, so the check below
 runs without them; `tests/gpu/test_trainer.py` compares their losses.""",
+            *earlier(results["peers.json"]["runs"]),
             *halves(results["peers.json"]["runs"]),
             isolation(unsafe),
             *([DPO] if any(task(run) == "dpo" for run in measured) else []),
@@ -106,11 +107,15 @@ def grouped(runs: list[dict]) -> dict[tuple, dict[str, dict]]:
     """
     found = {}
     for run in runs:
-        tools = found.setdefault(tuple(run.get(name, DEFAULTS.get(name, "")) for name in CELL), {})
+        tools = found.setdefault(cell(run), {})
         tools.setdefault(run["tool"], {})[run["caches"]] = run
     size = lambda key: float("".join(c for c in key[0].split("B")[0] if c.isdigit() or c == ".") or 0)  # noqa: E731
     cells = sorted(found.items(), key=lambda item: (item[0][5] != "sft", size(item[0]), *item[0][:5]))
     return {key: {tool: chosen(by_caches) for tool, by_caches in tools.items()} for key, tools in cells}
+
+
+def cell(run: dict) -> tuple:
+    return tuple(run.get(name, DEFAULTS.get(name, "")) for name in CELL)
 
 
 def chosen(by_caches: dict[str, dict]) -> dict:
@@ -176,6 +181,20 @@ def claim(ratios: list[tuple], short: bool = False) -> str:
 
 def span(ratios: list[float]) -> str:
     return f"{fixed(min(ratios), 2)} to {times(max(ratios))}" if len(ratios) > 1 else times(ratios[0])
+
+
+def earlier(runs: list[dict]) -> list[str]:
+    """Runs of the same tool in the same cell, whose steps the table does not state."""
+    last, texts = {}, []
+    for run in runs:
+        key = cell(run)
+        if (before := last.get((key, run["tool"], run["caches"]))) is not None:
+            texts.append(
+                f"An earlier run of *{label(run['tool'], before)}* in the cell {title(key)} took "
+                f"{fixed(before['step_ms'], 0)} ms: the choice of graphs depends on the host at that time."
+            )
+        last[key, run["tool"], run["caches"]] = run
+    return texts
 
 
 def halves(runs: list[dict]) -> list[str]:
