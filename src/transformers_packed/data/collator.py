@@ -362,8 +362,7 @@ def _check_one_document(index: int, position_ids: list, mask: list | None) -> No
     """Raise a `ValueError` if position ids `[tokens]` restart at a real token."""
     _refuse_none(index, {"position_ids": position_ids})
     real = position_ids if mask is None else [x for x, keep in zip(position_ids, mask, strict=False) if keep]
-    breaks = np.flatnonzero(np.diff(real) != 1) if np.ndim(real) == 1 else ()
-    if len(breaks):
+    if np.ndim(real) == 1 and len(breaks := np.flatnonzero(np.diff(real) != 1)):
         got = f"{real[breaks[0] + 1]} after {real[breaks[0]]}"
         raise input_error(f"position_ids of one document in sample {index}", got, _ROWS)
 
