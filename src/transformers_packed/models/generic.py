@@ -40,6 +40,7 @@ from .inputs import (
     mask_targets_across_documents,
     may_infer,
     resolve_boundaries,
+    tokens_of,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
 from .releases import CACHE, CACHES, check_other_families
@@ -269,7 +270,7 @@ def _may_be_packed(inputs: dict[str, Any]) -> bool:
     for name in _EXPLICIT:
         if inputs.get(name) is not None:
             return True
-    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    tokens = tokens_of(inputs)
     if inputs.get("position_ids") is None or tokens is None or not may_infer(tokens):
         return False
     return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
@@ -278,7 +279,7 @@ def _may_be_packed(inputs: dict[str, Any]) -> bool:
 # Only this frame stays out of compiled graphs, because document lengths differ between rows.
 @partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
 def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
-    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    tokens = tokens_of(inputs)
     outer = _current.get()
     boundaries = resolve_boundaries(inputs) if outer is None else outer
     if boundaries is None:

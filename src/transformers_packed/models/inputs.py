@@ -64,8 +64,7 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
     metadata = {name: inputs.pop(name, None) for name in PACKING_KEYWORDS}
     metadata["padding_tokens"] = metadata["padding_tokens"] or None
     prompt_of = metadata.pop("prompt_of")
-    tokens = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(inputs)
     if tokens is None:
         return given
     total_length = tokens.shape[1]
@@ -110,6 +109,12 @@ def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
         )
     made_in_graph = given is None and is_torchdynamo_compiling()
     return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
+
+
+def tokens_of(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """The tokens `[B, T]` among a forward's arguments, or else their embeddings `[B, T, hidden]`."""
+    tokens = inputs.get("input_ids")
+    return inputs.get("inputs_embeds") if tokens is None else tokens
 
 
 def may_infer(tokens: torch.Tensor) -> bool:

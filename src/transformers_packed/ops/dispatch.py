@@ -81,8 +81,7 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     boundaries = kwargs.get("boundaries")
     if boundaries is not None:
         boundaries.check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
-    outside = torch.compiler.is_compiling() and boundaries is not None
-    if outside:
+    if torch.compiler.is_compiling() and boundaries is not None:
         return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
     return _run(op, impl, table, *args, **kwargs)
 

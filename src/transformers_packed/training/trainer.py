@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
-from ..models.inputs import resolve_boundaries
+from ..models.inputs import resolve_boundaries, tokens_of
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
@@ -167,7 +167,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def _lengths_of_documents(self, inputs: dict[str, Any]) -> tuple[list[int], bool] | None:
         """The document lengths of a whole packed row, and whether the last one is padding."""
-        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        tokens = tokens_of(inputs)
         one_row = isinstance(tokens, torch.Tensor) and tokens.ndim > 1 and len(tokens) == 1
         if self.sequence_parallel is not None or "shift_labels" in inputs or not one_row:
             return None
@@ -177,9 +177,9 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def _count_targets(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         """The number of what the loss of a batch is the mean of."""
         labels = inputs.get("labels")
-        if labels is not None and isinstance(self.compute_loss_func, SampleMean):
-            return documents_with_targets(inputs).sum()
         if labels is not None:
+            if isinstance(self.compute_loss_func, SampleMean):
+                return documents_with_targets(inputs).sum()
             labels = labels[..., 1:] if self._loss_shifts_labels else labels
         targets = inputs.get("shift_labels", labels)
         return None if targets is None else (targets != -100).sum()
