@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import convert_to_fp32
 from mixins.model import gradients, packed_batch, relative_error, total_relative_error
-from mixins.patch import builtin_model, documents
+from mixins.patch import BUILTINS, COMPOSITE, builtin_model, documents
 from parameterized import parameterized
 from torch import distributed
 from torch.nn.parallel.distributed import _find_tensors
@@ -25,6 +25,8 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 AUTOCAST = {None: nullcontext} | {
     dtype: lambda dtype=dtype: torch.autocast("cpu", dtype) for dtype in (torch.bfloat16, torch.float16)
 }
+
+COMPOSITE_CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
 def our_model(family="qwen3_5"):
@@ -163,6 +165,23 @@ class LogitsOnDemandTest(unittest.TestCase):
         with self.assertRaisesRegex(AttributeError, "got a copy, such as accelerate.s under mixed precision"):
             output["logits"]
         self.assertEqual(model(**self.batch, skip_logits=False).logits.dtype, torch.float32)
+
+    @parameterized.expand(
+        [(x, None, None) for x in BUILTINS]
+        + [(x, y, COMPOSITE[x]) for x, y in zip(COMPOSITE, COMPOSITE_CLASSES, strict=True)]
+    )
+    def test_the_switch_of_a_model(self, *model):
+        """A loss of the user's own reads the logits of a copy, so the model computes them in training."""
+        model = builtin_model(*model)
+        batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.arange(1, 9)[None]}
+        expected = convert_to_fp32(model(**batch)).logits
+        self.assertTrue(patch_model(model).skips_logits)
+        model.skips_logits = False
+        self.assertLess(relative_error(convert_to_fp32(model(**batch)).logits, expected), 1e-5)
+        self.assertNotIn("logits", model(**batch, skip_logits=True))
+        model.skips_logits = True
+        self.assertNotIn("logits", model(**batch))
+        self.assertIn("logits", model(**batch, skip_logits=False))
 
     def test_what_else_may_have_changed(self):
         model = our_model()

@@ -39,6 +39,19 @@ class LanguageModelMixin(PackedModelMixin):
     # The loss is a mean over all targets of a step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
+    @property
+    def skips_logits(self) -> bool:
+        """Whether forwards in training skip the logits if labels are given. Set for all submodels too.
+
+        `False` is for losses that read the logits of a copied output, as under mixed precision. The argument
+        `skip_logits` of a call overrides it.
+        """
+        return vars(self).get("_skips_logits", True)
+
+    @skips_logits.setter
+    def skips_logits(self, value: bool) -> None:
+        self._set_everywhere("_skips_logits", value)
+
     @can_return_tuple
     def forward_with_boundaries(
         self,
@@ -123,11 +136,12 @@ def _has_targets_after_padding(
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
     """Whether this forward of a language model computes only its loss. Removes `skip_logits` from `inputs`.
 
-    By default the logits are skipped in training if labels are given. Skipping requires the stock loss and a plain
-    linear head, which FSDP2 may have sharded. Heads with PEFT adapters or accelerate's hooks do not qualify.
+    By default the logits are skipped in training if labels are given, unless `model.skips_logits` is `False`. Skipping
+    requires the stock loss and a plain linear head, which FSDP2 may have sharded. Heads with PEFT adapters or
+    accelerate's hooks do not qualify.
     """
     skip = inputs.pop("skip_logits", None)
-    skip = model.training if skip is None else skip
+    skip = model.training and model.skips_logits if skip is None else skip
     boundaries, head = inputs.get("boundaries"), model.lm_head
     possible = (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
     sparse = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
@@ -171,7 +185,8 @@ class _LogitsOnDemand:
         if self.make_logits is not None:
             self.logits = self.make_logits()
         if "_logits" not in vars(self):
-            got, fix = "a copy, such as accelerate's under mixed precision", "Pass skip_logits=False to the model."
+            got = "a copy, such as accelerate's under mixed precision"
+            fix = "Set model.skips_logits = False, or pass skip_logits=False to the model."
             error = input_error("the original output of the model to compute logits", got, fix)
             # `hasattr` expects an AttributeError.
             raise AttributeError(str(error))
