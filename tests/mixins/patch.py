@@ -19,7 +19,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin_qwen
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_next
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS
+from transformers_packed import patch_model
+from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, check_patch
 
 
 EXPERTS = {
@@ -98,11 +99,15 @@ class PatchTestCase(unittest.TestCase):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     def assert_refused(self, call, model, pattern: str):
-        """Check that the call raises a matching `ValueError` and leaves the model unchanged."""
+        """Check that the call raises a matching `ValueError` and leaves the model unchanged.
+
+        `check_patch` raises whatever `patch_model` raises.
+        """
         before = snapshot(model)
         forwards = [vars(module).get("forward") for module in model.modules()]
-        with self.assertRaisesRegex(ValueError, f"(?s)^expected .*{pattern}"):
-            call(model)
-        self.assertEqual(snapshot(model), before)
-        for module, forward in zip(model.modules(), forwards, strict=True):
-            self.assertIs(vars(module).get("forward"), forward)
+        for each in (check_patch, call) if call is patch_model else (call,):
+            with self.assertRaisesRegex(ValueError, f"(?s)^expected .*{pattern}"):
+                each(model)
+            self.assertEqual(snapshot(model), before)
+            for module, forward in zip(model.modules(), forwards, strict=True):
+                self.assertIs(vars(module).get("forward"), forward)

@@ -33,6 +33,7 @@ from transformers_packed import SequenceBoundaries, audit_model, patch_model, un
 from transformers_packed.models import families, generic, mixers
 from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, REFUSED
+from transformers_packed.models.registry import check_patch
 from transformers_packed.models.verdict import measurements
 
 
@@ -416,6 +417,7 @@ class RefusalTest(unittest.TestCase):
                 patch_model(model)
         config = LlamaConfig(**tiny, num_attention_heads=4)
         model = AutoModelForCausalLM.from_config(config)
+        self.assertFalse(check_patch(model))
         self.assertIs(patch_model(model), model)
         self.assertEqual(ours(model), set())
 

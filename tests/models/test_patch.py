@@ -26,7 +26,7 @@ from transformers import set_seed
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
-from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, modeling_module
+from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, check_patch, modeling_module
 from transformers_packed.models.releases import recorder_key
 
 
@@ -58,7 +58,10 @@ class PatchTest(PatchTestCase):
 
         expected, before = self.expected(model), outputs()
         untouched = snapshot(model)
+        self.assertTrue(check_patch(model))
+        self.assertEqual(snapshot(model), untouched)
         self.assertIs(patch_model(model), model)
+        self.assertTrue(check_patch(model))
         self.assertIn("", ours(model))
         self.assertEqual(len(ours(model)), 2 + 2)  # the model, its base model, an attention and a linear layer
         faster = [type(module).__name__ for module in model.modules() if type(module) in FAST_PATHS]

@@ -12,7 +12,7 @@ from functools import partial, update_wrapper
 from importlib import import_module
 from inspect import getattr_static, getclosurevars
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -316,6 +316,33 @@ def patch_model(model: Model) -> Model:
 
     ```
     """
+    changes = _changes_of_patch(model)
+    before = has_our_classes(model)
+    _apply(changes)
+    for module in model.modules():
+        if isinstance(module, tuple(REPLACEMENTS.values())):
+            use_our_products(module)
+    if not has_our_classes(model):
+        outermost = transformers_model(model)
+        if outermost is not None and getattr(outermost.config.get_text_config(), "use_cache", False):
+            logger.warning_once(f"patch_model: {cache_warning(outermost)}")
+    elif not before:
+        # In a model of our classes, Transformers' default is a choice of the user.
+        _experts().switch_implementation(model, ours=True)
+    return model
+
+
+def check_patch(model: torch.nn.Module) -> bool:
+    """Whether [`patch_model`] would leave `model` with our classes, without a change to the model.
+
+    It is `False` for a stock model that keeps documents apart and stays unchanged. Raises the errors of
+    [`patch_model`].
+    """
+    return _has_ours_after(model, _changes_of_patch(model))
+
+
+def _changes_of_patch(model: torch.nn.Module) -> list["_Change"]:
+    """Return what [`patch_model`] changes, or raise its error."""
     check_transformers()
     if isinstance(model, torch.nn.Module):
         _generic().announce_families_of(model)
@@ -323,17 +350,14 @@ def patch_model(model: Model) -> Model:
     names = {cls.__name__ for cls in ours if cls not in FAST_PATHS}
     # Generated copies of a stock class, as some libraries create them, are detected by name.
     related = lambda cls: not issubclass(cls, ours) and any(base.__name__ in names for base in cls.__mro__)  # noqa: E731
-    before = isinstance(model, torch.nn.Module) and has_our_classes(model)
-    _switch(model, REPLACEMENTS, related)
-    for module in model.modules():
-        if isinstance(module, ours):
-            use_our_products(module)
-    if not has_our_classes(model):
+    changes = _changes(model, REPLACEMENTS, related)
+    if not _has_ours_after(model, changes):
         _check_isolated(model)
-    elif not before:
-        # In a model of our classes, Transformers' default is a choice of the user.
-        _experts().switch_implementation(model, ours=True)
-    return model
+    return changes
+
+
+def _has_ours_after(model: torch.nn.Module, changes: list["_Change"]) -> bool:
+    return has_our_classes(model) or any(change.cls not in FAST_PATHS for change in changes)
 
 
 def cache_warning(model: torch.nn.Module) -> str:
@@ -352,8 +376,6 @@ def _check_isolated(model: torch.nn.Module) -> None:
         families = list(filter(None, map(family_of, type(outermost).__mro__)))
         got, fix = type(outermost).__name__, "Run audit_model to check whether it needs a patch."
         if any(family in ISOLATED for family in families):
-            if getattr(outermost.config.get_text_config(), "use_cache", False):
-                logger.warning_once(f"patch_model: {cache_warning(outermost)}")
             return
         reasons = [REFUSED[family] for family in families if family in REFUSED]
         if reasons:
@@ -391,16 +413,24 @@ def unpatch_model(model: Model) -> Model:
     ```
     """
     classes = {ours: builtin for builtin, ours in REPLACEMENTS.items()}
-    _switch(model, classes, related=lambda cls: issubclass(cls, tuple(classes)))
+    _apply(_changes(model, classes, related=lambda cls: issubclass(cls, tuple(classes))))
     _experts().switch_implementation(model, ours=False)
     return model
 
 
-def _switch(model: torch.nn.Module, classes: dict[type, type], related: Callable[[type], bool]) -> None:
-    """Convert every module whose class is a key of `classes` to the class found there.
+class _Change(NamedTuple):
+    """A module, the class that it becomes, and its instance attributes that change with the class."""
+
+    module: torch.nn.Module
+    cls: type
+    attributes: dict[str, Any]
+
+
+def _changes(model: torch.nn.Module, classes: dict[type, type], related: Callable[[type], bool]) -> list[_Change]:
+    """Return the changes that convert every module whose class is a key of `classes` to the class found there.
 
     `related` tells whether modules of a class need converting too. If such a class is not in `classes`, a `ValueError`
-    is raised and the model stays unchanged.
+    is raised.
     """
     if not isinstance(model, torch.nn.Module):
         raise input_error("a torch.nn.Module", type(model).__name__, "Pass the model itself.")
@@ -423,7 +453,11 @@ def _switch(model: torch.nn.Module, classes: dict[type, type], related: Callable
             if classes[old] not in FAST_PATHS:
                 raise
         else:
-            changes.append((module, classes[old], attributes))
+            changes.append(_Change(module, classes[old], attributes))
+    return changes
+
+
+def _apply(changes: list[_Change]) -> None:
     for module, cls, attributes in changes:
         become(module, cls)
         vars(module).update(attributes)
