@@ -9,6 +9,7 @@ import unittest
 import warnings
 from unittest import mock
 
+import peft
 import torch
 from mixins.model import alone, packed_batch, relative_error, total_relative_error
 from mixins.patch import COMPOSITE, CONFIGS, builtin_model
@@ -39,6 +40,13 @@ def lora(**options) -> LoraConfig:
     return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": LINEARS, **options})
 
 
+def tuner(kind: str, **options) -> peft.PeftConfig:
+    """The configuration of one of PEFT's types of adapters, on linear layers unless `TUNERS` or `options` differ."""
+    cls = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    options = {"task_type": "CAUSAL_LM", "target_modules": LINEARS, **TUNERS.get(kind, {}), **options}
+    return cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+
+
 BAR = 1e-6
 BUILTINS = {
     "qwen3_next": ("qwen3_next", None, None),
@@ -49,6 +57,42 @@ BUILTINS = {
 }
 # Linear layers of our classes whose modules compute them without a call.
 OURS = ("in_proj_", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Variants of LoRA, whose layers run PEFT's own forward.
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "activated": {"alora_invocation_tokens": [5, 6]},
+    "velora": {"velora_config": peft.tuners.lora.config.VeloraConfig(num_groups=4, init_type="random")},
+    "block_diagonal": {
+        "use_bdlora": peft.tuners.lora.config.BdLoraConfig(
+            target_modules_bd_a=["o_proj", "down_proj"], target_modules_bd_b=["q_proj"], nblocks=2, match_strict=False
+        )
+    },
+    "kasa": {"r": 3, "kasa_config": peft.tuners.lora.config.KasaConfig()},
+    "mica": {"init_lora_weights": "mica"},
+    "montecarlo": {"monteclora_config": peft.tuners.lora.config.MontecloraConfig()},
+}
+# What other tuners need to adapt these layers. A new type is tried with its defaults.
+TUNERS = {
+    "ADALORA": {"total_step": 10},
+    "C3A": {"block_size": 4},
+    "FOURIERFT": {"n_frequency": 20},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["q_norm", "norm", "post_attention_layernorm"]},
+    "MISS": {"r": 4},
+    "PSOFT": {"r": 2},
+    "ROAD": {"group_size": 4},
+    "SHIRA": {"r": 1},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 40]},
+    "VBLORA": {"vector_length": 4, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 20},
+}
+NOT_OF_LINEARS = {
+    "ADAPTION_PROMPT": "adds tokens",
+    "SHADOW": "runs a second model",
+    "XLORA": "loads adapters of LoRA, in a test of its own",
+}
+NEEDED = {"ADAMSS": "sklearn"}
 
 
 def biased_model() -> torch.nn.Module:

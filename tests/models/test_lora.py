@@ -12,7 +12,10 @@ from mixins.lora import (
     BAR,
     BUILTINS,
     LINEARS,
+    NEEDED,
+    NOT_OF_LINEARS,
     ONE_DOCUMENT,
+    VARIANTS,
     LoraTestCase,
     TorchFormsTestCase,
     all_linear,
@@ -23,6 +26,7 @@ from mixins.lora import (
     lora,
     randomized,
     recorded,
+    tuner,
 )
 from mixins.model import packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.patch import builtin_model
@@ -101,43 +105,6 @@ FUSED = {
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "dropout_in_evaluation": {"lora_dropout": 0.5},
 }
-# Variants of LoRA, whose layers run PEFT's own forward.
-VARIANTS = {
-    "dora": {"use_dora": True},
-    "activated": {"alora_invocation_tokens": [5, 6]},
-    "velora": {"velora_config": peft.tuners.lora.config.VeloraConfig(num_groups=4, init_type="random")},
-    "block_diagonal": {
-        "use_bdlora": peft.tuners.lora.config.BdLoraConfig(
-            target_modules_bd_a=["o_proj", "down_proj"], target_modules_bd_b=["q_proj"], nblocks=2, match_strict=False
-        )
-    },
-    "kasa": {"r": 3, "kasa_config": peft.tuners.lora.config.KasaConfig()},
-    "mica": {"init_lora_weights": "mica"},
-    "montecarlo": {"monteclora_config": peft.tuners.lora.config.MontecloraConfig()},
-}
-
-
-# What other tuners need to adapt these layers. A new type is tried with its defaults.
-TUNERS = {
-    "ADALORA": {"total_step": 10},
-    "C3A": {"block_size": 4},
-    "FOURIERFT": {"n_frequency": 20},
-    "IA3": {"feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["q_norm", "norm", "post_attention_layernorm"]},
-    "MISS": {"r": 4},
-    "PSOFT": {"r": 2},
-    "ROAD": {"group_size": 4},
-    "SHIRA": {"r": 1},
-    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [3, 40]},
-    "VBLORA": {"vector_length": 4, "num_vectors": 8},
-    "WAVEFT": {"n_frequency": 20},
-}
-NOT_OF_LINEARS = {
-    "ADAPTION_PROMPT": "adds tokens",
-    "SHADOW": "runs a second model",
-    "XLORA": "loads adapters of LoRA, in a test of its own",
-}
-NEEDED = {"ADAMSS": "sklearn", "WAVEFT": "pywt"}
 
 
 class LoraOptionsTest(TorchFormsTestCase):
@@ -181,11 +148,9 @@ class LoraOptionsTest(TorchFormsTestCase):
 
     @parameterized.expand(sorted(kind.value for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING if kind != "LORA"))
     def test_a_tuner(self, name):
-        cls = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(name)]
         if name in NEEDED and find_spec(NEEDED[name]) is None:
             self.skipTest(f"{name} needs {NEEDED[name]}")
-        options = {"task_type": "CAUSAL_LM", "target_modules": LINEARS, **TUNERS.get(name, {})}
-        config = cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+        config = tuner(name)
         if name in NOT_OF_LINEARS or config.is_prompt_learning:
             self.skipTest(f"{name} {NOT_OF_LINEARS.get(name, 'adds tokens')}")
         builtin = self.adapted(config)

@@ -1,4 +1,4 @@
-"""Read the parameters of PEFT's LoRA layers, so that a fused op computes what these layers would compute.
+"""PEFT's adapters: which of them keep documents apart, and the parameters of LoRA layers for the fused ops.
 
 PEFT keeps the adapters, their configuration, loading, saving and merging. Only the forward of a plain LoRA layer is
 replaced. Everything else runs PEFT's own forward: variants such as DoRA, other tuners, and layers with hooks.
@@ -6,11 +6,55 @@ replaced. Everything else runs PEFT's own forward: variants such as DoRA, other 
 """
 
 import sys
+from typing import Any
 
 import torch
 
 from ..ops.projection import Adapter
 from .untouched import is_untouched
+
+
+# The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
+# registry. Others may mix the tokens of a row (Lily averages its router over them), run a second model (Shadow), keep
+# scales in the layout of the row (X-LoRA) or take an argument for each row (Poly).
+PER_TOKEN = frozenset(
+    "ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA "
+    "LOKR LORA MISS OFT OSF PEANUT PSOFT PVERA RANDLORA ROAD SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA "
+    "VERA WAVEFT".split()
+)
+VARIANTS_PER_TOKEN = ("Arrow", "BdLora", "Dora", "Kasa", "MiCA", "Monteclora", "QALora", "Velora")
+
+
+def adapter_per_row(model: torch.nn.Module) -> str | None:
+    """Describe an adapter of the model that may act once per row instead of on each token alone, if there is one.
+
+    Inactive adapters count, because a trainer may activate them later.
+    """
+    for module in model.modules():
+        # PEFT sets it on its wrappers, and on each model that it puts adapters into.
+        configs = getattr(module, "peft_config", None)
+        adapters = [
+            *(configs.values() if isinstance(configs, dict) else ()),
+            *vars(module).get("lora_variant", {}).values(),
+        ]
+        if reason := next(filter(None, map(_per_row, adapters)), None):
+            return reason
+    return None
+
+
+def _per_row(adapter: Any) -> str | None:
+    """The reason why an adapter with this configuration, or this variant of LoRA, may act once per row."""
+    if hasattr(adapter, "peft_type"):
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        if adapter.is_prompt_learning:
+            return f"PEFT prompt learning ({kind}), which prepends its virtual tokens once per row"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            return "an activated LoRA (alora_invocation_tokens), which searches for its invocation once per row"
+        known = kind in PER_TOKEN
+    else:
+        kind = type(adapter).__name__
+        known = kind.startswith(VARIANTS_PER_TOKEN)
+    return None if known else f"PEFT's {kind}, which is not known to act on each token alone"
 
 
 def lora_class(module: str, name: str) -> type | None:

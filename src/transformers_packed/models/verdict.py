@@ -15,6 +15,7 @@ from transformers.utils.generic import is_flash_attention_requested, merge_with_
 
 from ..errors import input_error
 from .families import UNPACKED, family_of
+from .lora import adapter_per_row as adapter_per_row
 from .registry import has_our_classes, transformers_model
 
 
@@ -140,20 +141,6 @@ def complain(model: torch.nn.Module, leak: ValueError | None, doubt: str | None,
             f"{type(transformers_model(model)).__name__} receives packed rows, but it is unknown whether it keeps "
             f"their documents apart: {doubt}. Check it with transformers_packed.audit_model(model)."
         )
-
-
-def adapter_per_row(model: torch.nn.Module) -> str | None:
-    """Describe the PEFT method that acts once per row instead of once per document, if the model uses one."""
-    for module in model.modules():
-        # Look the property up on the class, because wrappers forward attributes.
-        if hasattr(type(module), "active_peft_config"):
-            config = module.active_peft_config
-            if config.is_prompt_learning:
-                kind = getattr(config.peft_type, "value", config.peft_type)
-                return f"PEFT prompt learning ({kind}), which prepends its virtual tokens once per row"
-            if getattr(config, "alora_invocation_tokens", None):
-                return "an activated LoRA (alora_invocation_tokens), which searches for its invocation once per row"
-    return None
 
 
 def cache_setting(model: torch.nn.Module, training: bool = False) -> str | None:

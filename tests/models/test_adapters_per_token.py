@@ -1,0 +1,180 @@
+"""Which of PEFT's adapters act on each token alone, measured for every type and variant that PEFT has.
+
+The gradient of one document's last hidden states with respect to the embeddings of another must be exactly 0.
+"""
+
+import tempfile
+import unittest
+import warnings
+from importlib.util import find_spec
+
+import peft
+import torch
+from common.families import tiny_model
+from mixins.lora import NEEDED, TUNERS, VARIANTS, lora, randomized, tuner
+from mixins.model import relative_error
+from mixins.patch import builtin_model
+from parameterized import parameterized
+from peft import get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer, create_arrow_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from transformers_packed import patch_model
+from transformers_packed.models.lora import PER_TOKEN, VARIANTS_PER_TOKEN, adapter_per_row
+from transformers_packed.models.registry import transformers_model
+from transformers_packed.models.verdict import judge
+
+
+# The types that do not act on each token alone. A type that PEFT adds belongs here or into `PER_TOKEN`.
+PER_ROW = {
+    "CARTRIDGE": "prepends keys and values",
+    "CPT": "prepends tokens",
+    "LILY": "averages its router over all tokens",
+    "MULTITASK_PROMPT_TUNING": "prepends tokens",
+    "POLY": "takes the task of each row",
+    "PREFIX_TUNING": "prepends keys and values",
+    "PROMPT_TUNING": "prepends tokens",
+    "P_TUNING": "prepends tokens",
+    "SHADOW": "runs a second model beside the layers",
+    "XLORA": "lays its scales out like the row, and other families lay documents out apart",
+}
+KINDS = sorted(kind.value for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING)
+FAMILIES = ("qwen3_5", "lfm2")
+LENGTHS = (5, 3, 4)
+# What these need to be created.
+PROMPTS = {"num_virtual_tokens": 3, "encoder_hidden_size": 8}
+OPTIONS = {
+    "ADAPTION_PROMPT": {"target_modules": None, "adapter_len": 3, "adapter_layers": 2},
+    "CARTRIDGE": PROMPTS,
+    "MULTITASK_PROMPT_TUNING": {**PROMPTS, "num_tasks": 1},
+    "PREFIX_TUNING": PROMPTS,
+    "PROMPT_TUNING": PROMPTS,
+    "P_TUNING": PROMPTS,
+    "SHADOW": {"target_modules": None},
+    "XLORA": {"hidden_size": 32, "xlora_dropout_p": 0.0},
+}
+
+
+def model_of(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if family != "llama":
+        model = builtin_model(family) if family == "qwen3_5" else tiny_model(family)
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
+    model.config.use_cache = False
+    return model
+
+
+class AdaptersPerTokenTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+
+    def adapted(self, kind: str, family: str) -> peft.PeftModel:
+        options = dict(OPTIONS.get(kind, {}))
+        if family == "lfm2" and "target_modules" not in {**TUNERS.get(kind, {}), **options}:
+            options["target_modules"] = "all-linear"
+        if (kind, family) == ("LN_TUNING", "lfm2"):
+            options["target_modules"] = ["operator_norm", "ffn_norm", "q_layernorm"]
+        if kind == "XLORA":
+            options["adapters"] = {str(number): self.saved_lora(family, number) for number in range(2)}
+        return get_peft_model(model_of(family), tuner(kind, **options))
+
+    def saved_lora(self, family: str, seed: int) -> str:
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        model = get_peft_model(model_of(family), lora(target_modules=["q_proj", "out_proj"]))
+        randomized(model, 0.3, seed).save_pretrained(folder)
+        return folder
+
+    def hidden(self, model, embeds: torch.Tensor, lengths: tuple) -> torch.Tensor:
+        """Last hidden states of a packed row. Random adapters draw the same numbers in each call."""
+        torch.manual_seed(0)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        seen = []
+        head = transformers_model(model).get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
+        handle.remove()
+        return seen[-1]
+
+    def check(self, model, per_token: bool):
+        """The verdict on a model, and its correctness: the leak, and each document alone."""
+        randomized(patch_model(model), 0.3)
+        reason, (leak, _) = adapter_per_row(model), judge(model, "position_ids")
+        self.assertEqual((reason is None, leak is None), (per_token, per_token), (reason, leak))
+        if per_token:
+            self.assertEqual([self.leak(model.train(mode)) for mode in (True, False)], [0, 0])
+            embeds = torch.randn(1, sum(LENGTHS), 32)
+            with torch.no_grad():
+                alone = torch.cat([self.hidden(model, x, (x.shape[1],)) for x in embeds.split(LENGTHS, 1)], 1)
+                self.assertLess(relative_error(self.hidden(model, embeds, LENGTHS), alone), 1e-5)
+
+    def leak(self, model) -> float:
+        """The largest gradient across documents, relative to the smallest one within a document."""
+        embeds = torch.randn(1, sum(LENGTHS), 32).requires_grad_()
+        hidden = self.hidden(model, embeds, LENGTHS)
+        inside, across = [], []
+        for weights, part in zip(*(x.split(LENGTHS, 1) for x in (torch.randn(hidden.shape), hidden)), strict=True):
+            (gradient,) = torch.autograd.grad((part * weights).sum(), embeds, retain_graph=True)
+            largest = [x.abs().max().item() for x in gradient.split(LENGTHS, 1)]
+            inside.append(largest.pop(len(inside)))
+            across += largest
+        return max(across) / min(inside)
+
+    @parameterized.expand([(kind, family) for kind in KINDS for family in FAMILIES])
+    def test_a_type(self, kind, family):
+        if kind in NEEDED and find_spec(NEEDED[kind]) is None:
+            self.skipTest(f"{kind} needs {NEEDED[kind]}")
+        self.assertNotEqual(kind in PER_TOKEN, kind in PER_ROW, "a new type of adapter, to be classified")
+        self.check(self.adapted(kind, "llama" if kind == "ADAPTION_PROMPT" else family), kind in PER_TOKEN)
+
+    @parameterized.expand([(name, family) for name in VARIANTS for family in FAMILIES])
+    def test_a_variant_of_lora(self, name, family):
+        options = {"target_modules": ["q_proj", "out_proj"]} if family == "lfm2" else {}
+        self.check(get_peft_model(model_of(family), lora(**VARIANTS[name], **options)), name != "activated")
+
+    def test_arrow(self):
+        folders = [self.saved_lora("qwen3_5", seed) for seed in (1, 2)]
+        self.check(create_arrow_model(model_of("qwen3_5"), folders, peft.ArrowConfig(top_k=1)), True)
+
+    def test_every_variant_is_classified(self):
+        """Of all of PEFT's kinds of LoRA layers."""
+        classes = {
+            x for x in vars(peft.tuners.lora.layer).values() if isinstance(x, type) and issubclass(x, LoraLayer)
+        }
+        found = {variant.__name__ for x in classes for variant in x.lora_variants.fget(None).values() if variant}
+        self.assertGreater(len(found), 8)
+        self.assertEqual({name for name in found if not name.startswith(VARIANTS_PER_TOKEN)}, {"ALoraLinearVariant"})
+
+    @parameterized.expand(FAMILIES)
+    def test_the_measurement_finds_what_mixes(self, family):
+        self.assertGreater(self.leak(randomized(patch_model(self.adapted("LILY", family)), 0.3)), 1e-3)
+
+    @parameterized.expand(
+        [
+            ("peft", get_peft_model),
+            ("injection", lambda model, config: inject_adapter_in_model(config, model)),
+            ("inside", lambda model, config: torch.nn.ModuleDict({"policy": get_peft_model(model, config)})),
+        ]
+    )
+    def test_every_way_to_add_an_adapter(self, _, add):
+        self.assertIsNone(adapter_per_row(add(model_of("qwen3_5"), tuner("LORA"))))
+        model = add(model_of("qwen3_5"), tuner("LILY"))
+        self.assertIn("PEFT's LILY, which is not known to act on each token alone", adapter_per_row(model))
+        self.assertIn("adapters that support packed rows", str(judge(model, "position_ids")[0]))
+
+    def test_an_inactive_adapter(self):
+        """Trainers of preferences switch between adapters."""
+        model = get_peft_model(model_of("qwen3_5"), lora())
+        model.add_adapter("other", lora(alora_invocation_tokens=[5, 6]))
+        self.assertIn("an activated LoRA", adapter_per_row(model))
+
+    def test_a_method_of_another_package(self):
+        model = get_peft_model(model_of("qwen3_5"), tuner("LORA"))
+        model.peft_config["default"].peft_type = "OTHER"
+        self.assertIn("PEFT's OTHER, which is not known", adapter_per_row(model))
+
+
+if __name__ == "__main__":
+    unittest.main()
