@@ -7,19 +7,22 @@ from unittest import mock
 
 import numpy as np
 import torch
+from common.releases import RELEASE
+from packaging.version import Version
 from parameterized import parameterized
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening as BuiltinDataCollatorWithFlattening
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries
-from transformers_packed.data import collator as collator_module
+from transformers_packed.data import samples as samples_module
 
 
 # No model trains on these batches, so skip the check for leaks.
 DataCollatorWithFlattening = partial(transformers_packed.DataCollatorWithFlattening, on_leak="ignore")
 
 
+SKIPS_EMPTY = RELEASE >= Version("5.24")
 KINDS = {"lists": list, "numpy": np.array, "tensors": torch.tensor}
 LOGGER = "transformers_packed.data.collator"
 
@@ -85,6 +88,27 @@ class SameAsBuiltinTest(unittest.TestCase):
     def test_one_sample(self):
         features = make_features(lengths=[1])
         self.assert_same_batch(DataCollatorWithFlattening()(features), BuiltinDataCollatorWithFlattening()(features))
+
+    @parameterized.expand(itertools.product(KINDS, (True, False), ("pt", "np")))
+    def test_samples_without_tokens_are_left_out(self, kind, labels, return_tensors):
+        arguments = {"return_seq_idx": True, "return_flash_attn_kwargs": True, "return_tensors": return_tensors}
+        builtin = BuiltinDataCollatorWithFlattening(**arguments)
+        for lengths in ((0, 3, 1, 5), (3, 0, 0, 1, 5), (3, 1, 5, 0)):
+            features = make_features(kind, labels, lengths)
+            ours = DataCollatorWithFlattening(**arguments)(features)
+            # Releases before 5.24 keep such samples as documents without tokens.
+            self.assert_same_batch(ours, builtin(features if SKIPS_EMPTY else make_features(kind, labels)))
+            masked = [{**f, "attention_mask": [1] * len(f["input_ids"])} for f in features]
+            masked.append({**make_features(kind, labels)[0], "attention_mask": [0, 0, 0]})
+            self.assert_same_batch(DataCollatorWithFlattening(**arguments)(masked), ours)
+
+    def test_columns_of_samples_without_tokens_are_left_out(self):
+        empty = {"input_ids": [], "weight": [], "pixel_values": torch.zeros(4, 2), "image_grid_thw": torch.ones(1, 3)}
+        sample = {"input_ids": [1, 2], "weight": [3, 4]}
+        collator = DataCollatorWithFlattening(token_columns=["weight"], return_boundaries=True, return_cu_seqlens=True)
+        ours, want = collator([empty, sample, {"input_ids": []}]), collator([sample])
+        self.assertEqual(ours.keys(), want.keys())
+        self.assertEqual((ours["boundaries"].lengths, ours["weight"].tolist()), ([2], [[3, 4]]))
 
     def test_is_a_builtin_collator(self):
         # Trainers check for the class.
@@ -216,7 +240,7 @@ class AttentionMaskTest(unittest.TestCase):
 
     @parameterized.expand([([1, -100], 0), (3, 0), ([1, 2], 1)])
     def test_masked_targets_are_noted(self, labels, warnings):
-        with mock.patch.object(collator_module.logger, "warning_once") as warned:
+        with mock.patch.object(samples_module.logger, "warning_once") as warned:
             DataCollatorWithFlattening()([{"input_ids": [1, 2], "attention_mask": [1, 0], "labels": labels}])
         self.assertEqual(warned.call_count, warnings)
 
@@ -318,14 +342,29 @@ def collate(features, **arguments):
 BAD_INPUTS = [
     ("empty_batch", collate([]), ("at least one sample", "an empty batch", "")),
     (
-        "empty_sample",
-        collate([{"input_ids": [1]}, {"input_ids": []}]),
-        ("at least one token in sample 1", "empty input_ids", "Remove such samples"),
+        "empty_samples",
+        collate([{"input_ids": []}, {"input_ids": []}]),
+        ("a sample with tokens in the batch", "2 without any", "Remove such samples"),
     ),
     (
         "all_masked_out",
         collate([{"input_ids": [1, 2], "attention_mask": [0, 0]}]),
-        ("at least one token in sample 0", "only masked tokens", "Remove such samples"),
+        ("a sample with tokens in the batch", "1 without any .*only masked tokens", "Remove such samples"),
+    ),
+    (
+        "empty_sample_with_a_label",
+        collate([{"input_ids": [1], "labels": 1}, {"input_ids": [], "labels": 0}]),
+        ("at least one token in sample 1, which has a label of its own", "none", "Remove such samples"),
+    ),
+    (
+        "masked_sample_with_a_label",
+        collate([{"input_ids": [1], "attention_mask": [0], "labels": torch.tensor(0)}]),
+        ("at least one token in sample 0, which has a label of its own", "none", "Remove such samples"),
+    ),
+    (
+        "labels_of_an_empty_sample",
+        collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [], "labels": [1]}]),
+        ("labels with the length of input_ids, 0, in sample 1", "1", ""),
     ),
     (
         "nested_input_ids",

@@ -69,7 +69,8 @@ class PackingDatasetTest(unittest.TestCase):
         sample = {
             "input_ids": ids,
             "labels": tuple(ids),
-            "attention_mask": torch.tensor(ids),
+            "attention_mask": torch.ones(10),
+            "weights": torch.tensor(ids),
             "mm_token_type_ids": np.array(ids),
             "boxes": [[i, i] for i in ids],
             "pixel_values": torch.zeros(10, 3),
@@ -79,8 +80,9 @@ class PackingDatasetTest(unittest.TestCase):
         }
         (row,) = PackingDataset([sample], 4, overlong="truncate", truncation_side=side)
         (cut,) = row
-        for name in ("input_ids", "labels", "attention_mask", "mm_token_type_ids"):
+        for name in ("input_ids", "labels", "weights", "mm_token_type_ids"):
             self.assertEqual(list(map(int, cut[name])), kept, name)
+        self.assertEqual(cut["attention_mask"].tolist(), [1] * 4)
         self.assertEqual(cut["boxes"], [[i, i] for i in kept])
         for name in ("pixel_values", "text", "score", "shorter"):
             self.assertIs(cut[name], sample[name])
@@ -196,10 +198,10 @@ class PackingDatasetTest(unittest.TestCase):
         samples = samples_of([5, 3, 8])
         samples[1]["input_ids"] = None
         for dataset in (samples, Dataset.from_list(samples)):
-            with self.assertRaisesRegex(ValueError, "input_ids in sample 1, got None"):
+            with self.assertRaisesRegex(ValueError, "input_ids without missing values in sample 1, got None"):
                 PackingDataset(dataset, MAX_LENGTH)
         rows = PackingDataset(samples, MAX_LENGTH, plan=plan_packing([5, 3, 8], MAX_LENGTH))
-        with self.assertRaisesRegex(ValueError, "input_ids in sample 1, got None"):
+        with self.assertRaisesRegex(ValueError, "input_ids without missing values in sample 1, got None"):
             rows[0]
 
     # ---- plans ----

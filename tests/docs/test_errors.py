@@ -62,6 +62,7 @@ class CommonErrorsTest(unittest.TestCase):
         collator = DataCollatorWithFlattening(on_leak="ignore")
         self.assert_on_the_page(lambda: collator([]))
         self.assert_on_the_page(lambda: collator([{"input_ids": []}]))
+        self.assert_on_the_page(lambda: collator([{"input_ids": [], "labels": 1}]))
         self.assert_on_the_page(lambda: collator([{"input_ids": [5, 6], "labels": [5]}]))
         self.assert_on_the_page(lambda: collator([{"input_ids": [5], "labels": [5]}, {"input_ids": [6]}]))
 

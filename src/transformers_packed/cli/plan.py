@@ -128,10 +128,10 @@ def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase |
 
 
 def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
-    """The token ids and labels of the record at `place`."""
-    from ..data.records.samples import IGNORED_LABEL
+    """The token ids and labels of the record at `place`, without masked tokens."""
+    from ..data.samples import IGNORED_LABEL, MASK, real_sample
 
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, lowest in ((_TOKENS, 0), (_LABELS, IGNORED_LABEL)):
         value = record.get(name) if isinstance(record, dict) else None
         if value is None and name == _LABELS:
@@ -150,7 +150,18 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
     tokens, labels = len(columns[_TOKENS]), len(columns.get(_LABELS, columns[_TOKENS]))
     if labels != tokens:
         raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, option=place)
-    return columns
+    mask = record.get(MASK)
+    if mask is None:
+        return columns
+    if not isinstance(mask, list):
+        raise input_error(f"{MASK} as a list", repr(mask)[:60], option=place)
+    try:
+        real = real_sample({**columns, MASK: mask})
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not len(real[_TOKENS]):
+        raise input_error("at least one token", "only masked tokens", "Remove the record.", option=place)
+    return {name: real[name] for name in columns}
 
 
 def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Flatten a batch of samples, or of rows of samples, into one packed row."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,27 @@ from ..models.families import FAMILIES, families_of
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
-from .prefixes import PREFIX, answers_of, prompts_of_row, with_prefixes_first
-from .samples import IGNORED_LABEL, TOKEN_TYPES, VISION_COLUMNS, VISION_GRIDS, cut_sample
+from .prefixes import documents_of, prompts_of_row, with_prefixes_first
+from .samples import (
+    IGNORED_LABEL,
+    PREFIX,
+    TOKEN_COLUMNS,
+    TOKEN_TYPES,
+    VISION_COLUMNS,
+    VISION_GRIDS,
+    as_list,
+    check_lengths,
+    check_one_document,
+    has_tokens,
+    is_number,
+    real_sample,
+    refuse_missing,
+)
 
 
 logger = logging.get_logger(__name__)
 
 _CALL = "DataCollatorWithFlattening"
-_ROWS = "Pass a row of several documents as its samples, or with a column seq_lengths."
-# This collator or its parent always flattens these columns.
-_COLUMNS = ("input_ids", "labels", "attention_mask", TOKEN_TYPES)
 
 
 class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
@@ -32,7 +42,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     Concatenates the samples of a batch into one packed row with batch size 1. The first label of each sample becomes
     `separator_id`, because no token of the same document predicts it. The default arguments return the same batch as
-    Transformers' collator if the samples have no `attention_mask`.
+    Transformers' collator if the samples have no `attention_mask`. As there, samples without tokens are left out.
 
     A batch element is a sample, a row of `PackingDataset` or `IterablePackingDataset` (a list of samples), or a row of
     `pack_dataset` (concatenated samples with their `seq_lengths`). The collator returns one packed row in each case.
@@ -41,11 +51,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     labels. The row holds equal prefixes once, before all samples ([`SharedPrompts`]). Requires a `model` with classes of
     this package.
 
-    A sample holds `input_ids` (a list, numpy array or tensor of at least one token) and these optional columns:
+    A sample holds `input_ids` (a list, numpy array or tensor) and these optional columns:
 
     * `labels`: one per token, or a single number per sample (sequence classification). Numbers are returned as
       `labels` `[N]`.
-    * `attention_mask`: tokens with a mask of 0 are removed from every column. A warning names those with a label.
+    * `attention_mask`: tokens with a mask of 0 are removed from every column. A warning notes those with a label.
     * the columns in `token_columns`: one value per token, flattened to `[1, T]`.
     * `pixel_values`, `image_grid_thw`, `pixel_values_videos`, `video_grid_thw`: concatenated along dimension 0.
     * `mm_token_type_ids`: flattened.
@@ -94,7 +104,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             `"pt"` or `"np"`.
 
     Raises:
-        `ValueError`: an empty batch or sample, a sample of several documents (`position_ids` that restart), columns of
+        `ValueError`: a batch without tokens, a sample without tokens that has a label of its own, a sample of several documents (`position_ids` that restart), columns of
             different lengths, documents without any boundaries, `pad_to_multiple_of` without `pad_token_id`, an unknown
             `on_leak`, or a `model` that leaks or does not shift labels. Without `model`, `Trainer.train` or
             `Trainer.evaluate` raises the last one.
@@ -178,21 +188,20 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         separator_id: int | None = None,
     ) -> dict[str, Any]:
         """Flatten `features` into one packed row. The class docstring describes features and batches."""
-        documents = [document for feature in features for document in _documents(feature)]
+        documents = [document for feature in features for document in documents_of(feature)]
         try:
             return self._flatten(documents, return_tensors, separator_id)
         except TypeError:
             # Searched for only after a failure, because the search takes as long as the rest.
             for index, feature in enumerate(documents):
-                known = {*_COLUMNS, *self.token_columns}
-                _refuse_none(index, {name: column for name, column in feature.items() if name in known})
+                known = {*TOKEN_COLUMNS, *self.token_columns}
+                refuse_missing(index, {name: column for name, column in feature.items() if name in known})
             raise
 
     def _flatten(
         self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
     ) -> dict[str, Any]:
-        if not features:
-            raise input_error("at least one sample", "an empty batch")
+        numbers, features = self._with_tokens(features)
         labelled = {"labels" in feature for feature in features}
         if len(labelled) > 1:
             raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
@@ -201,9 +210,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             # A text-only sample may lack the column: all its tokens are text.
             token_columns += (TOKEN_TYPES,)
             features = [{TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
-        samples = [self._sample(index, feature, token_columns) for index, feature in enumerate(features)]
+        samples = [self._sample(*part, token_columns) for part in zip(numbers, features, strict=True)]
         self._note_left_out_columns(features[0])
-        scalar = [np.ndim(sample["labels"]) == 0 for sample in samples] if labelled == {True} else [False]
+        scalar = [is_number(sample["labels"]) for sample in samples] if labelled == {True} else [False]
         if any(scalar) and not all(scalar):
             raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
         document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
@@ -280,56 +289,38 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         position_ids = packed_mrope_position_ids(self.config, SequenceBoundaries.from_lengths(lengths), **columns)
         return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
 
-    def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
-        """The columns of a sample as lists without masked tokens. A label per sample stays a number."""
-        if "input_ids" not in feature:
-            fix = "Set remove_unused_columns=False if Trainer removes columns that you need."
-            raise input_error(f"input_ids in sample {index}", f"columns {sorted(feature)}", fix)
-        for name in token_columns:
-            if name not in feature:
-                fix = "Add it, or remove it from token_columns."
-                raise input_error(f"the token column {name!r} in every sample", f"none in sample {index}", fix)
-        names = dict.fromkeys(("input_ids", "labels", "attention_mask", *token_columns))
-        columns = {name: _as_list(feature[name]) for name in names if name == "input_ids" or name in feature}
-        if None in columns.values():
-            _refuse_none(index, columns)
-        length = len(columns["input_ids"])
-        for name, column in columns.items():
-            if not (name == "labels" and np.ndim(column) == 0) and len(column) != length:
-                raise input_error(f"{name} with the length of input_ids, {length}, in sample {index}", len(column))
-        if length and np.ndim(columns["input_ids"][0]):
-            fix = "Remove the batch dimension: input_ids[0]."
-            raise input_error(f"input_ids [tokens] in sample {index}", "nested input_ids", fix)
-        mask = columns.pop("attention_mask", None)
-        if "position_ids" not in token_columns and feature.get("position_ids") is not None:
-            _check_one_document(index, _as_list(feature["position_ids"]), mask)
-        if mask is not None and not set(mask) <= {1}:
-            _refuse_none(index, {"attention_mask": mask})
-            if others := [x for x in set(mask) if x != 0 and x != 1]:
-                fix = f"Real tokens have 1. {_ROWS}"
-                raise input_error(f"attention_mask of 0 and 1 in sample {index}", f"{others[0]}", fix)
-            self._note_masked_targets(columns.get("labels"), mask)
-            for name, column in columns.items():
-                if np.ndim(column):
-                    columns[name] = [value for value, keep in zip(column, mask, strict=True) if keep]
-        if not columns["input_ids"]:
-            got = "only masked tokens" if length else "empty input_ids"
-            raise input_error(f"at least one token in sample {index}", got, "Remove such samples from the dataset.")
-        return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
+    def _with_tokens(self, features: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Mapping[str, Any]]]:
+        """The samples without masked tokens, and their numbers. Samples without any token are left out."""
+        if not features:
+            raise input_error("at least one sample", "an empty batch")
+        real = {}
+        for index, feature in enumerate(features):
+            sample = real_sample(feature, index)
+            check_lengths(index, feature, self.token_columns)
+            if has_tokens(index, sample):
+                real[index] = sample
+        if not real:
+            got = f"{len(features)} without any (empty input_ids, or only masked tokens)"
+            raise input_error("a sample with tokens in the batch", got, "Remove such samples from the dataset.")
+        for index, sample in real.items():
+            for name in self.token_columns:
+                if name not in sample:
+                    fix = "Add it, or remove it from token_columns."
+                    raise input_error(f"the token column {name!r} in every sample", f"none in sample {index}", fix)
+        return list(real), list(real.values())
 
-    def _note_masked_targets(self, labels: Any, mask: list) -> None:
-        if np.ndim(labels) and any(
-            not keep and label != IGNORED_LABEL for label, keep in zip(labels, mask, strict=True)
-        ):
-            logger.warning_once(
-                f"{_CALL}: tokens with an attention_mask of 0 have labels. They are not part of the packed row, so the "
-                "loss differs from that of a padded batch. Set these labels to -100 to make both equal."
-            )
+    def _sample(self, index: int, feature: Mapping[str, Any], token_columns: tuple[str, ...]) -> dict[str, Any]:
+        """The columns of a sample as lists. A label per sample stays a number."""
+        names = dict.fromkeys(("input_ids", "labels", *token_columns))
+        columns = {name: as_list(feature[name]) for name in names if name in feature}
+        if "position_ids" not in token_columns:
+            check_one_document(index, feature)
+        return columns | {name: feature[name] for name in (PREFIX,) if name in feature}
 
     def _note_left_out_columns(self, feature: Mapping[str, Any]) -> None:
         tokens = len(feature["input_ids"])
-        known = {*_COLUMNS, *VISION_COLUMNS, "position_ids", PREFIX, *self.token_columns}
-        others = {name: _as_list(column) for name, column in feature.items() if name not in known}
+        known = {*TOKEN_COLUMNS, *VISION_COLUMNS, "position_ids", PREFIX, *self.token_columns}
+        others = {name: as_list(column) for name, column in feature.items() if name not in known}
         alike = [name for name, values in others.items() if isinstance(values, list) and len(values) == tokens]
         left_out = [name for name in alike if isinstance(others[name][0], int | float)]
         if left_out:
@@ -339,49 +330,32 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             )
 
 
-def _documents(feature: Any) -> Iterator[Mapping[str, Any]]:
-    """The samples of one batch element."""
-    if isinstance(feature, list | tuple):
-        for sample in feature:
-            yield from _documents(sample)
-    elif "answers" in feature and "input_ids" not in feature:
-        yield from answers_of(feature)
-    elif "seq_lengths" in feature:
-        columns = {name: column for name, column in feature.items() if name != "seq_lengths"}
-        lengths, total = _as_list(feature["seq_lengths"]), len(columns["input_ids"])
-        if sum(lengths) != total:
-            fix = "Pass the rows unchanged, as pack_dataset returns them."
-            raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
-        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-            yield cut_sample(columns, start, length)
-    else:
-        yield feature
-
-
-def _check_one_document(index: int, position_ids: list, mask: list | None) -> None:
-    """Raise a `ValueError` if position ids `[tokens]` restart at a real token."""
-    _refuse_none(index, {"position_ids": position_ids})
-    real = position_ids if mask is None else [x for x, keep in zip(position_ids, mask, strict=False) if keep]
-    if np.ndim(real) == 1 and len(breaks := np.flatnonzero(np.diff(real) != 1)):
-        got = f"{real[breaks[0] + 1]} after {real[breaks[0]]}"
-        raise input_error(f"position_ids of one document in sample {index}", got, _ROWS)
-
-
-def _refuse_none(index: int, columns: Mapping[str, Any]) -> None:
-    for name, column in columns.items():
-        column = _as_list(column)
-        if column is None or isinstance(column, list) and None in column:
-            got = "None" if column is None else f"None at token {column.index(None)}"
-            raise input_error(f"{name} without missing values in sample {index}", got, "Remove such samples.")
-
-
-def _as_list(column: Any) -> Any:
-    return column.tolist() if hasattr(column, "tolist") else column
-
-
 def _as_array(values: list) -> np.ndarray:
     """Floats are float32, as in Transformers' default collator."""
     array = np.asarray(values)
     if array.dtype == object:
         raise TypeError(f"expected numbers, got {values[:10]}")
     return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+class CausalLabelsCollator(DataCollatorWithFlattening):
+    """Our collator with the labels of `DataCollatorForLanguageModeling(mlm=False)`: all tokens except padding tokens.
+
+    Args:
+        ignored_token (`int`, *optional*):
+            The padding token. It is never a target, even where it has another meaning.
+        kwargs (`Any`, *optional*):
+            Arguments of [`DataCollatorWithFlattening`].
+    """
+
+    def __init__(self, ignored_token: int | None, **kwargs):
+        super().__init__(**kwargs)
+        self.ignored_token = ignored_token
+
+    def __call__(self, features: list, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
+        batch = super().__call__(features, return_tensors, separator_id)
+        not_targets = batch["position_ids"] == 0
+        if self.ignored_token is not None:
+            not_targets = not_targets | (batch["input_ids"] == self.ignored_token)
+        batch["labels"] = torch.where(not_targets, -100, batch["input_ids"])
+        return batch

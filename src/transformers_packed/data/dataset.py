@@ -21,16 +21,20 @@ from .overlong import check_settings
 from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
-from .samples import cut_sample, has_items
+from .prefixes import documents_of
+from .samples import MASK, check_sample, cut_sample, has_items, real_length, real_sample
+from .tables import columns_of, is_list, list_lengths, suspects, table_lengths
 
 
 logger = logging.get_logger(__name__)
 
 _PASS_BATCH = 64
+# Samples that are read where reading all of them would take long.
+_PROBED = 128
 # Rows per block that pack_dataset writes.
 _BLOCK_ROWS = 1 << 12
 # Changes with the plans for the same data and arguments, so that a cached plan of another version is not used.
-_PLANNER = 2
+_PLANNER = 3
 
 
 class PackingDataset(torch.utils.data.Dataset):
@@ -39,6 +43,8 @@ class PackingDataset(torch.utils.data.Dataset):
     An item is a row: a list of samples with all their columns. `DataCollatorWithFlattening` concatenates them. The
     batch size counts rows, so a step with batch size 1 has at most `max_length` tokens. The dataset copies and writes
     nothing: it reads the samples of a row on demand. If the plan cuts a sample, every per-token column is cut.
+
+    Tokens with an `attention_mask` of 0 are padding. They do not count, and the samples of a row do not have them.
 
     The plan assumes one row per process and micro step. Larger batches balance the ranks less well.
 
@@ -55,8 +61,8 @@ class PackingDataset(torch.utils.data.Dataset):
         max_length (`int`):
             Maximum number of tokens per row.
         length_column (`str`, *optional*):
-            The column with the sample lengths in tokens. By default the lengths come from the table of a
-            `datasets.Dataset` without decoding it, or from a pass over all samples.
+            The column with the sample lengths in tokens, without padding. By default the lengths come from the table of
+            a `datasets.Dataset` without decoding it, or from a pass over all samples.
         overlong (`str`, *optional*, defaults to `"error"`):
             Action for samples longer than `max_length`: `"error"`, `"truncate"`, `"split"` or `"drop"`.
             `plan.summary()` counts them.
@@ -173,11 +179,12 @@ class PackingDataset(torch.utils.data.Dataset):
         documents = slice(plan.row_offsets[index], plan.row_offsets[index + 1])
         numbers, starts, lengths = (part.tolist() for part in plan.row(index))
         many = getattr(self.dataset, "__getitems__", None)
-        samples = list(many(numbers)) if many else [self.dataset[number] for number in numbers]
-        tokens = _count_tokens(samples)
+        read = many(numbers) if many else [self.dataset[number] for number in numbers]
+        samples = [real_sample(*part) for part in zip(read, numbers, strict=True)]
+        tokens = [len(sample["input_ids"]) for sample in samples]
         if tokens == lengths and plan.starts is None:
             return samples
-        _check_documents(plan, documents, _refuse_missing(np.array(tokens), numbers))
+        _check_documents(plan, documents, np.array(tokens))
         return [cut_sample(*part) for part in zip(samples, starts, lengths, strict=True)]
 
 
@@ -239,15 +246,19 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         dataset = dataset.flatten_indices()
     lengths = sample_lengths(dataset)
     _check_documents(plan, slice(0, len(plan.samples)), lengths[plan.samples])
-    columns = _per_token_columns(dataset, lengths)
+    padded = list_lengths(dataset.data.column("input_ids"))
+    real = None
+    if MASK in dataset.column_names and padded.sum() != lengths.sum():
+        real = pa.concat_arrays([chunk.flatten() for chunk in dataset.data.column(MASK).chunks]).cast(pa.bool_())
+    columns = _per_token_columns(dataset, padded)
     values = {}
     for name, table in columns.items():
         value = table.cast(pa.large_list(table.type.value_type)).combine_chunks().flatten()
         if value.null_count:
             token = np.flatnonzero(value.is_null().to_numpy(zero_copy_only=False))[0]
-            sample = np.searchsorted(offsets_of(lengths), token, side="right") - 1
+            sample = np.searchsorted(offsets_of(padded), token, side="right") - 1
             raise _bad_column(name, sample, "a missing value among them")
-        values[name] = value
+        values[name] = value if real is None else value.filter(real)
     first = offsets_of(lengths)[plan.samples] + (0 if plan.starts is None else plan.starts)
     blocks = []
     for begin in range(0, len(plan), _BLOCK_ROWS):
@@ -266,7 +277,7 @@ def _per_token_columns(dataset: Any, lengths: np.ndarray) -> dict[str, Any]:
     columns, left_out = {}, []
     for name in dataset.column_names:
         column = dataset.data.column(name)
-        sizes = _list_lengths(column)
+        sizes = list_lengths(column) if is_list(column) else None
         fits = np.zeros(len(lengths), bool) if sizes is None else sizes == lengths
         if fits.all():
             columns[name] = column
@@ -294,15 +305,19 @@ def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
 
 
 def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
-    """The sample lengths in tokens, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
-    lengths = arrow_lengths(dataset, "input_ids")
+    """The real tokens of each sample, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
+    lengths = table_lengths(dataset)
+    if lengths is not None:
+        _refuse_unusable(dataset, lengths)
     if column is None and lengths is not None:
         return lengths
     if column is None:
         # A separate generator keeps the global random state, and with it the training run, unchanged.
         own: dict[str, Any] = {"collate_fn": _count_tokens, "generator": torch.Generator()}
         counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
-        return _refuse_missing(np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset)))
+        lengths = np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset))
+        _refuse_unusable(dataset, lengths)
+        return lengths
     if not hasattr(dataset, "column_names"):
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     if column not in dataset.column_names:
@@ -316,56 +331,71 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     return given
 
 
+def sampled_lengths(dataset: Any) -> np.ndarray:
+    """The real tokens of all samples of a table, or of some evenly spaced samples of another dataset with items."""
+    lengths = table_lengths(dataset)
+    if lengths is None:
+        return np.array([real_length(dataset[number], number) for number in _spread(len(dataset))])
+    _refuse_unusable(dataset, lengths)
+    return lengths
+
+
+def find_unusable(dataset: Any) -> tuple[int, str] | None:
+    """Find a sample that cannot be used for training: its number, and the message of its error.
+
+    Checks all samples of a list. Of a table, checks what does not need decoding. Of these and other datasets with items,
+    checks some evenly spaced samples. `None` if none is found, and for a stream.
+    """
+    dataset = dataset.dataset if isinstance(dataset, PackingDataset) else dataset
+    if not has_items(dataset):
+        return None
+    numbers = range(len(dataset)) if isinstance(dataset, list | tuple) else _spread(len(dataset))
+    for number in chain(suspects(dataset)[:_PROBED], numbers):
+        error = _error_of(dataset, number)
+        if error is not None:
+            return number, str(error)
+    return None
+
+
+def _spread(samples: int) -> list[int]:
+    return np.unique(np.linspace(0, samples - 1, min(samples, _PROBED)).astype(int)).tolist()
+
+
+def _error_of(dataset: Any, number: int) -> ValueError | None:
+    """The error of a sample that cannot be used."""
+    columns = columns_of(dataset)
+    # A format may turn missing values into others.
+    plain = dataset if columns is None else dataset.with_format(None, columns=list(columns))
+    try:
+        for sample in documents_of(plain[number]):
+            check_sample(number, sample)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _refuse_unusable(dataset: Any, lengths: np.ndarray) -> None:
+    """Raise the error of the first sample with the length -1."""
+    unusable = np.flatnonzero(lengths < 0)
+    if len(unusable):
+        number = int(unusable[0])
+        got = f"another sample {number} in the second pass"
+        raise _error_of(dataset, number) or input_error("a dataset that returns the same samples again", got)
+
+
 def _progress(iterable: Any, total: int) -> tqdm:
     return tqdm(iterable, total=total, desc="Sample lengths", unit=" samples", disable=None)
 
 
 def _count_tokens(samples: list[Mapping[str, Any]]) -> list[int]:
-    """The sample lengths, -1 for a missing list."""
-    return [-1 if sample["input_ids"] is None else len(sample["input_ids"]) for sample in samples]
-
-
-def _refuse_missing(lengths: np.ndarray, numbers: Sequence[int] | None = None) -> np.ndarray:
-    missing = np.flatnonzero(lengths < 0)
-    if len(missing):
-        sample = missing[0] if numbers is None else numbers[missing[0]]
-        raise input_error(f"input_ids in sample {sample}", "None", "Remove such samples from the dataset.")
-    return lengths
-
-
-def arrow_lengths(dataset: Any, name: str) -> np.ndarray | None:
-    """List lengths of a `datasets.Dataset` column, from the offsets in its table; `None` without a list column."""
-    table = getattr(getattr(dataset, "data", None), "table", None)
-    # A transform may change the lengths when it runs.
-    if table is None or name not in table.column_names or dataset.format["type"] == "custom":
-        return None
-    lengths = _list_lengths(table.column(name))
-    if lengths is None:
-        return None
-    if dataset._indices is not None:
-        lengths = lengths[dataset._indices.column(0).to_numpy()]
-    return _refuse_missing(lengths)
-
-
-def sampled_lengths(dataset: Any, name: str = "input_ids", samples: int = 128) -> np.ndarray:
-    """List lengths of a column of a dataset with items: all of them from a table, or those of some evenly spaced ones."""
-    lengths = arrow_lengths(dataset, name)
-    if lengths is not None:
-        return lengths
-    numbers = np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int))
-    return np.array([len(dataset[number][name]) for number in numbers.tolist()])
-
-
-def _list_lengths(column: Any) -> np.ndarray | None:
-    """List lengths of a table column, -1 for a missing list; `None` if the column has no lists."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    if not any(is_kind(column.type) for is_kind in kinds):
-        return None
-    chunks = (pc.fill_null(pc.list_value_length(chunk), -1).to_numpy() for chunk in column.chunks)
-    return np.concatenate([np.empty(0, np.int64), *chunks])
+    """The real tokens of samples, -1 for one that cannot be used. Its error would lose its type in a worker."""
+    counts = []
+    for sample in samples:
+        try:
+            counts.append(real_length(sample))
+        except ValueError:
+            counts.append(-1)
+    return counts
 
 
 def _cache_path(cache: Any, dataset: Any, lengths: Callable[[], np.ndarray], sizes: list, options: dict) -> Path:

@@ -10,6 +10,7 @@ those of a prefix once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,29 @@ import torch
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
-from .samples import IGNORED_LABEL
+from .samples import IGNORED_LABEL, PREFIX, as_list, cut_sample
 
 
 Sample = dict[str, Any]
-# The column of a sample with the prefix of its group. Users' columns may be named "prefix".
-PREFIX = "prefix of the group"
+
+
+def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
+    """The samples of one batch element: a sample, a group, or a row (a list of samples, or joined by `seq_lengths`)."""
+    if isinstance(element, list | tuple):
+        for sample in element:
+            yield from documents_of(sample)
+    elif "answers" in element and "input_ids" not in element:
+        yield from answers_of(element)
+    elif "seq_lengths" in element and "input_ids" in element:
+        columns = {name: column for name, column in element.items() if name != "seq_lengths"}
+        lengths, total = as_list(element["seq_lengths"]), len(columns["input_ids"])
+        if sum(lengths) != total:
+            fix = "Pass the rows unchanged, as pack_dataset returns them."
+            raise input_error(f"seq_lengths that sum to the row's {total} tokens", sum(lengths), fix)
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+            yield cut_sample(columns, start, length)
+    else:
+        yield element
 
 
 def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:

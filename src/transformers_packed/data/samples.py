@@ -1,23 +1,121 @@
-"""Functions on one sample that the collator and the datasets share."""
+"""Functions on one sample that the collator and the datasets share.
+
+A sample consists of its real tokens. Tokens with an `attention_mask` of 0 are padding: they count nowhere, and no row
+holds them. Every reader of samples applies [`real_sample`] first.
+"""
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
+import numpy as np
+from transformers.utils import logging
+
 from ..boundaries import TOKEN_TYPES, VISION_KINDS
+from ..errors import input_error
 
 
-__all__ = ["IGNORED_LABEL", "TOKEN_TYPES", "VISION_COLUMNS", "VISION_GRIDS", "cut_sample", "has_items"]
+logger = logging.get_logger(__name__)
 
 # The label of a token without loss.
 IGNORED_LABEL = -100
 VISION_GRIDS = tuple(grid for _, _, grid in VISION_KINDS.values())
-# Their first dimension counts patches or images. It may happen to equal a sample's length.
+# Their first dimension counts patches or images.
 VISION_COLUMNS = tuple(name for _, *names in VISION_KINDS.values() for name in names)
+MASK = "attention_mask"
+# The column of a sample with the prefix of its group. Users' columns may be named "prefix".
+PREFIX = "prefix of the group"
+# Columns that always have one value per token. Labels may also be one number.
+TOKEN_COLUMNS = ("input_ids", "labels", MASK, TOKEN_TYPES)
+# Columns that may happen to have the length of the sample.
+_WHOLE = {*VISION_COLUMNS, PREFIX}
+_ROWS = "Pass a row of several documents as its samples, or with a column seq_lengths."
+_REMOVE = "Remove such samples from the dataset."
 
 
 def has_items(dataset: Any) -> bool:
     """Whether a dataset has indices and a length. A stream has neither."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:
+    """A sample without its masked tokens, in every column with one value per token.
+
+    If no token is masked, the sample itself is returned. A warning notes masked tokens with a label.
+
+    Args:
+        sample (`Mapping`):
+            `input_ids` and any other columns. Without `attention_mask`, all tokens are real.
+        index (`int`, *optional*):
+            The number of the sample, for error messages.
+
+    Raises:
+        `ValueError`: `input_ids` or the mask is missing, has another shape or length, or the mask has a value other
+            than 0 and 1.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.data.samples import real_sample
+    >>> real_sample({"input_ids": [0, 6, 7], "attention_mask": [0, 1, 1], "source": "a book"})
+    {'input_ids': [6, 7], 'attention_mask': [1, 1], 'source': 'a book'}
+
+    ```
+    """
+    mask = _padding_mask(sample, index)
+    if mask is None:
+        return sample
+    _note_masked_targets(sample.get("labels"), mask)
+    real = np.array([position for position, keep in enumerate(mask) if keep], np.int64)
+
+    def kept(column: Any) -> Any:
+        return type(column)(compress(column, mask)) if isinstance(column, list | tuple) else column[real]
+
+    return {name: kept(x) if _per_token(name, x, len(mask)) else x for name, x in sample.items()}
+
+
+def real_length(sample: Mapping[str, Any], index: int | None = None) -> int:
+    """The number of real tokens of a sample. Raises the errors of [`real_sample`]."""
+    mask = _padding_mask(sample, index)
+    return len(sample["input_ids"]) if mask is None else mask.count(1)
+
+
+def _padding_mask(sample: Mapping[str, Any], index: int | None) -> Any:
+    """The mask of a sample as a list or tuple, or `None` if all tokens are real."""
+    where = _place(index)
+    if "input_ids" not in sample:
+        fix = "Set remove_unused_columns=False if Trainer removes columns that you need."
+        raise input_error(f"input_ids in {where}", f"columns {sorted(sample)}", fix)
+    refuse_missing(index, {name: sample[name] for name in ("input_ids", MASK) if name in sample}, values=False)
+    tokens = sample["input_ids"]
+    if len(tokens) and np.ndim(tokens[0]):
+        raise input_error(
+            f"input_ids [tokens] in {where}", "nested input_ids", "Remove the batch dimension: input_ids[0]."
+        )
+    if MASK not in sample:
+        return None
+    mask = as_list(sample[MASK])
+    if len(mask) != len(tokens):
+        raise input_error(f"{MASK} with the length of input_ids, {len(tokens)}, in {where}", len(mask))
+    real = mask.count(1)
+    if real == len(mask):
+        return None
+    if real + mask.count(0) != len(mask):
+        refuse_missing(index, {MASK: mask})
+        other = next(value for value in mask if value != 0 and value != 1)
+        raise input_error(f"{MASK} of 0 and 1 in {where}", other, f"Real tokens have 1. {_ROWS}")
+    return mask
+
+
+def _note_masked_targets(labels: Any, mask: Any) -> None:
+    labels = as_list(labels)
+    if isinstance(labels, list | tuple) and any(
+        not keep and label != IGNORED_LABEL for label, keep in zip(labels, mask, strict=False)
+    ):
+        logger.warning_once(
+            "Tokens with an attention_mask of 0 have labels. They are not part of the packed row, so the loss differs "
+            "from that of a padded batch. Set these labels to -100 to make both equal."
+        )
 
 
 def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[str, Any]:
@@ -39,12 +137,71 @@ def cut_sample(sample: Mapping[str, Any], start: int, length: int) -> Mapping[st
     if start == 0 and length == total:
         return sample
     cut = slice(start, start + length)
-    return {
-        name: column[cut] if name not in VISION_COLUMNS and _per_token(column, total) else column
-        for name, column in sample.items()
-    }
+    return {name: column[cut] if _per_token(name, column, total) else column for name, column in sample.items()}
 
 
-def _per_token(column: Any, length: int) -> bool:
+def _per_token(name: str, column: Any, length: int) -> bool:
     shape: tuple = (len(column),) if isinstance(column, list | tuple) else getattr(column, "shape", ())
-    return len(shape) > 0 and shape[0] == length
+    return name not in _WHOLE and len(shape) > 0 and shape[0] == length
+
+
+def has_tokens(index: int, sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has a real token. Without one it is skipped, but not if it has a label of its own."""
+    if len(sample["input_ids"]):
+        return True
+    if "labels" in sample and is_number(sample["labels"]):
+        raise input_error(f"at least one token in {_place(index)}, which has a label of its own", "none", _REMOVE)
+    return False
+
+
+def check_lengths(index: int, sample: Mapping[str, Any], names: tuple[str, ...] = ()) -> None:
+    """Raise a `ValueError` if per-token columns, also those in `names`, do not have the length of `input_ids`."""
+    columns = {name: sample[name] for name in (*TOKEN_COLUMNS, *names) if name in sample}
+    refuse_missing(index, columns, values=False)
+    length = len(columns["input_ids"])
+    for name, column in columns.items():
+        if not (name == "labels" and is_number(column)) and len(column) != length:
+            raise input_error(f"{name} with the length of input_ids, {length}, in {_place(index)}", len(column))
+
+
+def check_sample(index: int, sample: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` that names the sample and the reason if the collator cannot use it."""
+    real = real_sample(sample, index)
+    check_lengths(index, sample)
+    refuse_missing(index, {name: sample[name] for name in TOKEN_COLUMNS if name in sample})
+    has_tokens(index, real)
+    check_one_document(index, real)
+
+
+def check_one_document(index: int, sample: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if the position ids `[tokens]` of a sample restart."""
+    if sample.get("position_ids") is None:
+        return
+    position_ids = as_list(sample["position_ids"])
+    refuse_missing(index, {"position_ids": position_ids})
+    if np.ndim(position_ids) == 1 and len(breaks := np.flatnonzero(np.diff(position_ids) != 1)):
+        got = f"{position_ids[breaks[0] + 1]} after {position_ids[breaks[0]]}"
+        raise input_error(f"position_ids of one document in {_place(index)}", got, _ROWS)
+
+
+def refuse_missing(index: int | None, columns: Mapping[str, Any], values: bool = True) -> None:
+    """Raise a `ValueError` for a column that is `None`, or with `values` for one that holds `None`."""
+    for name, column in columns.items():
+        column = as_list(column) if values else column
+        if column is None or values and isinstance(column, list | tuple) and None in column:
+            got = "None" if column is None else f"None at token {column.index(None)}"
+            raise input_error(f"{name} without missing values in {_place(index)}", got, _REMOVE)
+
+
+def _place(index: int | None) -> str:
+    return "the sample" if index is None else f"sample {index}"
+
+
+def as_list(column: Any) -> Any:
+    """Arrays and tensors as lists, anything else unchanged."""
+    return column.tolist() if hasattr(column, "tolist") else column
+
+
+def is_number(column: Any) -> bool:
+    """Whether a column holds one value per sample."""
+    return not isinstance(column, list | tuple) and np.ndim(column) == 0

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..errors import input_error
 from .overlong import check_count, check_settings, overlong_pieces
-from .samples import cut_sample, has_items
+from .samples import cut_sample, has_items, real_sample
 
 
 logger = logging.get_logger(__name__)
@@ -43,7 +43,7 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
     """Packs a stream of samples into rows of at most `max_length` tokens.
 
     An item is a row: a list of samples with all their columns. `DataCollatorWithFlattening` concatenates them. The
-    batch size counts rows.
+    batch size counts rows. Tokens with an `attention_mask` of 0 do not count, and the samples of a row do not have them.
 
     The *workers* of a data loader share the samples: each worker reads and packs its part. `Trainer` and accelerate
     distribute the rows over the *processes*. Set `accelerator_config={"dispatch_batches": False}`, so that they do not
@@ -248,7 +248,10 @@ class _Stream:
         samples = self._read_again(needed, state["source"])
 
         def restore(row):
-            return [(at, start, length, self._cut(samples[at], at, start, length)) for at, start, length in row]
+            return [
+                (at, start, length, self._cut(real_sample(samples[at]), at, start, length))
+                for at, start, length in row
+            ]
 
         self.ready.extend(map(restore, state["ready"]))
         for row in state["open"]:
@@ -262,7 +265,8 @@ class _Stream:
         max_length = self.config.max_length
         yield from self._hand_out()
         try:
-            for sample in self.samples:
+            for read in self.samples:
+                sample = real_sample(read, self._number)
                 length = len(sample["input_ids"])
                 if 0 < length <= max_length:
                     self._place((self.position, 0, length, sample), length)
@@ -273,9 +277,8 @@ class _Stream:
                     self._take_snapshot()
                 yield from self._hand_out()
         except Exception as error:
-            index = self.first + self.position * self.stride if has_items(self.source) else self.index
             part = f"reader {self.shard[0]}'s part of " if self.stride < self.shard[1] else ""
-            error.add_note(f"IterablePackingDataset: this happened at sample {index} of {part}the dataset.")
+            error.add_note(f"IterablePackingDataset: this happened at sample {self._number} of {part}the dataset.")
             raise
         # A source that raises StopIteration in `__getitem__` would end the stream early.
         end = self.first + self.position * self.stride
@@ -286,6 +289,11 @@ class _Stream:
         self.ready.extend(self.open.pop(row & _SERIAL) for row in self.free)
         self.free.clear()
         yield from self._hand_out()
+
+    @property
+    def _number(self) -> int:
+        """The number of the sample at the current position in the dataset."""
+        return self.first + self.position * self.stride if has_items(self.source) else self.index
 
     def _hand_out(self) -> Iterator[list]:
         while self.ready:

@@ -1,0 +1,96 @@
+"""Read the table of a `datasets.Dataset` without decoding its samples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .planning.rows import offsets_of
+from .samples import MASK, TOKEN_COLUMNS
+
+
+def columns_of(dataset: Any) -> dict[str, Any] | None:
+    """The columns in the table of a `datasets.Dataset` that its samples have; `None` for any other dataset."""
+    table = getattr(getattr(dataset, "data", None), "table", None)
+    # A transform may change the samples when it runs.
+    if table is None or dataset.format["type"] == "custom":
+        return None
+    return {name: table.column(name) for name in table.column_names if name in dataset.format["columns"]}
+
+
+def table_lengths(dataset: Any) -> np.ndarray | None:
+    """The real tokens of each sample, -1 for one that cannot be used; `None` without a table of tokens."""
+    columns = columns_of(dataset) or {}
+    if "input_ids" not in columns or not is_list(columns["input_ids"]):
+        return None
+    lengths = list_lengths(columns["input_ids"])
+    if not _holds_numbers(columns["input_ids"]) or MASK in columns and not _holds_numbers(columns[MASK]):
+        lengths = np.full_like(lengths, -1)
+    elif MASK in columns:
+        padding = _count_in_lists(columns[MASK], lambda x: _numbers(x) == 0)
+        other = _count_in_lists(columns[MASK], lambda x: (_numbers(x) != 0) & (_numbers(x) != 1))
+        fits = (list_lengths(columns[MASK]) == lengths) & (other == 0)
+        lengths = np.where(fits, lengths - padding, -1)
+    return _of_samples(dataset, lengths)
+
+
+def suspects(dataset: Any) -> list[int]:
+    """The numbers of samples in a table that probably cannot be used, none without a table."""
+    lengths, columns = table_lengths(dataset), columns_of(dataset) or {}
+    if lengths is None:
+        return []
+    wrong, sizes = lengths < 0, list_lengths(columns["input_ids"])
+    for name in TOKEN_COLUMNS:
+        if name in columns and is_list(columns[name]):
+            holes = _count_in_lists(columns[name], _is_null)
+            wrong |= _of_samples(dataset, (list_lengths(columns[name]) != sizes) | (holes > 0))
+        elif name in columns:
+            wrong |= _of_samples(dataset, columns[name].is_null().to_numpy()) | (lengths == 0)
+    return np.flatnonzero(wrong).tolist()
+
+
+def is_list(column: Any) -> bool:
+    """Whether the values of a column are lists."""
+    import pyarrow as pa
+
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(column.type) for is_kind in kinds)
+
+
+def list_lengths(column: Any) -> np.ndarray:
+    """The lengths of the lists in a column, -1 for a missing list."""
+    import pyarrow.compute as pc
+
+    chunks = (pc.fill_null(pc.list_value_length(chunk), -1).to_numpy() for chunk in column.chunks)
+    return np.concatenate([np.empty(0, np.int64), *chunks])
+
+
+def _holds_numbers(column: Any) -> bool:
+    import pyarrow as pa
+
+    # A list without any values has no type.
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    return is_list(column) and any(is_kind(column.type.value_type) for is_kind in kinds)
+
+
+def _of_samples(dataset: Any, values: np.ndarray) -> np.ndarray:
+    """Values per row of the table as values per sample."""
+    return values if dataset._indices is None else values[dataset._indices.column(0).to_numpy()]
+
+
+def _count_in_lists(column: Any, test: Callable[[Any], np.ndarray]) -> np.ndarray:
+    """The number of values in each list of a column for which `test(values)` is true."""
+    found, total = [np.empty(0, np.int64)], 0
+    for chunk in column.chunks:
+        values = chunk.flatten()
+        found.append(total + np.flatnonzero(test(values)))
+        total += len(values)
+    return np.diff(np.searchsorted(np.concatenate(found), offsets_of(np.maximum(list_lengths(column), 0))))
+
+
+def _numbers(values: Any) -> np.ndarray:
+    return values.to_numpy(zero_copy_only=False)
+
+
+def _is_null(values: Any) -> np.ndarray:
+    return values.is_null().to_numpy(zero_copy_only=False) if values.null_count else np.empty(0, bool)
