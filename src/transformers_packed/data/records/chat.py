@@ -11,6 +11,7 @@ them:
   generate both.
 """
 
+import json
 import os.path
 import re
 from typing import Any
@@ -21,18 +22,23 @@ from ...errors import input_error
 
 
 ROLES = ("system", "user", "assistant", "tool")
+# Keys of messages that are read here, or that only name something.
+_KNOWN_KEYS = {"role", "content", "weight", "id", "name", "tool_call_id"}
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
-    """Check `messages` and return them with each content as one string. Raises a `ValueError` for malformed messages.
+    """Check `messages` and return them in the form that templates expect. Raises a `ValueError` for malformed messages.
+
+    Each content is one string, and the arguments of tool calls are objects, also if they were given as JSON strings.
 
     Args:
         name (`str`):
             The name of the column, for the error message.
         messages (`Any`):
             A list of objects with `role` and `content`. The content is a string or a list of text parts. A message
-            with `tool_calls` or `reasoning_content` needs no content.
+            with `tool_calls` or `reasoning_content` needs no content. The `weight` of an assistant's message is 0 if it is
+            no target, else 1.
     """
     if not isinstance(messages, list) or not messages:
         raise input_error(f"{name} as a list of messages", describe(messages))
@@ -52,9 +58,56 @@ def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
         has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
         if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
             raise input_error(f"content in {which}", "none", "Add content or remove the message.")
+        _check_weight(which, message)
         # Templates handle missing content differently, and some ignore a list of parts.
         checked.append({**message, "content": content or ""})
+        if "tool_calls" in message:
+            checked[-1]["tool_calls"] = _tool_calls(which, message["tool_calls"])
     return checked
+
+
+def _check_weight(which: str, message: dict[str, Any]) -> None:
+    weight = message.get("weight", 0)
+    if weight not in (0, 1):
+        raise input_error(f"weight 0 or 1 in {which}", repr(weight))
+    if weight and message["role"] != "assistant":
+        fix = "Only the assistant's messages are targets."
+        raise input_error(f"weight 0 or none in {which}, of the role {message['role']}", weight, fix)
+
+
+def target_turns(messages: list[dict[str, Any]], first: int = 0) -> list[int]:
+    """The numbers of the assistant's messages that are targets, starting at message number `first`."""
+    turns = range(first, len(messages))
+    return [turn for turn in turns if messages[turn]["role"] == "assistant" and messages[turn].get("weight", 1)]
+
+
+def _tool_calls(which: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls whose arguments are objects."""
+    if not isinstance(calls, list):
+        raise input_error(f"tool_calls as a list of objects in {which}", describe(calls))
+    checked = []
+    for number, call in enumerate(calls, 1):
+        place = f"{which}, tool call {number}"
+        if not isinstance(call, dict):
+            raise input_error(f"an object in {place}", describe(call))
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        if "arguments" in function:
+            arguments = from_json(function["arguments"])
+            if not isinstance(arguments, dict):
+                fix = 'Write "{}" for a call without arguments.'
+                got = repr(function["arguments"])[:60]
+                raise input_error(f"arguments as an object or a JSON string of one in {place}", got, fix)
+            function = {**function, "arguments": arguments}
+        checked.append(function if "function" not in call else {**call, "function": function})
+    return checked
+
+
+def from_json(value: Any) -> Any:
+    """The value of a JSON string. Anything else is returned unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (json.JSONDecodeError, RecursionError):
+        return value
 
 
 def _text_part(which: str, part: Any) -> str:
@@ -107,16 +160,23 @@ class AssistantTurns:
         self.tokenizer = tokenizer
         template = tokenizer.get_chat_template()
         self.template_marks_them = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-        self._probed: tuple[str, str] | None = None
+        self._probed: dict[str, tuple[str, str]] = {}
 
     def render(self, messages: list[dict[str, Any]], tools: list | None = None, **kwargs) -> str:
         """The text of a conversation."""
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
 
+    def unread_keys(self, messages: list[dict[str, Any]]) -> list[str]:
+        """Keys with a value in `messages` that occur nowhere in the template."""
+        keys = {key for message in messages for key, value in message.items() if value not in ("", [], {})}
+        templates = self.tokenizer.chat_template
+        text = templates if isinstance(templates, str) else " ".join(templates.values())
+        return sorted(key for key in keys - _KNOWN_KEYS if not re.search(rf"\b{re.escape(key)}\b", text))
+
     def find(
-        self, messages: list[dict[str, Any]], text: str, turns: list[int], tools: list | None = None
+        self, messages: list[dict[str, Any]], text: str, turns: list[int], tools: list | None = None, **kwargs
     ) -> list[tuple[int, int]]:
-        """Locate the messages with the numbers `turns` in `text`, the rendered `messages`.
+        """Locate the messages with the numbers `turns` in `text`, the `messages` rendered with `tools` and `kwargs`.
 
         Returns:
             `list[tuple[int, int]]`: the start and end character of each turn.
@@ -124,12 +184,12 @@ class AssistantTurns:
         Raises:
             `LookupError`: the template does not render a turn, or changes other messages with it.
         """
-        filler, closing = self._probe()
+        filler, closing = self._probe(kwargs)
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in text)
         spans = []
         for turn in turns:
             marked = [*messages[:turn], {"role": "assistant", "content": mark}, *messages[turn + 1 :]]
-            before, found, after = self.render(marked, tools).partition(mark)
+            before, found, after = self.render(marked, tools, **kwargs).partition(mark)
             body_start = len(os.path.commonprefix([text, before]))
             body_end = len(text) - len(after)
             if not found or mark in after or not text.endswith(after) or body_end < body_start:
@@ -138,16 +198,18 @@ class AssistantTurns:
             spans.append((start, body_end + len(os.path.commonprefix([closing, text[body_end:]]))))
         return spans
 
-    def _probe(self) -> tuple[str, str]:
+    def _probe(self, kwargs: dict[str, Any]) -> tuple[str, str]:
         """The text that the template inserts between the generation prompt and an answer, and after an answer."""
-        if self._probed is None:
+        key = json.dumps(kwargs, sort_keys=True)
+        if key not in self._probed:
             question, mark = {"role": "user", "content": "a"}, chr(_PRIVATE_USE[0])
-            prompt = self.render([question], add_generation_prompt=True)
-            before, found, closing = self.render([question, {"role": "assistant", "content": mark}]).partition(mark)
+            prompt = self.render([question], add_generation_prompt=True, **kwargs)
+            answer = {"role": "assistant", "content": mark}
+            before, found, closing = self.render([question, answer], **kwargs).partition(mark)
             if not found or mark in closing:
                 raise _not_found("a single answer")
-            self._probed = (before[len(prompt) :] if before.startswith(prompt) else "", closing)
-        return self._probed
+            self._probed[key] = (before[len(prompt) :] if before.startswith(prompt) else "", closing)
+        return self._probed[key]
 
 
 def _not_found(what: str) -> LookupError:

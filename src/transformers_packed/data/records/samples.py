@@ -3,9 +3,13 @@
 A record is a conversation (`messages`), a prompt with its completion (`prompt` and `completion`, strings or lists of
 messages), or `text`. The loss covers the assistant's turns, the completion, or the whole text. All records are read
 and checked before a command writes anything.
+
+Parquet files and `datasets` fill the keys that an object lacks with null. Keys with null are therefore removed from the
+records of all file formats. A null that belongs to the data can be kept in a JSON string (`arguments` or `tools`).
 """
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,14 +21,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ...errors import input_error
 from ..samples import IGNORED_LABEL
-from .chat import AssistantTurns, check_messages, describe
+from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
 
+
+logger = logging.get_logger(__name__)
 
 FORMATS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet")
+# Columns that would change the samples, but are not supported.
+_REFUSED = dict.fromkeys(("images", "videos", "audios"), "Images and videos are not supported here.")
+_REFUSED |= {"functions": "Rename it to tools, as a list of JSON schemas."}
 
 
 @dataclass
@@ -211,6 +221,10 @@ class _Records:
     def __call__(self, record: Any) -> tuple[list[int], list[int]]:
         if not isinstance(record, dict):
             raise input_error("a JSON object", describe(record))
+        record = without_nulls(record)
+        for name, fix in _REFUSED.items():
+            if record.get(name):
+                raise input_error(f"no column {name}", describe(record[name]), fix)
         found = self._format_of(record)
         self.format = self.format or found
         if found != self.format:
@@ -233,8 +247,7 @@ class _Records:
 
     def _format_of(self, record: dict[str, Any]) -> str:
         """The given format, or the one that matches the columns of the record."""
-        # datasets fills missing columns of a record with None.
-        columns = [name for name, value in record.items() if value is not None]
+        columns = list(record)
         found = [name for name, needed in FORMATS.items() if set(needed) <= set(columns)]
         if self.wanted in found or self.wanted is None and len(found) == 1:
             return self.wanted or found[0]
@@ -249,22 +262,50 @@ class _Records:
     ) -> tuple[list[int], list[int]]:
         """Tokens, and labels on the assistant's turns, optionally starting at message number `first`."""
         self.turns = self.turns or AssistantTurns(self.tokenizer)
-        tools = record.get("tools") or None
-        if tools is not None and not isinstance(tools, list):
-            raise input_error("tools as a list of JSON schemas", describe(tools))
+        options = {"tools": self._tools(record), **self._template_variables(record)}
+        if unread := self.turns.unread_keys(messages):
+            logger.warning_once(f"The chat template does not read these keys of messages: {', '.join(unread)}.")
         try:
             if first is None and self.turns.template_marks_them:
-                flags = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-                encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, **flags)
-                input_ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+                input_ids, mask = self._encode_with_marks(messages, options)
             else:
-                text = self.turns.render(messages, tools)
-                turns = [n for n in range(first or 0, len(messages)) if messages[n]["role"] == "assistant"]
-                input_ids, mask = self._encode_with_mask(text, self.turns.find(messages, text, turns, tools))
+                text = self.turns.render(messages, **options)
+                spans = self.turns.find(messages, text, target_turns(messages, first or 0), **options)
+                input_ids, mask = self._encode_with_mask(text, spans)
         except Exception as error:  # a template may raise anything
             message = " ".join(str(error).split()) or type(error).__name__
             raise input_error("a conversation that the chat template renders", f"an error ({message})") from error
         return input_ids, [token if keep else IGNORED_LABEL for token, keep in zip(input_ids, mask, strict=True)]
+
+    def _tools(self, record: dict[str, Any]) -> list | None:
+        tools = from_json(record.get("tools")) or None
+        if tools is not None and not isinstance(tools, list):
+            raise input_error("tools as a list of JSON schemas", describe(tools))
+        return tools
+
+    def _template_variables(self, record: dict[str, Any]) -> dict[str, Any]:
+        given = record.get("chat_template_kwargs", {})
+        if not isinstance(given, dict):
+            raise input_error("chat_template_kwargs as an object", describe(given))
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+        if taken := sorted(own & given.keys()):
+            got = f"the argument {taken[0]} of apply_chat_template"
+            raise input_error("variables of the chat template in chat_template_kwargs", got)
+        return given
+
+    def _encode_with_marks(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[list[int], list]:
+        """Tokens, and the mask that the template's marks give, without the turns of weight 0."""
+        assert self.turns is not None
+        flags = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        encoded = self.tokenizer.apply_chat_template(messages, **options, **flags)
+        input_ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        targets = set(target_turns(messages))
+        others = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in targets]
+        if others:
+            text = self.turns.render(messages, **options)
+            _, left_out = self._encode_with_mask(text, self.turns.find(messages, text, others, **options))
+            mask = [keep and not out for keep, out in zip(mask, left_out, strict=True)]
+        return input_ids, mask
 
     def _encode_with_mask(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -287,6 +328,13 @@ class _Records:
             fix = "Set tokenizer.eos_token and save the tokenizer beside the model."
             raise input_error("a tokenizer with an EOS token to end each sample", "one without", fix)
         return input_ids if input_ids[-1:] == [eos] else [*input_ids, eos]
+
+
+def without_nulls(value: Any) -> Any:
+    """JSON data without the keys whose value is null, at every depth. Lists keep their nulls."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _string(name: str, value: Any, may_be_empty: bool = False) -> str:
