@@ -7,7 +7,7 @@ import torch
 from mixins.lora import BAR, TorchFormsTestCase, biased_model, documents, fused_without_reason, lora, randomized
 from parameterized import parameterized
 from peft import get_peft_model
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, spectral_norm
 
 from transformers_packed import patch_model
 
@@ -107,6 +107,43 @@ class TouchedPartsTest(TorchFormsTestCase):
             return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
 
         for layer in LAYERS:
+            self.check_touched(layer, part, touch)
+
+    @parameterized.expand(PARTS[:2])
+    def test_a_weight_that_is_no_parameter(self, part):
+        """Nor computed by a hook, as in a network that generates weights."""
+
+        def touch(module):
+            original = module._parameters.pop("weight")
+            module.weight = stretched(original)
+
+            def undo():
+                del module.weight
+                module.weight = original
+
+            return undo
+
+        for layer in LAYERS[::2]:
+            self.check_touched(layer, part, touch)
+
+    @parameterized.expand([(part, utility) for part in (*PARTS[:2], PARTS[3]) for utility in ("prune", "norm")])
+    def test_a_utility_of_torch(self, part, utility):
+        """The weight is computed from parameters of other names, by a hook."""
+
+        def touch(module):
+            if utility == "norm":
+                spectral_norm(module)
+                return lambda: remove_spectral_norm(module)
+            original = module.weight
+            prune.l1_unstructured(module, "weight", 0.3)
+
+            def undo():
+                prune.remove(module, "weight")
+                module.weight = original
+
+            return undo
+
+        for layer in LAYERS[::2]:
             self.check_touched(layer, part, touch)
 
     @parameterized.expand(PARTS[:3])

@@ -5,6 +5,7 @@ that the user sets is kept.
 """
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
 from transformers.integrations import finegrained_fp8, moe
 from transformers.utils import logging
@@ -132,6 +133,9 @@ def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_a
         return "they have biases, transposed weights or a norm"
     if torch.compiler.is_compiling():
         return "torch.compile runs Transformers' own"
+    # Each read of a parametrized weight computes it again, which changes the state of a spectral norm.
+    if is_parametrized(module):
+        return "their weights are parametrized"
     gate_up, down = module.gate_up_proj, module.down_proj
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in (gate_up, down)):
         return "their weights are sharded or quantized"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..ops.projection import Adapter
-from .untouched import is_untouched
+from .untouched import is_bare_linear, is_untouched
 
 
 # The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
@@ -78,8 +78,6 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
     if not is_untouched(layer, *classes):
         return "it is hooked, wrapped or compiled"
     state = vars(layer)
-    if "lora_variant" not in state:
-        return "this release of PEFT has no table of LoRA variants"
     if state.get("fan_in_fan_out") or not state.get("cast_input_dtype_enabled", True):
         return "its weight is transposed, or its input is not cast"
     if state["merged_adapters"] or state["_disable_adapters"]:
@@ -94,17 +92,24 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
             return f"adapter {name} is a {type(state['lora_variant'][name]).__name__}"
         if not isinstance(state["scaling"][name], (int, float)):
             return f"the scale of adapter {name} is a tensor"
-        down, up, dropout = downs[name], ups[name], dropouts[name]
-        if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)):
+        down, up, dropout = _matrix_of(downs[name]), _matrix_of(ups[name]), dropouts[name]
+        if down is None or up is None:
             return f"adapter {name} is hooked, wrapped or not linear"
         if not is_untouched(dropout, torch.nn.Dropout, torch.nn.Identity):
             return f"adapter {name} has a dropout that is hooked, wrapped or of another kind"
         p = dropout.p if dropout.training and type(dropout) is torch.nn.Dropout else 0.0
-        down, (up, bias) = down._parameters, (up._parameters[key] for key in ("weight", "bias"))
-        if down["bias"] is not None or p == 1:
+        if down[1] is not None or p == 1:
             return f"adapter {name} has a bias before its second layer, or drops everything"
-        found.append(Adapter(down["weight"], up, state["scaling"][name], p, bias))
+        found.append(Adapter(down[0], up[0], state["scaling"][name], p, up[1]))
     return tuple(found)
+
+
+def _matrix_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return the weight and the bias of a linear layer that these parameters fully determine, or `None`."""
+    parameters = layer._parameters
+    if not is_bare_linear(layer) or "weight" not in parameters:
+        return None
+    return parameters["weight"], parameters.get("bias")
 
 
 def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
@@ -123,9 +128,9 @@ def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
     if len(active) != 1:
         return "several adapters are active" if active else None
     (name,) = active
-    down, up, scale = downs[name], ups[name], state["scaling"][name]
-    if not (is_untouched(down, torch.nn.Linear) and is_untouched(up, torch.nn.Linear)):
+    down, up, scale = _matrix_of(downs[name]), _matrix_of(ups[name]), state["scaling"][name]
+    if down is None or up is None:
         return f"adapter {name} is hooked, wrapped or not linear"
-    if not state["_did_swap_in_out_features"] or not isinstance(scale, (int, float)) or up.bias is not None:
+    if not state["_did_swap_in_out_features"] or not isinstance(scale, (int, float)) or up[1] is not None:
         return f"adapter {name} has another layout, a bias or a scale that is a tensor"
-    return Adapter(down.weight, up.weight, scale)
+    return Adapter(down[0], up[0], scale)

@@ -71,7 +71,8 @@ def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
 
 def _float8_weight(layer: torch.nn.Linear) -> QuantizedWeight | None:
     """Return a frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
-    weight = layer._parameters["weight"]
+    # Pruning and old weight norms compute the weight from other parameters.
+    weight = layer._parameters.get("weight")
     kind = type(weight)
     if kind.__name__ != "Float8Tensor" or not kind.__module__.startswith("torchao."):
         return None

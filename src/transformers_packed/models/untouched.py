@@ -1,8 +1,8 @@
 """Detect modules that a fused op may replace: those that do exactly what their class does.
 
-Hooks, wrappers, replacements, parametrizations and sharding are visible in a module's attributes. Such a module is
-called normally, so hooks, wrappers and sharding have the same effect as on the stock model. [`projection_of`] adds plain
-LoRA layers and 4-bit weights.
+Hooks (those of pruning and old weight norms too), wrappers, replacements, parametrizations and sharding are visible in a
+module's attributes. Such a module is called normally, so they have the same effect as on the stock model.
+[`projection_of`] adds plain LoRA layers and 4-bit weights.
 """
 
 import torch
