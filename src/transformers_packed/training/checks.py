@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.collator import DataCollatorWithFlattening
-from ..data.dataset import PackingDataset
+from ..data.documents import first_sample, is_packed
 from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
-from ..data.streaming import IterablePackingDataset
 from ..errors import input_error
 from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of
-from ..models.registry import transformers_model
+from ..models.registry import check_patch, transformers_model
 from ..models.verdict import (
     SEPARATE,
     adapter_per_row,
     cache_error,
     cache_setting,
     first_label_error,
+    judge,
     measured,
     text_config,
 )
 from ..ops.availability import availability
+from .preference import without_autocast
 
 
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
@@ -43,48 +43,141 @@ _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
+# TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
+_PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+# Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
+_KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
+# What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
+# reads batches of the user wherever it needs more than the loss of known methods.
+_APART = (
+    "create_",
+    "get_optimizer",
+    "get_decay",
+    "get_learning",
+    "log",
+    "save",
+    "load",
+    "store_flos",
+    "push",
+    "init_hf",
+)
+_APART += ("prediction_step", "get_eval_dataloader", "get_test_dataloader", "get_train_sampler", "get_eval_sampler")
+_APART += (
+    "add_callback",
+    "pop_callback",
+    "remove_callback",
+    "is_",
+    "maybe_log",
+    "call_model",
+    "hyperparameter",
+    "hp_",
+)
+_EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
-def reason_against(trainer: Trainer, mode: str) -> ValueError | None:
+def reason_against(trainer: Trainer, mode: str, share_prompts: bool = False) -> ValueError | None:
     """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
-    return next(_reasons(trainer, mode), None)
+    return next(_reasons(trainer, mode, share_prompts), None)
 
 
-def _reasons(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
-    model = transformers_model(trainer.model)
-    yield from of_switch(mode)
+    model, padded = transformers_model(trainer.model), is_preference_trainer(trainer)
+    switch = "TRANSFORMERS_PACKED_DISABLE_AUTO"
+    if mode == "auto" and os.environ.get(switch) == "1":
+        yield input_error(f"no {switch}", f"{switch} is set")
+    if mode == "pack" and padded:
+        fix = 'Pass packing="padding_free". The model then packs each batch.'
+        yield input_error(
+            f"whole batches of {type(trainer).__name__}, whose rows belong together", "packing=True", fix
+        )
     if mode == "pack" and trainer.train_dataset is None:
         yield input_error("a train_dataset to pack", "none")
     yield from of_devices(trainer)
-    yield from _of_model(trainer, model)
-    yield from _of_collator(trainer)
-    yield from _of_samples(trainer, model)
-    # `patch_model` raises its own errors for unsupported models.
-    patched = ((measured(model)[1] or {}).get("ours") or {}).get("all")
-    if patched is not None and patched["verdict"] == "leaks":
-        yield input_error(SEPARATE, f"{type(model).__name__}, which leaks in {patched['module']}", _PADDED)
-    yield from filter(None, (check_cache(model), way_of_isolation(trainer)[1]))
-    wants_logits = trainer.compute_metrics is not None and not trainer.args.prediction_loss_only
-    if wants_logits and not getattr(trainer, "restores_documents", False):
-        got = "compute_metrics, which needs the logits of each sample, while a packed row has those of all its samples"
-        fix = "Use transformers_packed.PackedTrainer, which splits rows, or set prediction_loss_only=True."
-        yield input_error("an evaluation that needs only the loss", got, fix)
+    if padded:
+        yield from _of_padded_batches(trainer, model)
+    else:
+        yield from _of_model(trainer, model)
+        yield from _of_collator(trainer)
+        yield from _of_samples(trainer, model)
+        # `check_patch` raises its own errors for unsupported models.
+        patched = ((measured(model)[1] or {}).get("ours") or {}).get("all")
+        if patched is not None and patched["verdict"] == "leaks":
+            yield input_error(SEPARATE, f"{type(model).__name__}, which leaks in {patched['module']}", _PADDED)
+        yield from filter(None, [check_cache(model)])
+    yield from filter(None, [way_of_isolation(trainer)[1]])
+    if share_prompts and text_config(model)._attn_implementation == "flex_attention":
+        fix = 'Load the model with attn_implementation="sdpa".'
+        yield input_error("an attention implementation that supports shared prompts", "flex_attention", fix)
+    references = tuple(filter(None, [getattr(trainer, "ref_model", None)] * padded))
+    with without_autocast(trainer, references):
+        yield from _of_patch(*references, trainer.model)
+    if not padded:
+        yield from filter(None, [isolation(trainer.model, mode == "auto")[1]])
     if mode != "auto":
         return
-    if (own := has_own_loss(trainer)) or trainer.compute_loss_func is not None:
-        got = f"a custom {'compute_loss' if own else 'compute_loss_func'}, which may count samples or read the mask"
-        yield input_error("the loss of the model", got, 'Pass packing="padding_free" if it works on tokens.')
-    if trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
+    if own := ", ".join(overridden(trainer)):
+        got = f"a custom {own}, which may count samples or read the mask"
+        yield input_error("methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.')
+    if not padded and trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
         got = "per_device_train_batch_size=1, which has no padding to avoid"
         yield input_error("more than one sample per batch", got, "Raise it, or pass packing=True with max_length.")
 
 
-def of_switch(mode: str) -> Iterator[ValueError]:
-    """The reason if an environment variable turns `"auto"` off."""
-    switch = "TRANSFORMERS_PACKED_DISABLE_AUTO"
-    if mode == "auto" and os.environ.get(switch) == "1":
-        yield input_error(f"no {switch}", f"{switch} is set")
+def overridden(trainer: Trainer, *names: str) -> list[str]:
+    """The methods that may depend on the form of a batch and that a user replaced, on the class or on the instance.
+
+    With `names`, only these are looked at. A `compute_loss_func` of the user counts as one.
+    """
+    names = names or tuple(name for name in dir(Trainer) if not name.startswith("__"))
+    methods = [name for name in names if not name.lstrip("_").startswith(_APART) and callable(getattr(Trainer, name))]
+    found = [name for name in methods if not _is_known(getattr(trainer, name))]
+    loss = trainer.compute_loss_func
+    return found + ["compute_loss_func"] * (loss is not None and not _is_known(loss))
+
+
+def _is_known(part: Any) -> bool:
+    """Whether the code of a method or a callable object is from a known module, whatever it is wrapped to look like."""
+    function = getattr(part, "__func__", part)
+    home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
+    return home.partition(".")[0] in _KNOWN
+
+
+def has_own_loss(trainer: Trainer) -> bool:
+    """Whether the loss of a batch is code of the user."""
+    return bool(overridden(trainer, "compute_loss", "training_step"))
+
+
+def _of_patch(*models: torch.nn.Module) -> Iterator[ValueError]:
+    """Reasons why a model cannot get classes that keep documents apart."""
+    for model in models:
+        try:
+            check_patch(model)
+        except (ValueError, ImportError) as error:
+            got = f"a model that cannot be patched ({str(error).rstrip('.')})"
+            yield input_error("a model that can be packed", got, "Use padded batches.")
+
+
+def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, bool], ValueError | None, str | None]:
+    """The boundaries with which a patched model keeps documents apart; a reason if there are none; or a doubt."""
+    leak = doubt = None
+    # Our classes keep documents apart. Others do if the audit found so, with all boundaries or with position_ids alone.
+    for options in () if check_patch(model) else (_EVERYTHING, {}):
+        collator = DataCollatorWithFlattening(**options, on_leak="ignore")
+        leak, doubt = judge(model, **collator.given())
+        if leak is None and doubt is None:
+            return options, None, None
+    if leak is not None:
+        leak = input_error(SEPARATE, f"a model that leaks ({leak})", "Use padded batches.")
+    elif automatic and doubt is not None:
+        fix = "Measure it with transformers_packed.audit_model(model)."
+        leak = input_error(SEPARATE, f"a model that has not been audited: {doubt}", fix)
+    return _EVERYTHING, leak, doubt
+
+
+def is_preference_trainer(trainer: Trainer) -> bool:
+    """Whether the Trainer is one of TRL's that `preference.py` supports, or a subclass."""
+    return is_trl_trainer(trainer, *_PREFERENCE)
 
 
 def is_sft_trainer(trainer: Trainer) -> bool:
@@ -95,29 +188,6 @@ def is_sft_trainer(trainer: Trainer) -> bool:
 def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
     """Whether the Trainer is one of these classes of TRL, or a subclass."""
     return any(c.__name__ in names and c.__module__.startswith("trl.") for c in type(trainer).__mro__)
-
-
-def is_packed(dataset: Any) -> bool:
-    """Whether the dataset already has packed rows: from our datasets, or written by TRL."""
-    if isinstance(dataset, PackingDataset | IterablePackingDataset):
-        return True
-    sample = first_sample(dataset)
-    return sample is not None and "seq_lengths" in sample
-
-
-def first_sample(dataset: Any) -> Mapping[str, Any] | None:
-    """The first sample of a dataset, or `None` if the dataset can only be read once."""
-    if isinstance(dataset, PackingDataset):
-        dataset = dataset.dataset
-    if type(dataset).__module__.startswith("datasets."):
-        return next(iter(dataset), None)
-    # Reading from other streams may consume them.
-    return dataset[0] if has_items(dataset) and len(dataset) else None
-
-
-def has_items(dataset: Any) -> bool:
-    """Whether samples have indices. torch's `IterableDataset` also defines `__getitem__`."""
-    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
@@ -190,6 +260,27 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
         yield unshifted
 
 
+def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
+    """Reasons why the model of a trainer of preferences cannot pack its padded batches."""
+    if model is None or not families_of(model) & set(FAMILIES):
+        got = type(trainer.model if model is None else model).__name__
+        yield input_error("a model that packs padded batches (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE)", got)
+    if (per_row := adapter_per_row(trainer.model)) is not None:
+        yield input_error("adapters that act per document", per_row)
+    if trainer.args.neftune_noise_alpha is not None:
+        got = "neftune_noise_alpha, whose noise depends on the padded length"
+        yield input_error("padded batches without NEFTune", got, "Set it to None.")
+    if trainer.args.torch_compile:
+        got = "torch_compile=True, with which the model computes padding"
+        yield input_error("padded batches without torch.compile", got, "Set it to False.")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(text_config(model), name):
+            got = f"{name}=True in the configuration, with which the model computes padding"
+            yield input_error("padded batches that return only the last hidden state", got, "Set it to False.")
+    if not getattr(model, "packs_padding", True):
+        yield input_error("a model that packs padded batches", "packs_padding=False", "Set it to True.")
+
+
 def check_cache(model: torch.nn.Module) -> ValueError | None:
     """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
     ours = families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}
@@ -248,11 +339,6 @@ def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
 def _takes_images(model: torch.nn.Module) -> bool:
     """Whether the packed rows of a vision-language model may hold images."""
     return hasattr(model.config, "vision_config") and model.config.model_type in ("qwen3_5", "qwen3_5_moe")
-
-
-def has_own_loss(trainer: Trainer) -> bool:
-    """Whether the class of the Trainer has a `compute_loss` of the user."""
-    return type(trainer).compute_loss.__module__.split(".")[0] not in ("transformers", "trl", "transformers_packed")
 
 
 def excludes_graphs(trainer: Trainer) -> str | None:

@@ -11,22 +11,18 @@ from transformers import Trainer, TrainerCallback
 class RunAheadCallback(TrainerCallback):
     """The training step of a Trainer without both waits. [`configure_packing`] adds it.
 
-    Sets `accelerator_config.non_blocking` if batches are in pinned memory. In place of `logging_nan_inf_filter`, a filter
+    In place of `logging_nan_inf_filter`, a filter
     on the device counts a loss that is not finite as the mean of those since the last log, as Trainer does. Evaluation
     keeps Trainer's filter.
 
     Args:
         trainer (`transformers.Trainer`):
-            The Trainer. Its `training_step` becomes this object.
+            The Trainer, whose `training_step` this object takes the place of.
     """
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.step = trainer, trainer.training_step
         self.filters, self.total, self.number = False, 0.0, 0
-        args = trainer.args
-        if args.device.type == "cuda" and args.dataloader_pin_memory:
-            args.accelerator_config.non_blocking = trainer.accelerator.dataloader_config.non_blocking = True
-        trainer.training_step = self
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         loss, settings = self.step(*args, **kwargs), self.trainer.args

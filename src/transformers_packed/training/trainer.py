@@ -11,7 +11,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
-from ..models.inputs import resolve_boundaries, tokens_of
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
@@ -41,6 +40,8 @@ class PackedTrainingArguments(TrainingArguments):
         cuda_graphs (`bool`, *optional*):
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]), as in [`configure_packing`]. By default, a row is
             measured before the first step.
+        verify (`bool`, *optional*, defaults to `True`):
+            Compare a few documents with padded batches before the first step, as in [`configure_packing`].
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
@@ -58,6 +59,7 @@ class PackedTrainingArguments(TrainingArguments):
     sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
     sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
     cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of rows as CUDA graphs."})
+    verify: bool = field(default=True, metadata={"help": "Compare with padded batches before the first step."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
     compile_before_training: bool = field(
         default=True, metadata={"help": "Compile all kernels before the first step."}
@@ -112,8 +114,6 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     ```
     """
 
-    restores_documents = True
-
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
@@ -128,8 +128,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
         max_length, float8 = self.args.max_length if packing == "pack" else None, getattr(self.args, "float8", False)
-        graphs = getattr(self.args, "cuda_graphs", None)
-        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=graphs)
+        graphs, verify = getattr(self.args, "cuda_graphs", None), getattr(self.args, "verify", True)
+        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=graphs, verify=verify)
         if size != 1:
             self.cut_rows()
         if getattr(self.args, "compile_before_training", True):
@@ -145,9 +145,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         return dataloader
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss. For packed rows also logits `[documents, longest, vocab]` and labels `[documents, longest]`."""
-        read = not prediction_loss_only or "inputs" in self.args.include_for_metrics
-        lengths, targets = self._lengths_of_documents(inputs) if read else None, self._count_targets(inputs)
+        """The loss, and logits `[B, T, vocab]` and labels `[B, T]` with -100 at padding."""
+        targets, mask = self._count_targets(inputs), inputs.get("attention_mask")
         self._predicts = True
         try:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -157,22 +156,12 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             targets = targets.to(loss)
             # The loss of a batch without targets is NaN.
             self._evaluated.append(torch.stack([torch.where(targets > 0, loss * targets, 0), targets]).float())
-        if lengths is not None:
-            logits, labels = (None if x is None else _by_document(x, *lengths) for x in (logits, labels))
+        if mask is not None and not prediction_loss_only:
+            logits, labels = _without_padding(logits, mask), _without_padding(labels, mask)
             if "inputs" in self.args.include_for_metrics:
                 # Trainer reads the inputs from the batch after this method.
-                tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-                inputs.update({name: _by_document(x, *lengths) for name, x in tensors.items()})
+                inputs.update({name: _without_padding(x, mask) for name, x in inputs.items()})
         return loss, logits, labels
-
-    def _lengths_of_documents(self, inputs: dict[str, Any]) -> tuple[list[int], bool] | None:
-        """The document lengths of a whole packed row, and whether the last one is padding."""
-        tokens = tokens_of(inputs)
-        one_row = isinstance(tokens, torch.Tensor) and tokens.ndim > 1 and len(tokens) == 1
-        if self.sequence_parallel is not None or "shift_labels" in inputs or not one_row:
-            return None
-        row = resolve_boundaries(dict(inputs))
-        return None if row is None or row.shares_prompts else (row.lengths, bool(row.padding_tokens))
 
     def _count_targets(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         """The number of what the loss of a batch is the mean of."""
@@ -218,16 +207,11 @@ def _in_rounds(sampler: BatchSamplerShard) -> int:
     return own
 
 
-def _by_document(row: Any, lengths: list[int], padded: bool) -> Any:
-    """Split `[1, T, ...]` into `[documents, longest, ...]`, padded with -100. Maps over tuples of such tensors.
-
-    If the row is `padded`, its last document is padding and left out, as is the last result of a classifier.
-    """
-    if isinstance(row, tuple | list):
-        return type(row)(_by_document(x, lengths, padded) for x in row)
-    if padded and row.ndim and len(row) == len(lengths):
-        return row[:-1]
-    if row.ndim < 2 or row.shape[:2] != (1, sum(lengths)):
-        return row
-    documents = row[0].split(lengths)[: len(lengths) - padded]
-    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=-100)
+def _without_padding(states: Any, mask: torch.Tensor) -> Any:
+    """Tensors `[B, T, ...]` with -100 at padding. Maps over tuples of tensors, and returns anything else unchanged."""
+    if isinstance(states, tuple | list):
+        return type(states)(_without_padding(x, mask) for x in states)
+    if not isinstance(states, torch.Tensor) or states.shape[:2] != mask.shape or states is mask:
+        return states
+    padding = (mask == 0).to(states.device)
+    return states.masked_fill(padding.view(*padding.shape, *[1] * (states.ndim - 2)), -100)

@@ -1,0 +1,44 @@
+"""Change a Trainer as a [`Setup`] says, and undo it. No other code changes a Trainer."""
+
+import torch
+from transformers import Trainer
+
+from ..models.registry import has_our_classes, transformers_model, unpatch_model
+from .preference import without_autocast
+from .setup import Change, Setup
+
+
+def apply(trainer: Trainer, setup: Setup) -> None:
+    """Prepare the models, and set all attributes that `setup` lists. After an error, nothing has changed."""
+    stock = [model for model in setup.models if not has_our_classes(model)]
+    try:
+        with without_autocast(trainer, setup.models[:-1]):
+            for model in setup.models:
+                for prepare in setup.prepare:
+                    prepare(model)
+    except Exception:
+        _unpatch(stock)
+        raise
+    for change in setup.changes:
+        setattr(change.target, change.name, change.value)
+
+
+def undo(trainer: Trainer, setup: Setup) -> None:
+    """Undo [`apply`]. A model that is wrapped for training keeps its classes, and then computes padded batches as such."""
+    for change in reversed(setup.changes):
+        if change.before is Change:
+            delattr(change.target, change.name)
+        else:
+            setattr(change.target, change.name, change.before)
+    trainer.args.packing = trainer.args.padding_free = False
+    with without_autocast(trainer, setup.models[:-1]):
+        _unpatch(setup.models)
+
+
+def _unpatch(models: list[torch.nn.Module] | tuple[torch.nn.Module, ...]) -> None:
+    for model in models:
+        try:
+            unpatch_model(model)
+        except ValueError:
+            inner = transformers_model(model)
+            inner.packs_padding = False

@@ -1,0 +1,70 @@
+"""The batches that a packed Trainer evaluates.
+
+Packed rows serve training, and evaluation if only a loss is read. Everything else in evaluation, such as predictions and
+generation, expects a row per sample. It gets the padded batches of the user's own collator.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+
+from ..data.documents import PaddedSamples, unpacked
+from .checks import overridden
+
+
+# Collators that pad labels as well as tokens.
+_PAD_LABELS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
+
+
+def padded_batches_of(trainer: Trainer) -> Callable[[list], dict[str, Any]]:
+    """The Trainer's own collator if it pads samples with labels, else [`PaddedSamples`]."""
+    collator = trainer.data_collator
+    if type(collator).__name__ in _PAD_LABELS and not getattr(collator, "padding_free", False):
+        return collator
+    tokenizer = trainer.processing_class or getattr(collator, "tokenizer", None)
+    return PaddedSamples(getattr(collator, "token_columns", ()), getattr(tokenizer, "pad_token_id", None))
+
+
+class OwnBatches:
+    """In place of a Trainer's `get_eval_dataloader` or `get_test_dataloader`: batches with a row for each sample.
+
+    Rows stay packed if only their loss is read, by methods that are known. Otherwise packed rows become their documents,
+    so that Trainer counts and gathers samples on all processes.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        method (`Callable`):
+            Its method.
+        packed (`Callable`):
+            The collator of packed rows, which it has in training.
+        padded (`Callable`):
+            The collator of padded batches.
+    """
+
+    def __init__(self, trainer: Trainer, method: Callable, packed: Callable, padded: Callable):
+        self.trainer, self.method, self.packed, self.padded = trainer, method, packed, padded
+
+    def __call__(self, dataset: Any = None, **kwargs: Any) -> Any:
+        trainer = self.trainer
+        if trainer.data_collator is not self.packed or self._reads_only_the_loss():
+            return self.method(dataset, **kwargs)
+        given = trainer.eval_dataset
+        try:
+            trainer.data_collator = self.padded
+            if isinstance(dataset, str):
+                trainer.eval_dataset = {**given, dataset: unpacked(given[dataset])}
+            elif dataset is None:
+                trainer.eval_dataset = unpacked(given)
+            return self.method(dataset if isinstance(dataset, str | None) else unpacked(dataset), **kwargs)
+        finally:
+            trainer.data_collator, trainer.eval_dataset = self.packed, given
+
+    def _reads_only_the_loss(self) -> bool:
+        trainer = self.trainer
+        args, evaluates = trainer.args, self.method.__name__ == "get_eval_dataloader"
+        own = overridden(trainer, "prediction_step", "evaluate", "evaluation_loop", "predict", "compute_loss")
+        if not evaluates or own or getattr(args, "predict_with_generate", False):
+            return False
+        return args.prediction_loss_only or trainer.compute_metrics is None

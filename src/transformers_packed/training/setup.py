@@ -1,0 +1,460 @@
+"""Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
+from ..data.dataset import PackingDataset, sampled_lengths
+from ..data.documents import is_packed
+from ..data.neftune import DocumentNoise
+from ..data.planning.rows import mean_of_longest
+from ..data.samples import has_items
+from ..data.streaming import IterablePackingDataset
+from ..errors import input_error
+from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
+from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
+from ..models.float8 import use_float8
+from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
+from .callbacks.metrics import PackingMetricsCallback, known_cost
+from .callbacks.resume import PackingPlanCallback
+from .callbacks.warm_up import GraphsCallback, Rows, WarmUpCallback, usual_rows
+from .checks import (
+    check_cache,
+    excludes_graphs,
+    is_preference_trainer,
+    is_sft_trainer,
+    isolation,
+    overridden,
+    reason_against,
+    way_of_isolation,
+)
+from .evaluation import OwnBatches, padded_batches_of
+from .run_ahead import RunAheadCallback
+
+
+logger = logging.get_logger(__name__)
+
+MODES = ("auto", "padding_free", "pack", "off")
+# Options of Liger, and the class name suffixes of the modules that they replace.
+_LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
+# DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
+_BUCKET_MB = 100
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of [`configure_packing`]."""
+
+    packing: str | bool
+    max_length: int | None = None
+    float8: bool = False
+    share_prompts: bool = False
+    cuda_graphs: bool | None = None
+    verify: bool = True
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> Any:
+        """One of `MODES`, or another value that is an error."""
+        return ("pack" if self.packing else "off") if isinstance(self.packing, bool) else self.packing
+
+
+class Change(NamedTuple):
+    """An attribute to set. `before` is its value on the object itself, or `Change` if it has none."""
+
+    target: Any
+    name: str
+    value: Any
+    before: Any
+
+    @classmethod
+    def of(cls, target: Any, **values: Any) -> "list[Change]":
+        return [cls(target, name, value, vars(target).get(name, cls)) for name, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a Trainer trains, and what has to change for it.
+
+    Args:
+        mode (`str`):
+            `"off"`, `"padding_free"`, `"pack"`, or `"batches"` if the model packs padded batches itself.
+        line (`str`):
+            What the user reads.
+        options ([`Options`]):
+            What the user asked for.
+        reason (`ValueError`, *optional*):
+            Why the Trainer is not packed, if it is not.
+        models (`tuple`):
+            The models to prepare: the policy, and a reference model before it.
+        prepare (`tuple[Callable]`):
+            What is done to each of them, and to the models of `model_init`, in this order.
+        changes (`tuple[Change]`):
+            All other changes.
+        padded (`Callable`, *optional*):
+            The collator of the padded batches that the rows stand for.
+    """
+
+    mode: str
+    line: str
+    options: Options
+    reason: ValueError | None = None
+    models: tuple[torch.nn.Module, ...] = ()
+    prepare: tuple[Callable[[torch.nn.Module], Any], ...] = ()
+    changes: tuple[Change, ...] = ()
+    padded: Callable | None = None
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the user left the choice to this package."""
+        return self.options.mode == "auto"
+
+
+def decide(trainer: Trainer, options: Options) -> Setup:
+    """Decide how a Trainer trains. The Trainer, its arguments and its model stay as they are.
+
+    Raises:
+        `ValueError`: bad arguments, or an explicit mode that is not possible.
+    """
+    _check_options(trainer, options)
+    if options.mode == "off":
+        return _off(trainer, options, f"packing={options.packing!r}")
+    reason = reason_against(trainer, options.mode, options.share_prompts)
+    if reason is not None and options.mode != "auto":
+        raise reason
+    if reason is not None:
+        why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
+        return _off(trainer, options, why, reason)
+    return (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options)
+
+
+def _check_options(trainer: Trainer, options: Options) -> None:
+    mode = options.mode
+    if mode not in MODES:
+        raise input_error(f"packing as True, False or one of {MODES}", repr(options.packing))
+    if mode != "pack" and (options.max_length is not None or options.plan):
+        given = ["max_length"] * (options.max_length is not None) + sorted(options.plan)
+        raise input_error(f"packing=True with {', '.join(given)}", f"packing={options.packing!r}")
+    if options.float8 and trainer.args.torch_compile:
+        got = "torch_compile=True, which compiles linear layers in the dtype of the model"
+        raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
+    if options.share_prompts and mode == "off":
+        raise input_error('share_prompts=True with packing="auto" or "padding_free"', "packing=False")
+    if options.share_prompts and not is_preference_trainer(trainer):
+        fix = "Set model.shares_prompts = True if your own padded batches repeat prompts."
+        expected = "share_prompts with DPOTrainer, KTOTrainer, GRPOTrainer or RLOOTrainer"
+        raise input_error(expected, type(trainer).__name__, fix)
+    if options.cuda_graphs and (got := _excludes_graphs(trainer, mode)) is not None:
+        expected = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
+        raise input_error(expected, got, "Remove cuda_graphs=True.")
+
+
+def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
+    """Why `cuda_graphs=True` is not possible, whatever the rows are."""
+    if mode == "off" or is_preference_trainer(trainer):
+        return f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
+    inner = transformers_model(trainer.model)
+    if inner is None or families_of(inner).isdisjoint(FAMILIES):
+        return excludes_graphs(trainer) or f"a {type(inner or trainer.model).__name__}"
+    return excludes_graphs(trainer)
+
+
+def _off(trainer: Trainer, options: Options, why: str, reason: ValueError | None = None) -> Setup:
+    """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
+    args = trainer.args
+    unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
+    changes, unchanged, prepare = Change.of(args, **unset), "training is unchanged", ()
+    if isinstance(trainer.data_collator, DataCollatorWithFlattening):
+        changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
+    if options.float8:
+        prepare = (_in_float8,)
+        liger, kept = _keep_from_liger(trainer)
+        changes += liger + _of_model_init(trainer, prepare)
+        unchanged = f"batches are unchanged; linear layers train in float8{kept}"
+    line = f"Packing off, {unchanged}: {why}"
+    return Setup("off", line, options, reason, (trainer.model,), prepare, tuple(changes))
+
+
+def _of_batches(trainer: Trainer, options: Options) -> Setup:
+    """The padded batches of a trainer of preferences, which the policy and the reference model pack."""
+    models = tuple(filter(None, (getattr(trainer, "ref_model", None), trainer.model)))
+    prepare = (patch_model, *[_share_prompts] * options.share_prompts, *[_in_float8] * options.float8)
+    shares = options.share_prompts or getattr(transformers_model(trainer.model), "shares_prompts", False)
+    liger, kept = _keep_from_liger(trainer)
+    line = "Padding-free on: the model computes only the real tokens of padded batches"
+    line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
+    line += way_of_isolation(trainer)[0] + _float8_words(options) + kept
+    changes = Change.of(trainer.args, packing=False, padding_free=True) + liger
+    return Setup("batches", line, options, None, models, prepare, tuple(changes))
+
+
+def _of_rows(trainer: Trainer, options: Options) -> Setup:
+    """Packed rows for every other Trainer."""
+    args, dataset, packed = trainer.args, trainer.train_dataset, is_packed(trainer.train_dataset)
+    if options.mode == "pack":
+        dataset, packed = _packed_dataset(trainer, packed, options), True
+    collator = _collator(trainer)
+    own = overridden(trainer)
+    prepare: list[Callable[[torch.nn.Module], Any]] = [partial(_prepare, args.use_cache)]
+    prepare += [_keep_logits] * bool(own) + [_in_float8] * options.float8
+    if options.cuda_graphs:
+        rows = _rows_of_graphs(trainer, dataset, packed)
+        prepare.append(partial(use_cuda_graphs, row_length=rows.row_length))
+    elif options.cuda_graphs is not None:
+        prepare.append(remove_graphs)
+    liger, kept = _keep_from_liger(trainer)
+    line = _line(trainer, dataset, packed) + _float8_words(options) + kept
+    line += f"; trusted to work on packed rows: {', '.join(own)}" if own else ""
+    ddp, checks = _of_ddp(trainer)
+    changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
+    changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
+    changes += _of_callbacks(trainer, dataset, packed, options.cuda_graphs is None, checks)
+    mode = "pack" if packed else "padding_free"
+    return Setup(mode, line, options, None, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer))
+
+
+def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
+    """Our replacement of the Trainer's collator. `on_leak="ignore"`, because the model is checked here."""
+    current, kind = trainer.data_collator, type(trainer.data_collator)
+    if isinstance(current, DataCollatorWithFlattening):
+        return current
+    options, _, doubt = isolation(trainer.model, automatic=False)
+    if doubt is not None:
+        logger.warning(f"configure_packing: it is unknown whether the model keeps documents apart: {doubt}.")
+    model = transformers_model(trainer.model)
+    fused = bool(families_of(model) & set(FAMILIES))
+    # Compiled models read no lengths on the host, and a loss of the user may cut the row.
+    on_host = fused and not trainer.args.torch_compile and not overridden(trainer, "compute_loss")
+    options = {**options, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
+    if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
+        collator: DataCollatorWithFlattening = CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
+    else:
+        collator = DataCollatorWithFlattening(**options)
+    collator.model_shares_prompts = fused
+    # Trainer saves it beside the model.
+    collator.tokenizer = getattr(current, "tokenizer", None)
+    return collator
+
+
+def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
+    padded = padded_batches_of(trainer)
+    if getattr(trainer, "sequence_parallel", None) is not None:
+        # No process has whole documents.
+        return {}
+    found = {name: getattr(trainer, name) for name in ("get_eval_dataloader", "get_test_dataloader")}
+    methods = {name: method for name, method in found.items() if not isinstance(method, OwnBatches)}
+    return {name: OwnBatches(trainer, method, packed, padded) for name, method in methods.items()}
+
+
+def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
+    dataset, args, max_length = trainer.train_dataset, trainer.args, options.max_length
+    if rows:
+        if max_length is not None or options.plan:
+            got = f"packed rows ({type(dataset).__name__})"
+            raise input_error("an unpacked dataset with max_length and other options", got)
+        return dataset
+    own_length = getattr(args, "max_length", None)
+    max_length = own_length if max_length is None else max_length
+    if max_length is None:
+        raise input_error("max_length, the tokens per row", "none", "Pass max_length=8192, for example.")
+    if not has_items(dataset):
+        return IterablePackingDataset(dataset, max_length, **options.plan)
+    if is_sft_trainer(trainer) and own_length is not None and own_length < max_length:
+        cut = int((sampled_lengths(dataset) == own_length).sum())
+        if cut:
+            logger.warning(
+                f"configure_packing: SFTTrainer cuts samples to its own max_length={own_length}, and {cut} samples have "
+                f"this length. To train on {max_length} tokens of a sample, pass max_length={max_length} to SFTConfig."
+            )
+    defaults = {
+        "world_size": _readers(trainer),
+        # Fills every batch of every process.
+        "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
+        "balance": known_cost(trainer.model) or True,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+    }
+    return PackingDataset(dataset, max_length, **(defaults | options.plan))
+
+
+def _readers(trainer: Trainer) -> int:
+    """The number of processes that read their own rows."""
+    parallel = getattr(trainer, "sequence_parallel", None)
+    return trainer.args.world_size if parallel is None else parallel.data_parallel_size
+
+
+def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
+    args = trainer.args
+    values: dict[str, Any] = {"packing": packed, "padding_free": True}
+    changes = []
+    if dataset is not trainer.train_dataset:
+        changes = Change.of(trainer, train_dataset=dataset)
+        if isinstance(dataset, PackingDataset):
+            values["train_sampling_strategy"] = "sequential"
+    if is_sft_trainer(trainer):
+        changes += Change.of(trainer, padding_free=True)
+        values["eval_packing"] = args.packing if args.eval_packing is None else args.eval_packing
+    # accelerate would read the rows of a stream, for evaluation too, in one process and cut their boundaries.
+    for config in (args.accelerator_config, trainer.accelerator.dataloader_config):
+        changes += Change.of(config, dispatch_batches=False)
+    return changes + Change.of(args, **values)
+
+
+def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[TrainerCallback]]:
+    args, ddp = trainer.args, trainer.accelerator.ddp_handler
+    if ddp is None:
+        return [], []
+    # Gradients then lie in the buckets, and are not copied to them and back.
+    values: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if args.ddp_bucket_cap_mb is None:
+        values["bucket_cap_mb"] = _BUCKET_MB
+    searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(trainer)
+    if not searches:
+        values["find_unused_parameters"] = False
+    checks = [] if searches or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else [EveryGradient()]
+    return Change.of(ddp, **values), checks
+
+
+def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, checks: list) -> list[Change]:
+    args, handler = trainer.args, trainer.callback_handler
+    # The last one holds the row length of rows that TRL packed.
+    holders = [dataset, getattr(dataset, "plan", None), args if is_sft_trainer(trainer) and args.packing else None]
+    row_tokens = next((x.max_length for x in holders if getattr(x, "max_length", None)), None) if packed else None
+    step = trainer.training_step
+    ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
+    ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, GraphsCallback, EveryGradient
+    others = [callback for callback in handler.callbacks if type(callback) not in (*ours, WarmUpCallback)]
+    # Kernels are compiled before a row is measured.
+    first = [callback for callback in handler.callbacks if type(callback) is WarmUpCallback]
+    first += [GraphsCallback(trainer)] if measures else []
+    planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
+    # Metrics come before others, so that reporting callbacks find them in the log.
+    metrics = PackingMetricsCallback(trainer, row_tokens=row_tokens)
+    callbacks = [*first, metrics, *others, *planned, ahead, DocumentNoise(), *checks]
+    changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, training_step=ahead)
+    if args.device.type == "cuda" and args.dataloader_pin_memory:
+        for config in (args.accelerator_config, trainer.accelerator.dataloader_config):
+            changes += Change.of(config, non_blocking=True)
+    return changes
+
+
+def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
+    rows = usual_rows(trainer, dataset, packed)
+    if rows is None:
+        got = "a stream of samples" if isinstance(dataset, IterableDataset) else "no samples"
+        fix = "Pass packing=True and max_length, or remove cuda_graphs."
+        raise input_error("rows of known length for cuda_graphs=True", got, fix)
+    return rows
+
+
+def _trains_in_each_step(trainer: Trainer) -> bool:
+    """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
+    model, inner = trainer.model, transformers_model(trainer.model)
+    used = inner.base_model, inner.get_output_embeddings() or inner.base_model
+    own = {id(x) for module in used for x in module.parameters()}
+    text = bool(families_of(inner) & set(FAMILIES)) and getattr(inner.config, "vision_config", None) is None
+    # Of several adapters, some may be inactive.
+    plain = len(getattr(model, "peft_config", {})) < 2 and not overridden(trainer, "compute_loss", "training_step")
+    return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
+
+
+class EveryGradient(TrainerCallback):
+    """Stops training before a step in which a parameter has no gradient, because DDP has not summed all of them then."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        # Once, because walking through all modules in each step takes the host milliseconds.
+        parameters = model.named_parameters() if args.world_size > 1 else ()
+        self.trained = [(name, x) for name, x in parameters if x.requires_grad]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        missing = [name for name, x in self.trained if x.grad is None]
+        if missing:
+            got = f"none for {len(missing)} of them, such as {missing[0]}"
+            raise input_error("a gradient of each trained parameter", got, "Pass ddp_find_unused_parameters=True.")
+
+
+def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
+    """Prepare a model of the Trainer or of its `model_init`, in which Trainer does not set `use_cache`."""
+    patch_model(model)
+    inner = transformers_model(model)
+    inner.config.use_cache = use_cache
+    if (reason := check_cache(inner)) is not None:
+        raise reason
+
+
+def _keep_logits(model: torch.nn.Module) -> None:
+    """Compute the logits in training, which a loss of the user may read from a copy of the output."""
+    transformers_model(model).skips_logits = False
+
+
+def _share_prompts(model: torch.nn.Module) -> None:
+    transformers_model(model).shares_prompts = True
+
+
+def _in_float8(model: torch.nn.Module) -> None:
+    use_float8(patch_model(model))
+
+
+def _float8_words(options: Options) -> str:
+    return "; linear layers train in float8" if options.float8 else ""
+
+
+def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Change]:
+    """Prepare each model of the Trainer's `model_init`, which creates a new one when training starts."""
+    make = trainer.model_init
+    if make is None:
+        return []
+
+    @wraps(make)
+    def changed(*args):
+        model = make(*args)
+        for change in prepare:
+            change(model)
+        return model
+
+    return Change.of(trainer, model_init=changed)
+
+
+def _keep_from_liger(trainer: Trainer) -> tuple[list[Change], str]:
+    """Turn off Liger's options for modules that our classes replace. Trainer applies them when it trains."""
+    args, model = trainer.args, transformers_model(trainer.model)
+    if not args.use_liger_kernel or model is None or not check_patch(model):
+        return [], ""
+    replaced = {*REPLACEMENTS, *REPLACEMENTS.values()}
+    names = [type(module).__name__ for module in model.modules() if type(module) in replaced]
+    kept = [option for option, ends in _LIGER.items() if any(name.endswith(ends) for name in names)]
+    config = {**(args.liger_kernel_config or {}), **dict.fromkeys(kept, False)}
+    return Change.of(args, liger_kernel_config=config), f"; Liger leaves {', '.join(kept)} to this package" * bool(
+        kept
+    )
+
+
+def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
+    isolated = f"isolation by {way_of_isolation(trainer)[0]}"
+    if not packed:
+        saved = _estimated_saving(dataset, trainer.args.per_device_train_batch_size)
+        known = "" if saved is None else f"about {saved:.1f} x fewer tokens computed than in padded batches; "
+        return f"Padding-free on: {known}{isolated}"
+    if isinstance(dataset, PackingDataset):
+        plan, args = dataset.plan, trainer.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
+        return (
+            f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
+            f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "
+            f"per epoch; {isolated}"
+        )
+    return f"Packing on: {isolated}"
+
+
+def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
+    """Tokens of padded batches in random order over those without padding; `None` for a stream."""
+    if not has_items(dataset) or not len(dataset):
+        return None
+    lengths = sampled_lengths(dataset)
+    return mean_of_longest(lengths, batch_size) / float(lengths.mean())

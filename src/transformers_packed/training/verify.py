@@ -1,0 +1,576 @@
+"""Before the first step, a small batch of the user's own data shows whether packed training equals what it stands for.
+
+The real Trainer computes a few documents of some dozens of tokens its own way, after accelerate has wrapped the model:
+
+* Isolation: the last hidden states of one document, times fixed random weights, have a gradient of exactly 0 with
+  respect to the embeddings of every other document. Hidden states and not the loss, because trainers of preferences have
+  no loss per document, and a router's loss couples documents by design.
+* Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
+  padded batch of the same documents, which the user's own collator makes and the model does not pack. Trainers of
+  preferences compare log-probabilities, because their first loss is a constant.
+* Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
+  the last batch is not full.
+
+This costs a forward and a backward per document, a step of the row and of the padded batch, and a small evaluation.
+Weights, gradients, random states, and the counters and metrics of the Trainer remain as they were.
+"""
+
+import copy
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging
+
+from ..audit.isolation import indices_of, leak_between, quiet, watch
+from ..data.dataset import PackingDataset
+from ..data.documents import PaddedSamples, is_packed
+from ..data.prefixes import documents_of
+from ..data.samples import IGNORED_LABEL, VISION_COLUMNS, cut_sample, has_items, real_sample
+from ..data.streaming import IterablePackingDataset
+from ..errors import input_error
+from ..models.inputs import resolve_boundaries
+from ..models.registry import transformers_model
+from .apply import undo
+from .callbacks.warm_up import WarmUpCallback
+from .checks import say
+from .setup import Setup
+from .warm_up import as_before, drop_gradients, make_row
+
+
+logger = logging.get_logger(__name__)
+
+# Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
+_LENGTHS = (20, 48, 32)
+# Samples that are looked at for them, and the tokens before the first target of a document.
+_LOOKED_AT, _CONTEXT = 16, 12
+_PADDED = "Use padded batches, or pass verify=False to train anyway."
+# Largest relative difference of a loss, and of a gradient, by the precision of the matrix products.
+_BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
+
+
+class DifferenceError(ValueError):
+    """Packed training differs from what it stands for."""
+
+
+class Verified(NamedTuple):
+    """What [`verify_packing`] measured.
+
+    Attributes:
+        documents (`int`):
+            The documents of the row.
+        leak (`float`):
+            The largest gradient between documents, relative to the largest within them. 0 if they are isolated.
+        loss (`float`, *optional*):
+            The loss of the row, if the batch has labels.
+        loss_alone (`float`, *optional*):
+            The mean of the losses of its documents alone, weighted by their targets.
+    """
+
+    documents: int
+    leak: float
+    loss: float | None = None
+    loss_alone: float | None = None
+
+
+def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified:
+    """Check on a packed row that a model keeps its documents apart, and that its loss is that of the documents alone.
+
+    For training loops without a Trainer. Runs a forward of the row, a backward for each of up to four documents, and a
+    forward of each document. Gradients, buffers, modes and random states remain as they were. Call it under the autocast
+    of the training loop.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model to train, which may be inside another one (PEFT, DistributedDataParallel).
+        batch (`Mapping`):
+            A packed row on the device of the model: `input_ids` `[1, T]` with boundaries, such as the output of
+            [`DataCollatorWithFlattening`], and `labels` `[1, T]` (optional). A row of some hundred tokens is enough.
+
+    Returns:
+        [`Verified`]: the figures.
+
+    Raises:
+        `ValueError`: the batch is not a packed row of several documents, documents change one another, or the losses
+            differ. The message has the figures.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import patch_model, verify_packing
+    >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    >>> model = patch_model(Qwen3_5ForCausalLM(config))
+    >>> batch = {"input_ids": torch.arange(1, 13)[None], "cu_seqlens": torch.tensor([0, 5, 12])}
+    >>> verify_packing(model, batch)
+    Verified(documents=2, leak=0.0, loss=None, loss_alone=None)
+
+    ```
+    """
+    boundaries = resolve_boundaries(dict(batch))
+    if boundaries is None or boundaries.num_documents < 2 or boundaries.shares_prompts:
+        got = "no boundaries" if boundaries is None else f"{boundaries.num_documents} documents, or shared prompts"
+        raise input_error("a packed row of several documents", got, "Pass a batch of DataCollatorWithFlattening.")
+    ends = boundaries.cu_seqlens.tolist()
+    places = [torch.arange(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    with _as_before(inner):
+        leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
+        _check_leak(leak, len(places))
+        labels = batch.get("labels")
+        if labels is None or labels.shape != batch["input_ids"].shape:
+            return Verified(len(places), leak)
+        with quiet(inner), torch.no_grad():
+            row = inner(**batch).loss.item()
+            parts = [_alone(inner, batch, labels, place) for place in places]
+        counts = sum(count for _, count in parts)
+        alone = sum(loss * count for loss, count in parts) / max(counts, 1)
+    bar = _BARS[_precision(inner)][0]
+    if counts and not abs(row - alone) <= bar * abs(alone):
+        raise DifferenceError(f"{_difference('the documents alone', row, alone)} {_PADDED}")
+    return Verified(len(places), leak, row, alone)
+
+
+def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor, place: torch.Tensor):
+    """The loss of a document alone, and its targets."""
+    targets = labels[:, place]
+    count = int((targets[:, 1:] != IGNORED_LABEL).sum())
+    ids = batch["input_ids"][:, place]
+    return (model(input_ids=ids, labels=targets, use_cache=False).loss.item() if count else 0.0), count
+
+
+class VerifyCallback(TrainerCallback):
+    """Verifies a set-up of [`configure_packing`] when training starts, once for each model and dataset.
+
+    A difference is undone with the reason if the set-up was chosen automatically, and is an error otherwise.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+        setup ([`Setup`]):
+            What was applied to it.
+    """
+
+    def __init__(self, trainer: Trainer, setup: Setup):
+        self.trainer, self.setup, self._verified = trainer, setup, ()
+
+    @classmethod
+    def add(cls, trainer: Trainer, setup: Setup) -> None:
+        """Add this callback after the one that compiles kernels, and before those that watch training."""
+        callbacks = [x for x in trainer.callback_handler.callbacks if type(x) is not cls]
+        at = sum(type(x) is WarmUpCallback for x in callbacks)
+        trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
+        if self._verified == key or state.global_step >= state.max_steps:
+            return
+        start = time.perf_counter()
+        try:
+            said = self._reason() or self._verify(train_dataloader)
+            difference = None
+        except DifferenceError as error:
+            difference = error
+        except Exception as error:
+            # Other processes may wait for this one.
+            if args.world_size > 1:
+                error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
+                raise
+            said, difference = f"Not verified: {type(error).__name__}: {error}", None
+        self._verified = key
+        if self._anywhere(difference is not None):
+            self._refuse(difference or DifferenceError("another process found a difference"), train_dataloader)
+            return
+        seconds = time.perf_counter() - start
+        say(trainer, said if said.startswith("Not verified") else f"{said} ({seconds:.1f} s).")
+
+    def _reason(self) -> str | None:
+        """Why this set-up cannot be verified."""
+        trainer, why = self.trainer, None
+        if trainer.args.torch_compile:
+            why = "torch_compile=True, and a compiled model shows no gradients of its embeddings"
+        elif trainer.is_deepspeed_enabled:
+            why = "DeepSpeed runs forward and backward itself"
+        elif getattr(trainer, "sequence_parallel", None) is not None:
+            why = "several processes share each row"
+        elif trainer.args.n_gpu > 1:
+            why = "DataParallel runs the model"
+        return None if why is None else f"Not verified: {why}."
+
+    def _anywhere(self, found: bool) -> bool:
+        """Whether it is so on any process. All of them have to go on in the same way."""
+        if self.trainer.args.world_size == 1:
+            return found
+        flag = torch.tensor([int(found)], device=self.trainer.args.device)
+        return bool(self.trainer.accelerator.gather(flag).any())
+
+    def _refuse(self, difference: ValueError, loader: Any) -> None:
+        trainer, setup = self.trainer, self.setup
+        if not setup.automatic:
+            raise difference
+        packed = trainer.data_collator
+        undo(trainer, setup)
+        if setup.padded is not None:
+            _replace(loader, packed, trainer.data_collator)
+        say(trainer, f"Packing off, training is unchanged: {difference}")
+
+    def _verify(self, loader: Any) -> str:
+        trainer = self.trainer
+        wrapped = trainer.model_wrapped
+        model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+        with _as_before(model), _same_trainer(trainer):
+            if self.setup.mode == "batches":
+                return _verify_batches(trainer, model, loader)
+            documents, why = _documents_to_verify(loader)
+            if why is not None:
+                return f"Not verified: {why}."
+            words = _verify_rows(trainer, model, loader, documents, self.setup)
+            return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
+
+
+def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: Setup) -> str:
+    """Compare a row of documents with each of them, and with their padded batch."""
+    packed = trainer.data_collator
+    row = loader.collate_fn([documents] if is_packed(trainer.train_dataset) else documents)
+    places = _places(row, documents)
+    if places is None:
+        return "no token of another document, because the collator changes tokens"
+    leak = leak_between(model, lambda: _loss(trainer, model, row), row, places)
+    _check_leak(leak, len(documents))
+    columns = getattr(packed, "token_columns", ())
+    found = {}
+    with quiet(model):
+        found["row"] = _step(trainer, model, row, places)
+        with _replaced(loader, packed, setup.padded or PaddedSamples(columns)):
+            batch = _collate_padded(loader, documents, columns)
+        with _not_packing(model):
+            found["padded"] = _step(trainer, model, batch, _places(batch, documents) or [])
+        same = _compare(*found["row"], *found["padded"], _precision(model))
+        if same is not None and not _compare_is_random(trainer, model, row, places, found["row"][0]):
+            raise DifferenceError(f"{same} {_PADDED}")
+    (loss, _), (padded, _) = found["row"], found["padded"]
+    random_loss = ", which is random" if same is not None else ""
+    return f"gradients between documents are 0; loss {loss:.4f}, padded {padded:.4f}{random_loss}"
+
+
+def _compare_is_random(trainer: Trainer, model, row: dict, places: list, loss: float) -> bool:
+    """Whether the loss of the same row differs from run to run, because something draws random numbers."""
+    again, _ = _step(trainer, model, row, places)
+    return not abs(again - loss) <= _BARS[_precision(model)][0] * abs(loss)
+
+
+def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
+    try:
+        return loader.collate_fn(documents)
+    except (ValueError, TypeError):
+        # A collator that cannot pad labels, which packed training does not need.
+        return PaddedSamples(tuple(columns))(documents)
+
+
+def _compare(loss: float, gradient: torch.Tensor, padded: float, expected: torch.Tensor, precision: str) -> str | None:
+    """What differs between the row and the padded batch, if anything does."""
+    bar, gradient_bar = _BARS[precision]
+    if not abs(loss - padded) <= bar * max(abs(padded), 1e-3):
+        return _difference("the padded batch of the same documents", loss, padded)
+    if gradient.shape != expected.shape:
+        return None
+    norm = expected.norm()
+    error = ((gradient - expected).norm() / norm).item() if norm else 0.0
+    if not error <= gradient_bar:
+        expected_words = "gradients of the row that equal those of the padded batch of the same documents"
+        return str(input_error(expected_words, f"a relative difference of {error:.1e}"))
+    return None
+
+
+def _difference(what: str, loss: float, expected: float) -> str:
+    error = abs(loss - expected) / max(abs(expected), 1e-12)
+    got = f"{loss:.4f}, which differs by {error:.1e}"
+    return str(input_error(f"the loss {expected:.4f} of {what}", got))
+
+
+def _check_leak(leak: float, documents: int) -> None:
+    if leak != 0:
+        expected = f"no gradient between the {documents} documents of a row"
+        raise DifferenceError(str(input_error(expected, f"one of {leak:.1e} of that within them", _PADDED)))
+
+
+def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
+    """Compare a padded batch that the model packs with one that it does not pack."""
+    batch = _padded_batch(trainer, model, loader)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    inner = transformers_model(model)
+    words = "gradients between rows were not looked at, because rows share prompts"
+    if not inner.shares_prompts:
+        rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
+
+        def forward() -> None:
+            with trainer.compute_loss_context_manager():
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+        leak = leak_between(model, forward, batch, rows)
+        _check_leak(leak, len(rows))
+        words = "gradients between rows are 0"
+    with quiet(model):
+        packed = _scores(trainer, model, batch)
+        with _not_packing(model):
+            padded = _scores(trainer, model, batch)
+    error = float((packed - padded).norm() / padded.norm().clamp(min=1e-12))
+    if not error <= _BARS[_precision(model)][1]:
+        expected = "log-probabilities of the packed batch that equal those of the padded batch"
+        raise DifferenceError(str(input_error(expected, f"a relative difference of {error:.1e}", _PADDED)))
+    return f"Verified packing on {len(ids)} rows: {words}; log-probabilities differ by {error:.0e} from padded ones"
+
+
+def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
+    """A batch of the trainer, or prompts with completions if only a generation makes batches."""
+    device = trainer.args.device
+    if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+        lengths = (40, 24, 40, 32)
+        row = make_row(model, list(lengths), PaddedSamples(), device)
+        return {name: row[name] for name in ("input_ids", "attention_mask")}
+    samples = sorted((loader.dataset[at] for at in range(min(_LOOKED_AT, len(loader.dataset)))), key=_size)
+    return trainer._prepare_inputs(loader.collate_fn(samples[:2]))
+
+
+def _size(sample: Mapping[str, Any]) -> int:
+    return sum(len(x) for x in sample.values() if hasattr(x, "__len__"))
+
+
+def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
+    """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
+    with trainer.compute_loss_context_manager(), torch.no_grad():
+        if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            logps = trainer._get_per_token_logps_and_entropies(model, ids, mask, ids.shape[1] - 1)[0]
+            return logps.float()[mask[:, 1:] == 1]
+        trainer._metrics["train"].clear()
+        loss = trainer.compute_loss(model, dict(batch))
+    logged = trainer._metrics["train"]
+    return torch.tensor([loss.item(), *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])
+
+
+def _verify_evaluation(trainer: Trainer) -> str:
+    """Count what the evaluation loop returns for a few samples, of which the last batch is not full."""
+    args, dataset = trainer.args, trainer.eval_dataset
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start
+    if not evaluates or trainer.compute_metrics is None or args.prediction_loss_only or not dataset:
+        return ""
+    dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if not has_items(dataset):
+        return "; evaluation not verified, because its samples are a stream"
+    rows = [dataset[at] for at in range(min(2 * args.world_size + 1, len(dataset)))]
+    rows = [[_cut(sample, _LENGTHS[0]) for sample in documents_of(row)] for row in rows]
+    documents = [sample for row in rows for sample in row]
+    seen: list[tuple[Any, Any]] = []
+
+    def record(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        seen.append((prediction.predictions, prediction.label_ids))
+        return {}
+
+    trainer.compute_metrics, trainer.callback_handler.callbacks = record, []
+    args.per_device_eval_batch_size = 2
+    loader = trainer.get_eval_dataloader(rows if is_packed(dataset) else documents)
+    trainer.evaluation_loop(loader, "Verification")
+    counted = {"documents": len(documents), "targets": sum(map(_targets, documents))}
+    predictions = sum(len(_first(predicted)) for predicted, _ in seen)
+    labels = [np.asarray(x) for _, labels in seen for x in [_first(labels)] if x is not None]
+    found = {"documents": predictions, "targets": sum(_count(x) for x in labels)}
+    if not labels or not counted["targets"]:
+        del counted["targets"], found["targets"]
+    if found != counted:
+        words = [" and ".join(f"{number} {what}" for what, number in x.items()) for x in (counted, found)]
+        raise DifferenceError(str(input_error(f"an evaluation of {words[0]}", words[1], _PADDED)))
+    return f"; evaluation of {' and '.join(f'{number} {what}' for what, number in found.items())} is complete"
+
+
+def _first(value: Any) -> Any:
+    """The first array of nested results of a model."""
+    while isinstance(value, tuple | list | dict):
+        value = next(iter(value.values() if isinstance(value, dict) else value), None)
+    return value
+
+
+def _count(labels: np.ndarray) -> int:
+    return int((labels[..., 1:] != IGNORED_LABEL).sum()) if labels.ndim > 1 else int((labels != IGNORED_LABEL).sum())
+
+
+def _targets(sample: Mapping[str, Any]) -> int:
+    labels = np.asarray(sample.get("labels", []))
+    return _count(labels[None] if labels.ndim == 1 else labels.reshape(-1))
+
+
+def _documents_to_verify(loader: Any) -> tuple[list, str | None]:
+    """A few documents of the training data, cut to different lengths, or the reason why there are none."""
+    dataset = getattr(loader, "dataset", None)
+    while type(dataset).__module__.startswith("accelerate.") and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    if isinstance(dataset, PackingDataset | IterablePackingDataset):
+        dataset = dataset.dataset
+    if has_items(dataset) and not isinstance(dataset, IterableDataset):
+        numbers = np.unique(np.linspace(0, len(dataset) - 1, _LOOKED_AT).astype(int)).tolist()
+        rows: Any = (dataset[number] for number in numbers)
+    elif type(dataset).__module__.startswith("datasets."):
+        rows = islice(dataset, _LOOKED_AT)
+    else:
+        # Reading from other streams may consume them.
+        return [], "samples come from a stream that can be read only once"
+    documents: list = []
+    for document in (document for row in rows for document in documents_of(row)):
+        cut = _cut(document, _LENGTHS[len(documents)])
+        if len(cut["input_ids"]) > 1 and ("labels" not in cut or _targets(cut)):
+            documents.append(cut)
+        if len(documents) == len(_LENGTHS):
+            break
+    return documents, None if len(documents) > 1 else "fewer than two samples have a target"
+
+
+def _cut(sample: Mapping[str, Any], length: int) -> Mapping[str, Any]:
+    """A part of a sample around its first target. Images cannot be cut."""
+    sample = real_sample(sample)
+    if any(sample.get(name) is not None for name in VISION_COLUMNS) or len(sample["input_ids"]) <= length:
+        return sample
+    labels = np.asarray(sample.get("labels", sample["input_ids"]))
+    targets = np.flatnonzero(labels != IGNORED_LABEL) if labels.ndim == 1 else np.zeros(1, int)
+    start = max(int(targets[0]) - _CONTEXT, 0) if len(targets) else 0
+    return cut_sample(sample, start, min(length, len(sample["input_ids"]) - start))
+
+
+def _places(batch: Mapping[str, Any], documents: list) -> list[torch.Tensor] | None:
+    """The indices of each document's tokens in the flattened batch, or `None` if a document is not in it."""
+    rows = batch["input_ids"].tolist()
+    flat, width = [token for row in rows for token in row], len(rows[0])
+    places, cursor = [], 0
+    for document in documents:
+        ids = torch.as_tensor(document["input_ids"]).tolist()
+        starts = (at for at in range(cursor, len(flat) - len(ids) + 1) if flat[at : at + len(ids)] == ids)
+        start = next((at for at in starts if at // width == (at + len(ids) - 1) // width), None)
+        if start is None:
+            return None
+        places.append(torch.arange(start, start + len(ids)))
+        cursor = start + len(ids)
+    return places
+
+
+def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
+    moved = {name: x.to(trainer.args.device) if hasattr(x, "to") else x for name, x in batch.items()}
+    (batch,), items = trainer.get_batch_samples(iter([moved]), 1, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = 1
+    return batch, items
+
+
+def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
+    batch, items = _items(trainer, batch)
+    with trainer.compute_loss_context_manager():
+        return trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=items)
+
+
+def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
+    batch, items = _items(trainer, batch)
+    with watch(model) as seen:
+        loss = trainer.training_step(model, dict(batch), items).item()
+    gradient = None if seen.embeddings is None else seen.embeddings.grad
+    drop_gradients(model)
+    if gradient is None:
+        return loss, torch.zeros(0)
+    indices = torch.cat(indices_of(gradient, batch, places)) if places else torch.zeros(0, dtype=torch.long)
+    return loss, gradient.flatten(0, 1)[indices.to(gradient.device)].float()
+
+
+def _precision(model: torch.nn.Module) -> str:
+    weight = next(x for x in model.parameters() if x.is_floating_point())
+    device = weight.device.type
+    if any("_float8_from" in vars(module) for module in model.modules()):
+        return "float8"
+    if weight.dtype.itemsize < 4 or torch.is_autocast_enabled(device):
+        return "half"
+    return "float32" if device == "cpu" else "tf32"
+
+
+@contextmanager
+def _not_packing(model: torch.nn.Module) -> Iterator[None]:
+    """Compute padded batches as such meanwhile."""
+    inner = transformers_model(model)
+    before = getattr(inner, "packs_padding", None)
+    try:
+        if before is not None:
+            inner.packs_padding = False
+        yield
+    finally:
+        if before is not None:
+            inner.packs_padding = before
+
+
+@contextmanager
+def _as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Restore what a forward and a backward change, and the random states of Python and NumPy."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with as_before(model, next(model.parameters()).device):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def _same_trainer(trainer: Trainer) -> Iterator[None]:
+    """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
+    with ExitStack() as stack:
+        for target in (trainer, trainer.args, trainer.callback_handler):
+            before = dict(vars(target))
+            stack.callback(_restore, target, before)
+        for name, value in dict(vars(trainer)).items():
+            if isinstance(value, dict | list) and _is_plain(value):
+                setattr(trainer, name, copy.deepcopy(value))
+        # Loaders of the evaluation are listed, so that accelerate can set their epochs.
+        loaders = trainer.accelerator._dataloaders
+        stack.callback(loaders.__setitem__, slice(None), list(loaders))
+        yield
+
+
+def _restore(target: Any, before: dict[str, Any]) -> None:
+    vars(target).clear()
+    vars(target).update(before)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds only numbers, words and such containers."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | torch.Tensor | None)
+
+
+# Attributes in which data loaders and collators keep a wrapped collator.
+_INSIDE = ("collate_fn", "data_collator", "base_dataloader")
+
+
+def _replace(loader: Any, old: Any, new: Any) -> None:
+    """Replace a collator in a data loader, directly or inside of wrappers."""
+    for name in _INSIDE:
+        inside = getattr(loader, name, None)
+        if inside is old:
+            setattr(loader, name, new)
+        elif inside is not None:
+            _replace(inside, old, new)
+
+
+@contextmanager
+def _replaced(loader: Any, old: Any, new: Any) -> Iterator[None]:
+    _replace(loader, old, new)
+    try:
+        yield
+    finally:
+        _replace(loader, new, old)
