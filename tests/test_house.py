@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,6 @@ import tempfile
 import unittest
 from fnmatch import fnmatch
 from pathlib import Path
-
-import transformers_packed
 
 
 ROOT = Path(__file__).parents[1]
@@ -64,18 +61,6 @@ def _late_imports(name: str, tree: ast.Module):
                 yield ".".join(filter(None, target[1:]))
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers_packed"):
                 yield node.module.removeprefix("transformers_packed.")
-
-
-class OldPlacesTest(unittest.TestCase):
-    def test_what_was_pickled_by_name_is_still_found(self):
-        for module, names in (
-            ("training.packed_trainer", ("PackedTrainer", "PackedTrainingArguments")),
-            ("data.packing_plan", ("PackingPlan",)),
-            ("data.cost", ("PackingCost",)),
-        ):
-            for name in names:
-                found = pickle.loads(f"ctransformers_packed.{module}\n{name}\n.".encode())
-                self.assertIs(found, getattr(transformers_packed, name))
 
 
 class HouseTest(unittest.TestCase):

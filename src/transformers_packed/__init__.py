@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .training.configure import configure_packing
     from .training.losses import per_document_logps, per_document_loss, set_loss_normalization
     from .training.trainer import PackedTrainer, PackedTrainingArguments
+    from .training.verify import Verified, verify_packing
     from .training.warm_up import warm_up
 
 
@@ -45,6 +46,7 @@ _MODULES = {
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
     "training.callbacks.metrics": ("PackingMetricsCallback",),
     "training.trainer": ("PackedTrainer", "PackedTrainingArguments"),
+    "training.verify": ("Verified", "verify_packing"),
     "training.callbacks.resume": ("PackingStateCallback",),
     "training.warm_up": ("warm_up",),
 }
@@ -74,6 +76,7 @@ __all__ = [
     "PackingPlan",
     "PackingStateCallback",
     "SequenceBoundaries",
+    "Verified",
     "pack_dataset",
     "audit_model",
     "configure_packing",
@@ -88,5 +91,6 @@ __all__ = [
     "unregister",
     "use_cuda_graphs",
     "use_float8",
+    "verify_packing",
     "warm_up",
 ]

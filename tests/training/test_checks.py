@@ -1,7 +1,6 @@
 """The reasons for which `configure_packing` declines a Trainer. A declined Trainer stays unchanged."""
 
 import os
-import warnings
 from unittest import mock
 
 import peft
@@ -19,7 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers_packed import PackingDataset, configure_packing, pack_dataset
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models import verdict
-from transformers_packed.training import configure as module
+from transformers_packed.training import checks as module
+from transformers_packed.training import setup
 
 
 class OwnLoss(Trainer):
@@ -105,7 +105,7 @@ class ReasonsTest(ConfigureTestCase):
             self.check(
                 trainer, "a model that has not been audited: no model of the type llama was audited", explicit=None
             )
-            with mock.patch.object(module.logger, "warning") as warning:
+            with mock.patch.object(setup.logger, "warning") as warning:
                 said(configure_packing, trainer, "padding_free")
         self.assertIn("no model of the type llama", warning.call_args[0][0])
         self.assertTrue(trainer.args.padding_free)
@@ -116,11 +116,6 @@ class ReasonsTest(ConfigureTestCase):
         trainer.model.config._attn_implementation_internal = attention
         name = attention.replace("|", r"\|")
         self.check(trainer, rf'attn_implementation="{name}" \(.*{why}.*Load the model with attn_implementation="sdpa"')
-
-    def test_logits(self):
-        self.check(self.trainer(compute_metrics=lambda p: {}), "compute_metrics, which needs the logits")
-        trainer = self.trainer(compute_metrics=lambda p: {}, args={"prediction_loss_only": True})
-        self.assertTrue(said(configure_packing, trainer)[1].args.padding_free)
 
     def test_sequence_classification(self):
         config = CONFIGS["qwen3_5"]()
@@ -272,17 +267,6 @@ class ReasonsTest(ConfigureTestCase):
         with self.assertRaisesRegex(ValueError, message):
             configure_packing(trainer, **arguments)
         self.assertEqual(self.state(trainer), before)
-
-    def test_the_old_name_of_packing(self):
-        trainer = self.trainer(dataset=Samples(24))
-        # `assertWarns` looks into every module, and some releases of Transformers then import torchvision.
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            said(configure_packing, trainer, "packing", 128)
-        texts = [str(one.message) for one in caught if one.category is DeprecationWarning]
-        self.assertTrue(any("packing=True" in text for text in texts), texts)
-        self.assertEqual([trainer.args.packing, trainer.args.padding_free], [True, True])
-        self.assertIsInstance(trainer.train_dataset, PackingDataset)
 
     def test_packing_without_a_dataset_or_of_packed_rows(self):
         trainer = self.trainer()

@@ -28,7 +28,7 @@ from transformers_packed import (
 )
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models.releases import supports_other_families
-from transformers_packed.training import configure as module
+from transformers_packed.training import setup
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
 
 
@@ -65,7 +65,7 @@ class SameTrainingTest(ConfigureTestCase):
         """The same training with stock classes, without boundaries, differs a hundred times more."""
         # Elsewhere: comparisons pass that cannot detect a leak.
         want, _ = updates_and_log(configure(self.build(kind), "padded", "padding_free"))
-        _, trainer = said(configure, self.build(kind), "packed", "padding_free")
+        _, trainer = said(configure_packing, self.build(kind), "padding_free", verify=False)
         unpatch_model(trainer.model)
         collate = trainer.data_collator
         names = ("input_ids", "labels", "position_ids")
@@ -168,12 +168,12 @@ class SetUpTest(ConfigureTestCase):
                 trainer.model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
         said(configure_packing, trainer, "padding_free")
         self.assertIs(trainer.accelerator.ddp_handler.find_unused_parameters, expected)
-        checks = [x for x in trainer.callback_handler.callbacks if type(x) is module._EveryGradient]
+        checks = [x for x in trainer.callback_handler.callbacks if type(x) is setup.EveryGradient]
         self.assertEqual(len(checks), given is None and not expected)
 
     def test_a_parameter_without_a_gradient(self):
         """The error comes before the step of the optimizer."""
-        check, model = module._EveryGradient(), torch.nn.Linear(2, 2)
+        check, model = setup.EveryGradient(), torch.nn.Linear(2, 2)
         model.weight.grad = torch.zeros(2, 2)
 
         def step(world_size):
@@ -218,8 +218,8 @@ class SetUpTest(ConfigureTestCase):
         rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
         batches = np.random.default_rng(1).choice(lengths, (20000, 4))
         want = batches.max(1).mean() / np.mean(lengths)
-        self.assertLess(abs(module._estimated_saving(Dataset.from_list(rows), 4) - want) / want, 0.01)
-        self.assertLess(abs(module._estimated_saving(rows, 4) - want) / want, 0.1)
+        self.assertLess(abs(setup._estimated_saving(Dataset.from_list(rows), 4) - want) / want, 0.01)
+        self.assertLess(abs(setup._estimated_saving(rows, 4) - want) / want, 0.1)
 
     def test_a_family_that_needs_no_patch(self):
         trainer = self.trainer(llama())

@@ -11,6 +11,7 @@ from parameterized import parameterized
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, TrainerCallback, TrainingArguments
 
 from transformers_packed import SequenceBoundaries, configure_packing
+from transformers_packed.training import setup
 from transformers_packed.training.run_ahead import RunAheadCallback
 
 
@@ -66,7 +67,8 @@ class RunAheadTest(unittest.TestCase):
         trainer = NotFinite(
             Qwen3_5ForCausalLM(config), args, losses=losses, train_dataset=SAMPLES if packed else SAMPLES[:1] * 16
         )
-        return configure_packing(trainer, "padding_free") if packed else trainer
+        # The steps of these tests return what the tests want.
+        return configure_packing(trainer, "padding_free", verify=False) if packed else trainer
 
     def logged(self, trainer) -> float:
         trainer.train()
@@ -134,7 +136,7 @@ class RunAheadTest(unittest.TestCase):
 
     def test_pickles_with_its_trainer(self):
         trainer = Stepping()
-        RunAheadCallback(trainer)
+        trainer.training_step = RunAheadCallback(trainer)
         again = pickle.loads(pickle.dumps(trainer))
         self.assertIs(again.training_step.trainer, again)
         self.assertIs(again.training_step.step.__self__, again)
@@ -162,8 +164,10 @@ class RunAheadTest(unittest.TestCase):
 
     @parameterized.expand([("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
     def test_batches_are_copied_without_waiting_from_pinned_memory(self, device, pinned, expected):
-        args = SimpleNamespace(device=torch.device(device), dataloader_pin_memory=pinned, logging_nan_inf_filter=False)
-        args.accelerator_config, config = SimpleNamespace(non_blocking=False), SimpleNamespace(non_blocking=False)
-        accelerator = SimpleNamespace(dataloader_config=config)
-        RunAheadCallback(SimpleNamespace(args=args, accelerator=accelerator, training_step=None))
-        self.assertEqual((args.accelerator_config.non_blocking, config.non_blocking), (expected, expected))
+        trainer = self.trainer(packed=False)
+        trainer.args.dataloader_pin_memory = pinned
+        configs = [trainer.args.accelerator_config, trainer.accelerator.dataloader_config]
+        with mock.patch.object(TrainingArguments, "device", torch.device(device)):
+            changes = setup._of_callbacks(trainer, SAMPLES, False, False, [])
+        found = [change.target for change in changes if change.name == "non_blocking"]
+        self.assertEqual(found, configs if expected else [])

@@ -352,7 +352,7 @@ class CausalLabelsCollator(DataCollatorWithFlattening):
         super().__init__(**kwargs)
         self.ignored_token = ignored_token
 
-    def __call__(self, features: list, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
+    def __call__(self, features: Any, return_tensors: str | None = None, separator_id: int | None = None) -> dict:
         batch = super().__call__(features, return_tensors, separator_id)
         not_targets = batch["position_ids"] == 0
         if self.ignored_token is not None:
