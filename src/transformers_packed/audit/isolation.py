@@ -1,0 +1,113 @@
+"""Measure on one forward whether the documents of a batch depend on one another.
+
+The last hidden states of one document, times fixed random weights, have a gradient of exactly 0 with respect to the
+embeddings of every other document. Hidden states and not the loss, because trainers of preferences have no loss per
+document, and a router's loss couples documents by design.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..models.registry import transformers_model
+
+
+def leak_between(model, forward: Callable[[], Any], batch: Mapping[str, Any], places: list[torch.Tensor]) -> float:
+    """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own."""
+    with watch(model) as seen:
+        forward()
+    embeddings, hidden = seen.embeddings, seen.hidden
+    if embeddings is None or hidden is None:
+        raise RuntimeError("the model shows no embeddings or no last hidden states")
+    of_input, of_output = (indices_of(x, batch, places) for x in (embeddings, hidden))
+    weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
+    largest = inside = 0.0
+    for number, place in enumerate(of_output):
+        embeddings.grad = None
+        score = (hidden.flatten(0, 1)[place] * weights).float().sum()
+        # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
+        score.backward(retain_graph=number + 1 < len(places))
+        gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()
+        inside = max(inside, gradient[of_input[number]].max().item())
+        gradient[of_input[number]] = 0
+        # NaN is larger than any number here.
+        largest = max(largest, gradient.nan_to_num(nan=float("inf")).max().item())
+    for parameter in model.parameters():
+        parameter.grad = None
+    if not inside:
+        raise RuntimeError("no hidden state depends on an embedding")
+    return largest / inside
+
+
+def indices_of(states: torch.Tensor, batch: Mapping[str, Any], places: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The indices of documents in flattened states, which may leave out the padding of the batch."""
+    ids = batch["input_ids"]
+    if states.shape[:2] == ids.shape:
+        return places
+    real = batch["attention_mask"].flatten().bool().cpu()
+    if states.shape[:2] != (1, int(real.sum())):
+        raise RuntimeError(f"states of shape {tuple(states.shape)} for tokens of shape {tuple(ids.shape)}")
+    ranks = real.cumsum(0) - 1
+    return [ranks[place] for place in places]
+
+
+class Seen:
+    """The output of the embedding in a forward, which keeps its gradient, and the last hidden states."""
+
+    embeddings: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def embed(self, module, inputs, output: torch.Tensor) -> None:
+        # Some trainers run another forward for their metrics.
+        if not torch.is_grad_enabled():
+            return
+        if output.requires_grad:
+            output.retain_grad()
+        else:
+            output.requires_grad_(True)
+        self.embeddings = output
+
+    def leave(self, module, inputs, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        # Vision towers come before the language model, and wrappers of it return the same states.
+        if isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and hidden.requires_grad:
+            self.hidden = hidden
+
+
+@contextmanager
+def watch(model: torch.nn.Module) -> Iterator[Seen]:
+    seen, inner = Seen(), transformers_model(model)
+    models = [module for module in inner.modules() if hasattr(module, "get_input_embeddings")]
+    handles = [module.register_forward_hook(seen.leave) for module in models]
+    handles.append(inner.get_input_embeddings().register_forward_hook(seen.embed))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def quiet(model: torch.nn.Module) -> Iterator[None]:
+    """Turn off dropout and noise: layers of dropout, and the rates that other modules keep as attributes."""
+    dropouts = [x for x in model.modules() if isinstance(x, torch.nn.modules.dropout._DropoutNd)]
+    rates = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in list(vars(module).items())
+        if isinstance(value, float) and ("dropout" in name or "noise" in name)
+    ]
+    kept = [(module, module.p) for module in dropouts]
+    try:
+        for module in dropouts:
+            module.p = 0.0
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, p in kept:
+            module.p = p
+        for module, name, value in rates:
+            setattr(module, name, value)

@@ -1,0 +1,112 @@
+"""The documents of packed rows: as a dataset of samples, and as a padded batch.
+
+Evaluation with predictions and the comparison with padded training need what a packed row stands for.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from ..boundaries import SequenceBoundaries
+from .collator import DataCollatorWithFlattening
+from .dataset import PackingDataset
+from .prefixes import documents_of
+from .samples import IGNORED_LABEL, has_items
+from .streaming import IterablePackingDataset
+
+
+def is_packed(dataset: Any) -> bool:
+    """Whether the dataset already has packed rows: lists of samples, or samples in one with their lengths."""
+    if isinstance(dataset, PackingDataset | IterablePackingDataset):
+        return True
+    sample = first_sample(dataset)
+    return isinstance(sample, list) or (sample is not None and "seq_lengths" in sample)
+
+
+def first_sample(dataset: Any) -> Mapping[str, Any] | None:
+    """The first sample of a dataset, or `None` if the dataset can only be read once."""
+    if isinstance(dataset, PackingDataset):
+        dataset = dataset.dataset
+    if type(dataset).__module__.startswith("datasets."):
+        return next(iter(dataset), None)
+    # Reading from other streams may consume them.
+    return dataset[0] if has_items(dataset) and len(dataset) else None
+
+
+def unpacked(dataset: Any) -> Any:
+    """The documents of a dataset of packed rows, or the dataset itself if it has samples."""
+    if not is_packed(dataset):
+        return dataset
+    return Documents(dataset) if has_items(dataset) else DocumentStream(dataset)
+
+
+class Documents(Dataset):
+    """The documents of packed rows, in the order of the rows.
+
+    Args:
+        rows (`Sequence`):
+            Rows of [`PackingDataset`] (lists of samples), or of [`pack_dataset`] (with their `seq_lengths`).
+    """
+
+    def __init__(self, rows: Any):
+        # Tables and plans have the numbers of documents without reading a sample.
+        if (plan := getattr(rows, "plan", None)) is not None:
+            counts = plan.documents_per_row
+        elif hasattr(rows, "column_names"):
+            counts = [len(lengths) for lengths in rows["seq_lengths"]]
+        else:
+            counts = [sum(1 for _ in documents_of(row)) for row in rows]
+        self.rows, self.ends = rows, np.cumsum(counts)
+        self._last: tuple[int, list] = -1, []
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, index: int) -> Any:
+        row = int(np.searchsorted(self.ends, index, side="right"))
+        if self._last[0] != row:
+            # Documents are read in order, so that each row is read once.
+            self._last = row, list(documents_of(self.rows[row]))
+        return self._last[1][index - int(self.ends[row])]
+
+
+class DocumentStream(IterableDataset):
+    """The documents of a stream of packed rows."""
+
+    def __init__(self, rows: IterableDataset):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain.from_iterable(map(documents_of, self.rows))
+
+
+class PaddedSamples:
+    """Collates samples, or the samples of packed rows, to a batch `[N, L]` that is padded on the right.
+
+    Columns are those of [`DataCollatorWithFlattening`]. Samples with one label each stay a packed row, because
+    classifiers return one result per document.
+
+    Args:
+        token_columns (`Sequence[str]`, *optional*):
+            As in [`DataCollatorWithFlattening`].
+        pad_token_id (`int`, *optional*, defaults to 0):
+            The token at padding.
+    """
+
+    def __init__(self, token_columns: tuple[str, ...] = (), pad_token_id: int | None = None):
+        self.flatten = DataCollatorWithFlattening(token_columns=token_columns, on_leak="ignore")
+        self.pad_token_id = pad_token_id or 0
+
+    def __call__(self, features: list) -> dict[str, Any]:
+        row = self.flatten(features)
+        if row["labels"].ndim == 1:
+            return row
+        boundaries = SequenceBoundaries.from_position_ids(row.pop("position_ids"))
+        values = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL}
+        per_token = {name: x for name, x in row.items() if x.shape[:2] == (1, boundaries.total_length)}
+        padded = {name: boundaries.unpack(x, padding_value=values.get(name, 0)) for name, x in per_token.items()}
+        return row | padded | {"attention_mask": boundaries.unpack(torch.ones_like(row["input_ids"]))}

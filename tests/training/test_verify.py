@@ -1,0 +1,363 @@
+"""The check before the first step: it finds what differs from padded training, and is quiet about what does not."""
+
+import copy
+import unittest
+from unittest import mock
+
+import peft
+import torch
+from common.records import MARKED, assistant, make_tokenizer, user
+from common.trl_trainers import HAS_TRL, SGD, build_model
+from mixins.configure import ConfigureTestCase, llama, said
+from parameterized import parameterized
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from transformers_packed import (
+    DataCollatorWithFlattening,
+    PackedTrainer,
+    PackedTrainingArguments,
+    PackingDataset,
+    configure_packing,
+    patch_model,
+    set_loss_normalization,
+    unpatch_model,
+    verify_packing,
+)
+from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models.registry import has_our_classes
+from transformers_packed.training import checks, evaluation, setup
+
+
+if HAS_TRL:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+
+STEP = {"max_steps": 1, "logging_steps": 1}
+
+
+class MaskedRows(DataCollatorWithFlattening):
+    """A collator of the user that adds a mask to a packed row, or numbers its documents in it."""
+
+    def __init__(self, kind, **options):
+        super().__init__(on_leak="ignore", **options)
+        self.kind = kind
+
+    def __call__(self, features, **kwargs):
+        batch = super().__call__(features, **kwargs)
+        starts = batch.pop("position_ids") == 0
+        number = starts.cumsum(1)
+        same = (number[:, :, None] == number[:, None]).tril()[:, None]
+        masks = {"numbers": number, "boolean": same, "additive": torch.where(same, 0.0, torch.finfo().min)}
+        return batch | {"attention_mask": masks[self.kind]}
+
+
+def per_sample(model, inputs, return_outputs=False, num_items_in_batch=None):
+    """A loss of the user: the mean over the rows of a batch of each row's mean."""
+    labels = inputs["labels"]
+    outputs = model(**{name: x for name, x in inputs.items() if name != "labels"}, use_cache=False)
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    counts = (targets != -100).sum(1)
+    loss = (losses.sum(1) / counts.clamp(min=1))[counts > 0].mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+class VerifyTestCase(ConfigureTestCase):
+    def sft(self, samples, template=MARKED, **options):
+        tokens = make_tokenizer(template)
+        lora = options.pop("peft_config", None)
+        args = {**SGD, **STEP, "max_length": None, "per_device_train_batch_size": 3, **options}
+        args = SFTConfig(self.directory, **args)
+        dataset = Dataset.from_list(samples)
+        model = build_model("padded", len(tokens))
+        return SFTTrainer(model, args, train_dataset=dataset, processing_class=tokens, peft_config=lora)
+
+    def check_quiet(self, trainer, words="gradients between documents are 0", **options):
+        output, _ = said(configure_packing, trainer, **options)
+        output += said(trainer.train)[0]
+        self.assertIn("Verified packing on ", output)
+        self.assertIn(words, output)
+        self.assertNotIn("Packing off", output)
+        self.assertGreater(trainer.state.global_step, 0)
+
+
+class FindsTest(VerifyTestCase):
+    """Each of these is refused by a check that is switched off here."""
+
+    def check_undone(self, trainer, message):
+        """`"auto"` trains padded instead, and as a Trainer that was never configured."""
+        collator, before = trainer.data_collator, {k: v for k, v in vars(trainer).items() if k != "model"}
+        output, _ = said(configure_packing, trainer)
+        self.assertIn("Padding-free on", output)
+        batches, step = [], trainer.compute_loss
+
+        class Batches(TrainerCallback):
+            def on_step_begin(self, *args, **kwargs):
+                trainer.compute_loss = record
+
+        def record(model, inputs, *args, **kwargs):
+            batches.append(inputs["input_ids"].shape)
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.callback_handler.callbacks.append(Batches())
+        output, _ = said(trainer.train)
+        self.assertRegex(output, f"Packing off, training is unchanged: .*{message}")
+        self.assertIs(trainer.data_collator, collator)
+        self.assertEqual(trainer.args.padding_free, False)
+        self.assertFalse(has_our_classes(trainer.model))
+        self.assertEqual(trainer.state.global_step, 1)
+        for name in ("train_dataset", "training_step", "get_eval_dataloader"):
+            self.assertIs(vars(trainer).get(name), before.get(name), name)
+
+    @parameterized.expand(["numbers", "boolean", "additive"])
+    def test_masks_of_a_collator(self, kind):
+        """As if the model read no documents from masks, which stock models do."""
+        trainer = self.trainer(collator=MaskedRows(kind), args={"use_cache": True})
+        said(configure_packing, trainer, "padding_free")
+        unpatch_model(trainer.model)
+        with self.assertRaisesRegex(ValueError, r"no gradient between the 3 documents of a row, got one of \d"):
+            said(trainer.train)
+
+    def test_a_loss_on_the_instance(self):
+        for mode in ("auto", "padding_free"):
+            trainer = self.trainer(collator=None)
+            trainer.data_collator = collate = _SamplesCollator()
+            trainer.compute_loss = lambda *args, trainer=trainer, **kwargs: per_sample(*args, **kwargs)
+            with (
+                mock.patch.object(setup, "overridden", return_value=[]),
+                mock.patch.object(checks, "overridden", return_value=[]),
+                mock.patch.object(checks, "_PADDING", (type(collate).__name__,)),
+            ):
+                if mode == "padding_free":
+                    said(configure_packing, trainer, mode)
+                    with self.assertRaisesRegex(ValueError, "expected .* the padded batch of the same documents"):
+                        said(trainer.train)
+                else:
+                    self.check_undone(trainer, "the padded batch of the same documents")
+
+    def evaluated(self, **options):
+        args = {"eval_strategy": "steps", "eval_steps": 1, **options.pop("args", {})}
+        samples = options.pop("eval_dataset", Samples(7))
+        return self.trainer(args=args, eval_dataset=samples, compute_metrics=lambda p: {}, **options)
+
+    def test_an_evaluation_that_loses_documents(self):
+        trainer = self.evaluated(eval_dataset=PackingDataset(Samples(24), 128))
+        with mock.patch.object(evaluation, "unpacked", lambda dataset: dataset):
+            said(configure_packing, trainer, "padding_free")
+            with self.assertRaisesRegex(
+                ValueError, r"an evaluation of \d+ documents and \d+ targets, got \d+ documents"
+            ):
+                said(trainer.train)
+
+    def test_predictions_per_row(self):
+        trainer = self.evaluated()
+        with mock.patch.object(evaluation.OwnBatches, "_reads_only_the_loss", return_value=True):
+            said(configure_packing, trainer, "padding_free")
+            with self.assertRaisesRegex(ValueError, "an evaluation of 3 documents and .*, got 2 documents"):
+                said(trainer.train)
+
+    def test_a_model_that_leaks_in_a_batch_of_preferences(self):
+        trainer = DPOTests.dpo(self.directory)
+        said(configure_packing, trainer)
+        broken = mock.patch("transformers_packed.models.padding.PaddedBatch.unpack", _unpack_elsewhere)
+        with broken:
+            output, _ = said(trainer.train)
+        self.assertRegex(output, "Packing off, training is unchanged: expected (no gradient|log-probabilities)")
+
+
+def _unpack_elsewhere(batch, tokens):
+    """Scatter the tokens of each document to the next one's place."""
+    rows, length = batch.shape
+    return tokens.new_zeros(rows * length, *tokens.shape[1:]).index_copy(0, batch.slots.roll(3), tokens)
+
+
+class _SamplesCollator:
+    """Pads samples, as Transformers' collators do."""
+
+    def __call__(self, features):
+        return collate_padded(features)
+
+
+_SamplesCollator.__module__ = "transformers.data.data_collator"
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Samples(24).rows)
+
+
+class QuietTest(VerifyTestCase):
+    @parameterized.expand(
+        [
+            ("plain", {}),
+            ("accumulation", {"gradient_accumulation_steps": 3}),
+            ("label_smoothing", {"label_smoothing_factor": 0.1}),
+            ("neftune", {"neftune_noise_alpha": 5.0}),
+            ("bfloat16", {"bf16": True}),
+            (
+                "checkpointing",
+                {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            ),
+            ("evaluation", {"eval_strategy": "steps", "eval_steps": 1}),
+        ]
+    )
+    def test_arguments(self, name, args):
+        metrics = {"compute_metrics": lambda p: {}} if name == "evaluation" else {}
+        trainer = self.trainer(args=args, eval_dataset=Samples(7), **metrics)
+        words = "evaluation of 3 documents and 29 targets is complete" if metrics else "loss "
+        self.check_quiet(trainer, words)
+
+    @parameterized.expand(["rows", "own_rows", "stream", "packed_stream", "model_init", "sample_mean", "llama"])
+    def test_data_and_models(self, kind):
+        stream = Dataset.from_list(Samples(24).rows).to_iterable_dataset()
+        options = {"packing": True, "max_length": 128} if kind in ("rows", "packed_stream") else {}
+        dataset = {"stream": stream, "packed_stream": stream, "own_rows": PackingDataset(Samples(24), 128)}.get(kind)
+        trainer = self.trainer(llama() if kind == "llama" else None, dataset or Samples(24), args={"max_steps": 2})
+        if kind == "model_init":
+            trainer.model_init = lambda: AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        if kind == "sample_mean":
+            set_loss_normalization(trainer, "sample")
+        self.check_quiet(trainer, **options)
+
+    @parameterized.expand(["qwen3_next_moe", "lfm2", "gpt_oss"])
+    def test_other_models(self, kind):
+        config = CONFIGS[kind]() if kind in CONFIGS else tiny_config(kind)
+        config.output_router_logits = kind == "qwen3_next_moe"
+        config.attention_dropout = 0.2
+        torch.manual_seed(0)
+        self.check_quiet(self.trainer(AutoModelForCausalLM.from_config(config)))
+
+    def test_adapters_with_dropout_and_modules_to_save(self):
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        config = peft.LoraConfig(
+            r=4, lora_dropout=0.3, target_modules="all-linear", modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+        )
+        self.check_quiet(self.trainer(peft.get_peft_model(model, config)))
+
+    def test_sft(self):
+        turns = [
+            {"messages": [user("a" * i), assistant("b" * (i % 5 + 1)), user("c"), assistant("d" * (i % 3 + 1))]}
+            for i in range(1, 25)
+        ]
+        self.check_quiet(self.sft(turns, assistant_only_loss=True))
+        self.check_quiet(self.sft(turns), packing=True, max_length=200)
+        pairs = [{"prompt": "q" * i, "completion": "yes" * (i % 4 + 1)} for i in range(1, 17)]
+        self.check_quiet(self.sft(pairs, label_smoothing_factor=0.1))
+
+    def test_a_stream_that_can_be_read_once(self):
+        trainer = self.trainer(dataset=Stream())
+        said(configure_packing, trainer)
+        self.assertIn("Not verified: samples come from a stream", said(trainer.train)[0])
+
+    def test_a_resumed_run(self):
+        for resumed in (False, True):
+            trainer = self.trainer(args={"save_strategy": "steps", "save_steps": 1, "max_steps": 1 + resumed})
+            said(configure_packing, trainer)
+            output, _ = said(trainer.train, resume_from_checkpoint=resumed)
+            self.assertIn("Verified packing on 3 documents", output)
+
+    def test_once_for_a_model_and_its_data(self):
+        trainer = self.trainer()
+        said(configure_packing, trainer)
+        self.assertIn("Verified", said(trainer.train)[0])
+        self.assertNotIn("Verified", said(trainer.train)[0])
+
+    @parameterized.expand(["configure_packing", "arguments"])
+    def test_off(self, how):
+        if how == "arguments":
+            args = PackedTrainingArguments(self.directory, verify=False, **{**OPTIONS, **STEP})
+            args.per_device_train_batch_size = 3
+            trainer = said(PackedTrainer, self.trainer().model, args, train_dataset=Samples(6))[1]
+        else:
+            trainer = self.trainer()
+            said(configure_packing, trainer, verify=False)
+        self.assertNotIn("erified", said(trainer.train)[0])
+
+    @parameterized.expand([("dropout", {}), ("sft", {}), ("bf16", {"bf16": True})])
+    def test_training_is_as_without_it(self, kind, args):
+        """Updates, metrics of TRL and random numbers are the same to the last bit."""
+        results = []
+        for verify in (True, False):
+            if kind == "sft":
+                trainer = self.sft([{"text": "a" * i} for i in range(2, 30)], max_steps=3)
+            else:
+                torch.manual_seed(0)
+                config = CONFIGS["qwen3_5"]()
+                config.attention_dropout = 0.5
+                trainer = self.trainer(AutoModelForCausalLM.from_config(config), args={**args, "max_steps": 3})
+            said(configure_packing, trainer, verify=verify)
+            said(trainer.train)
+            times = ("runtime", "per_second", "total_flos")
+            log = [{k: v for k, v in x.items() if not k.endswith(times)} for x in trainer.state.log_history]
+            results.append((log, [p.detach().clone() for p in trainer.model.parameters()]))
+        self.assertEqual(results[0][0], results[1][0])
+        for a, b in zip(results[0][1], results[1][1], strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+
+@unittest.skipUnless(HAS_TRL, "needs trl, datasets and peft")
+class DPOTests(VerifyTestCase):
+    @staticmethod
+    def dpo(directory, **options):
+        tokens = make_tokenizer()
+        pairs = [{"prompt": "q" * (i + 70), "chosen": "yes" * (i % 4 + 1), "rejected": "no" * i} for i in range(1, 9)]
+        model = build_model("padded", len(tokens))
+        args = DPOConfig(directory, **{**SGD, **STEP, "per_device_train_batch_size": 2, **options})
+        kinds = {"ref_model": copy.deepcopy(model), "processing_class": tokens}
+        return DPOTrainer(model, args=args, train_dataset=Dataset.from_list(pairs), **kinds)
+
+    @parameterized.expand([(kind, share) for kind in ("dpo", "kto", "grpo") for share in (False, True)])
+    def test_preferences(self, kind, share):
+        tokens = make_tokenizer()
+        args = {**SGD, **STEP, "per_device_train_batch_size": 4}
+        model, more = build_model("padded", len(tokens)), {"processing_class": tokens}
+        if kind == "kto":
+            rows = [{"prompt": "q" * i, "completion": "yes" * (i % 4 + 1), "label": bool(i % 3)} for i in range(1, 17)]
+            args = KTOConfig(self.directory, **args)
+            trainer = KTOTrainer(model, copy.deepcopy(model), args, train_dataset=Dataset.from_list(rows), **more)
+        elif kind == "grpo":
+            args = GRPOConfig(self.directory, **args, num_generations=4, max_completion_length=4)
+            rows = Dataset.from_list([{"prompt": "q" * i} for i in range(1, 9)])
+            reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]  # noqa: E731
+            trainer = GRPOTrainer(model, reward, args, train_dataset=rows, **more)
+        else:
+            trainer = self.dpo(self.directory)
+        words = "because rows share prompts" if share else "gradients between rows are 0"
+        self.check_quiet(trainer, words, share_prompts=share)
+
+
+class OwnLoopTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
+        self.batch = DataCollatorWithFlattening(on_leak="ignore")(Samples(4).rows)
+
+    def test_a_patched_model(self):
+        found = verify_packing(patch_model(self.model), self.batch)
+        self.assertEqual((found.documents, found.leak), (4, 0.0))
+        self.assertAlmostEqual(found.loss, found.loss_alone, places=5)
+        self.assertTrue(all(p.grad is None for p in self.model.parameters()))
+
+    def test_a_stock_model(self):
+        with self.assertRaisesRegex(ValueError, r"no gradient between the 4 documents of a row, got one of \d"):
+            verify_packing(self.model, self.batch)
+
+    def test_a_wrong_loss(self):
+        """Targets that cross documents change no gradient between them."""
+        model = patch_model(self.model)
+        batch = self.batch | {"labels": self.batch["input_ids"]}
+        with (
+            mock.patch("transformers_packed.models.outputs.mask_targets_across_documents", lambda _, x, *__: x),
+            self.assertRaisesRegex(ValueError, "expected the loss .* of the documents alone, got"),
+        ):
+            verify_packing(model, batch)
+
+    def test_no_row(self):
+        with self.assertRaisesRegex(ValueError, "expected a packed row of several documents, got no boundaries"):
+            verify_packing(patch_model(self.model), collate_padded(Samples(2).rows))
+
+
+if __name__ == "__main__":
+    unittest.main()
