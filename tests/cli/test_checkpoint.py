@@ -1,21 +1,27 @@
-"""Commands run code of a checkpoint only with `--trust-remote-code`, and name the reason if they cannot read one."""
+"""Commands run code of a checkpoint only with `--trust-remote-code`, and name the reason if they cannot use one."""
 
 import contextlib
 import io
 import json
+import shutil
 import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
+import torch
 from common.records import make_tokenizer
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from scripts.trainer_arms import TINY
-from transformers import AutoTokenizer, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Qwen3_5TextConfig
 
+from transformers_packed import registered
+from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.cli import main
-from transformers_packed.cli.checkpoint import load_config
+from transformers_packed.cli.checkpoint import load_config, load_weights
 
 
 CODE = """
@@ -175,3 +181,179 @@ class UnavailableTest(unittest.TestCase):
         ):
             load_config("--model", "nobody/nothing", False)
         self.assertIs(raised.exception.__cause__.__cause__, error)
+
+
+def run(*arguments):
+    """Run a command. Return exit status, standard output and standard error."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = main([str(argument) for argument in arguments])
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+def without(part):
+    return lambda weights: {name: x for name, x in weights.items() if part not in name}
+
+
+def renamed(old, new):
+    return lambda weights: {name.replace(old, new): x for name, x in weights.items()}
+
+
+def reshaped(weights):
+    name = next(
+        name
+        for name in weights
+        if name.endswith("mlp.down_proj.weight") or name.endswith("shared_expert.down_proj.weight")
+    )
+    return {**weights, name: weights[name][:, 1:].contiguous()}
+
+
+# Name, change of the tensors, and what the error has to name.
+BAD_WEIGHTS = [
+    (
+        "of_a_serving_tool",
+        renamed("linear_attn.in_proj", "linear_attn.proj_in"),
+        r"[0-9]+ missing \(.*in_proj.*unexpected \(.*proj_in",
+    ),
+    ("one_left_out", without("layers.1.input_layernorm"), r"1 missing \(model.layers.1.input_layernorm.weight\)"),
+    ("a_layer_left_out", without("layers.0."), r"[0-9]+ missing \(model.layers.0."),
+    ("no_head", without("lm_head"), r"1 missing \(lm_head.weight\)"),
+    ("one_too_many", lambda w: {**w, "v_head.weight": torch.ones(1)}, r"1 unexpected \(v_head.weight\)"),
+    ("another_shape", reshaped, r"1 of another shape \(model.layers.[0-9].mlp"),
+]
+FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+
+
+class WeightsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(directory.cleanup)
+        cls.root = Path(directory.name)
+        (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
+        for family in FAMILIES:
+            config = tiny_config(family)
+            config.vocab_size, config.num_hidden_layers, config.layer_types = (
+                264,
+                2,
+                ["linear_attention", "full_attention"],
+            )
+            AutoModelForCausalLM.from_config(config).save_pretrained(cls.root / family)
+        vision = tiny_config("qwen3_5")
+        AutoModelForImageTextToText.from_config(vision).save_pretrained(cls.root / "qwen3_5")
+        for path in cls.root.glob("qwen*"):
+            make_tokenizer().save_pretrained(path)
+
+    @contextlib.contextmanager
+    def changed(self, family, change):
+        path = self.root / family / "model.safetensors"
+        weights = load_file(path)
+        try:
+            save_file(change(weights), path, {"format": "pt"})
+            yield path.parent
+        finally:
+            save_file(weights, path, {"format": "pt"})
+
+    @parameterized.expand([(*bad, family) for bad in BAD_WEIGHTS for family in FAMILIES])
+    def test_commands_stop_before_they_write(self, _, change, message, family):
+        output = self.root / "output"
+        with self.changed(family, change) as source:
+            train = run("train", "--model", source, "--data", self.root / "text.jsonl", "--output", output)
+            audit = run("audit", source, "--lengths", "5", "5")
+        for option, expected, (status, _, err) in (("--model", 1, train), ("MODEL_OR_TYPE", 2, audit)):
+            self.assertEqual(status, expected, err)
+            last = err.splitlines()[-1]
+            self.assertRegex(
+                last,
+                f"{option}: expected all weights of Qwen3.*ForCausalLM and no others, got {source} with .*{message}",
+            )
+            self.assertRegex(last, "save_pretrained")
+        self.assertFalse(output.exists(), "something was written")
+
+    def load(self, source):
+        with registered():
+            return load_weights("--model", str(source), AutoModelForCausalLM, dtype=torch.float32)
+
+    @parameterized.expand([*FAMILIES, "qwen3_5"])
+    def test_weights_that_the_class_leaves_out(self, family):
+        with self.changed(family, lambda weights: {**weights, "mtp.layers.0.fc.weight": torch.ones(1)}) as source:
+            model, weights = self.load(source), load_file(source / "model.safetensors")
+        name = "model.language_model." if family == "qwen3_5" else "model."
+        torch.testing.assert_close(model.model.norm.weight.detach(), weights[f"{name}norm.weight"])
+        self.assertTrue(type(model).__module__.startswith("transformers_packed."))
+
+    def test_a_head_that_is_tied(self):
+        config = tiny_config("qwen3_5_text")
+        config.tie_word_embeddings = True
+        AutoModelForCausalLM.from_config(config).save_pretrained(self.root / "tied")
+        self.assertNotIn("lm_head.weight", load_file(self.root / "tied" / "model.safetensors"))
+        self.load(self.root / "tied")
+
+    def test_an_expert_of_another_shape(self):
+        def change(weights):
+            name = next(name for name in weights if "experts.1.down_proj" in name)
+            return {**weights, name: weights[name][:, 1:].contiguous()}
+
+        with (
+            self.changed("qwen3_5_moe_text", change) as source,
+            self.assertRaisesRegex(
+                ValueError, f"weights that Transformers can convert, got {source}: .*save_pretrained"
+            ),
+        ):
+            self.load(source)
+
+    def test_many_keys_are_counted(self):
+        with (
+            self.changed("qwen3_5_text", renamed("model.", "backbone.")) as source,
+            self.assertRaisesRegex(ValueError, r"[0-9]+ missing \([^,]+, [^,]+, [^,]+, [.]{3}\), [0-9]+ unexpected"),
+        ):
+            self.load(source)
+
+
+class AdapterTest(unittest.TestCase):
+    COMMANDS = {
+        "train": ["train", *DATA, "--output", "{root}/out", "--model"],
+        "bench": ["bench", "--model"],
+        "warmup": ["warmup", "--max-length", "9", "--model"],
+        "memory": ["memory", *GPUS, "--max-length", "9", "--model"],
+        "plan": ["plan", "--data", "{root}/ids.jsonl", "--max-length", "9", "--model"],
+        "doctor": ["doctor", "--model"],
+        "audit": ["audit"],
+    }
+
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(directory.cleanup)
+        cls.root = Path(directory.name)
+        (cls.root / "text.jsonl").write_text('{"text": "a"}\n')
+        (cls.root / "ids.jsonl").write_text('{"input_ids": [1]}\n')
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
+        model.save_pretrained(cls.root / "base")
+        model = AutoModelForCausalLM.from_pretrained(cls.root / "base")
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(
+            cls.root / "adapter"
+        )
+        make_tokenizer().save_pretrained(cls.root / "adapter")
+        # The cache of a model on the Hub.
+        cache = cls.root / "cache" / "models--somebody--adapter"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(cls.root / "adapter", cache / "snapshots" / ("0" * 40))
+
+    @parameterized.expand([(command, local) for command in COMMANDS for local in (True, False)])
+    def test_the_base_model_is_named(self, command, local):
+        arguments = [part.format(root=self.root) for part in self.COMMANDS[command]]
+        source = self.root / "adapter" if local else "somebody/adapter"
+        with (
+            mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(self.root / "cache")),
+            mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+            mock.patch("transformers_packed.training.warm_up.compiles_kernels", lambda device: True),
+        ):
+            status, _, err = run(*arguments, source)
+        self.assertEqual(status, 2 if command == "audit" else 1)
+        option = "MODEL_OR_TYPE" if command == "audit" else "--model"
+        self.assertRegex(
+            err, f"{option}: expected a model, got {source}, a PEFT adapter of {self.root}/base[.] .*merge_and_unload"
+        )
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertFalse((self.root / "out").exists())

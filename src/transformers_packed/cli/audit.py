@@ -4,9 +4,14 @@ import argparse
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .options import Parser, output_file, positive_int
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
 _GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
@@ -61,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ..audit.probe import audit_model
-    from ..audit.tiny import load_model
     from ..models.registry import registered
-    from .checkpoint import cannot_read, own_code_refused
 
     def fail(why: str) -> int:
         print(f"transformers-packed audit: {why}", file=sys.stderr)
@@ -71,13 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    options = {name: getattr(args, name) for name in ("attn", "dtype", "trust_remote_code", "seed")}
     try:
-        with nullcontext() if args.stock else registered(), own_code_refused("MODEL_OR_TYPE", args.model):
-            model = load_model(args.model, device=device, **options)
+        with nullcontext() if args.stock else registered():
+            model = load_model(args, device)
     except OSError as error:
-        expected = "a model type, a local directory or a model on the Hub"
-        return fail(str(cannot_read("MODEL_OR_TYPE", args.model, "model", error, expected)))
+        return fail(str(error))
     except Exception as error:  # A configuration or custom model code may raise anything.
         return fail(f"{args.model} cannot be built: {error}")
     try:
@@ -99,3 +100,22 @@ def run(args: argparse.Namespace) -> int:
         reasons = dict.fromkeys(str(result.reason) for result in report.sources.values())
         return fail(f"{args.model} could not be audited: {'; '.join(reasons)}")
     return 0 if report.ok else 1
+
+
+def load_model(args: argparse.Namespace, device: str) -> "PreTrainedModel":
+    """The model of a checkpoint, or a tiny one of a model type."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from ..audit import tiny
+    from .checkpoint import load_config, load_weights
+
+    source = args.model
+    if source in CONFIG_MAPPING and not Path(source).is_dir():
+        return tiny.load_model(source, attn=args.attn, dtype=args.dtype, device=device, seed=args.seed)
+    expected = "a model type, a local directory or a model on the Hub"
+    config = load_config("MODEL_OR_TYPE", source, args.trust_remote_code, expected)
+    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    options = {"attn_implementation": args.attn} if args.attn else {}
+    options |= {"dtype": args.dtype or "auto", "trust_remote_code": args.trust_remote_code}
+    return load_weights("MODEL_OR_TYPE", source, auto, **options).to(device)

@@ -1,12 +1,14 @@
-"""Load the configuration and tokenizer of a checkpoint. Code of the checkpoint runs only with `--trust-remote-code`.
+"""Load the parts of a checkpoint. Code of the checkpoint runs only with `--trust-remote-code`.
 
 By default, Transformers asks on the terminal whether to run such code. A command must not ask, because piped input
 would be the answer.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import is_offline_mode
 from huggingface_hub.errors import (
@@ -16,7 +18,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     StrictDataclassError,
 )
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
 
 from ..errors import input_error
 
@@ -34,16 +37,20 @@ _UNAVAILABLE = (
     (LocalEntryNotFoundError, "the Hub could not be reached", "Check the name and the connection."),
 )
 
+_LOCAL_OR_HUB = "a local directory or a model on the Hub"
+# Keys that an error names, of each kind.
+_SHOWN_KEYS = 3
 
-def load_config(option: str, source: str, trust_remote_code: bool) -> PreTrainedConfig:
+
+def load_config(option: str, source: str, trust_remote_code: bool, expected: str = _LOCAL_OR_HUB) -> PreTrainedConfig:
     """Load a configuration from a directory, a file, or a name on the Hub. Errors start with `option`.
 
     Raises:
         `OSError`: the configuration does not exist.
-        `ValueError`: it needs its own code, which may not run, Transformers does not know its type, or it has values of
-            wrong types.
+        `ValueError`: it needs its own code, which may not run, Transformers does not know its type, it has values of
+            wrong types, or there is only an adapter.
     """
-    with _errors(option, source, "configuration"):
+    with _errors(option, source, "configuration", expected), adapter_refused(option, source):
         if Path(source).name == "config.json" and not Path(source).is_file():
             raise FileNotFoundError("file not found")
         # Transformers looks for code only in directories.
@@ -71,6 +78,66 @@ def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrai
     return tokenizer
 
 
+def load_weights(option: str, source: str, auto: Any, **options) -> PreTrainedModel:
+    """Load a model with all of its weights, by `auto.from_pretrained(source, **options)`. Errors start with `option`.
+
+    Transformers only logs weights that a checkpoint lacks, and initializes them at random. Here this is an error, and so
+    are tensors that the class does not know or declare as left out, and tensors of another shape.
+
+    Raises:
+        `OSError`: the checkpoint does not exist.
+        `ValueError`: the weights are not those of the model, or there is only an adapter.
+    """
+    if Path(source).is_dir():
+        # Transformers would load the base model and add the adapter.
+        _refuse_adapter(option, source)
+    flags = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    fix = "Save the checkpoint with Transformers' class: model.save_pretrained(...)."
+    try:
+        with own_code_refused(option, source):
+            model, info = auto.from_pretrained(source, **flags, **options)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # of the device, such as its memory
+            raise
+        got = f"{source}: {' '.join(str(error).split()).rstrip('.')}"
+        raise input_error("weights that Transformers can convert", got, fix, option=option) from error
+    kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "of another shape"}
+    found = {
+        told: sorted(key if isinstance(key, str) else key[0] for key in info[kind]) for kind, told in kinds.items()
+    }
+    if wrong := [f"{len(keys)} {told} ({_first_of(keys)})" for told, keys in found.items() if keys]:
+        got = f"{source} with {', '.join(wrong)}"
+        raise input_error(f"all weights of {type(model).__name__} and no others", got, fix, option=option)
+    return model
+
+
+def _first_of(keys: list[str]) -> str:
+    return ", ".join([*keys[:_SHOWN_KEYS], *["..."] * (len(keys) > _SHOWN_KEYS)])
+
+
+@contextmanager
+def adapter_refused(option: str, source: str) -> Iterator[None]:
+    """Replace the error for a configuration that does not exist, where there is only an adapter."""
+    try:
+        yield
+    except (OSError, ValueError):
+        _refuse_adapter(option, source)
+        raise
+
+
+def _refuse_adapter(option: str, source: str) -> None:
+    """Raise a `ValueError` that names the base model if `source` has an adapter."""
+    try:
+        path = find_adapter_config_file(source)
+    except (OSError, ValueError):  # there is no such model
+        return
+    if path is None:
+        return
+    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    fix = "Merge it: PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(...)."
+    raise input_error("a model", f"{source}, a PEFT adapter of {base}", fix, option=option)
+
+
 def has_own_code(error: ValueError) -> bool:
     """Whether Transformers refused to run code of a checkpoint."""
     return "trust_remote_code" in str(error)
@@ -89,17 +156,15 @@ def own_code_refused(option: str, source: str) -> Iterator[None]:
 
 
 @contextmanager
-def _errors(option: str, source: str, what: str) -> Iterator[None]:
+def _errors(option: str, source: str, what: str, expected: str = _LOCAL_OR_HUB) -> Iterator[None]:
     try:
         with own_code_refused(option, source):
             yield
     except OSError as error:
-        raise cannot_read(option, source, what, error) from error
+        raise cannot_read(option, source, what, error, expected) from error
 
 
-def cannot_read(
-    option: str, source: str, what: str, error: OSError, expected: str = "a local directory or a model on the Hub"
-) -> OSError:
+def cannot_read(option: str, source: str, what: str, error: OSError, expected: str = _LOCAL_OR_HUB) -> OSError:
     """Build the error of a command for the `error` of Transformers. Raise it from `error`.
 
     If `source` is neither a local path nor available on the Hub, Transformers gives the reason only by the type of the

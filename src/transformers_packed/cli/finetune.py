@@ -40,7 +40,7 @@ from ..training.run_folder import (
     left,
     write_settings,
 )
-from .checkpoint import cannot_read, has_own_code, load_tokenizer
+from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
 
 
 KEPT_CHECKPOINTS = 2
@@ -131,6 +131,11 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
 
 def supported_config(source: str) -> PreTrainedConfig:
     """The configuration of a checkpoint that our causal language models support."""
+    with adapter_refused("--model", source):
+        return _supported_config(source)
+
+
+def _supported_config(source: str) -> PreTrainedConfig:
     supported = {
         name: family
         for family in FAMILIES
@@ -172,7 +177,7 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
     dtype = torch.bfloat16 if settings.lora and bfloat16 else torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn, "trust_remote_code": False}
     with registered():
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model = load_weights("--model", source, AutoModelForCausalLM, **options)
     return with_adapters(model, settings.lora_rank) if settings.lora else model
 
 
