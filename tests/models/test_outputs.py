@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import convert_to_fp32
-from mixins.model import gradients, packed_batch, relative_error, total_relative_error
+from mixins.model import gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.patch import BUILTINS, COMPOSITE, builtin_model, documents
 from parameterized import parameterized
 from torch import distributed
@@ -26,6 +26,7 @@ AUTOCAST = {None: nullcontext} | {
     dtype: lambda dtype=dtype: torch.autocast("cpu", dtype) for dtype in (torch.bfloat16, torch.float16)
 }
 
+QWEN3_5_CLASSIFIERS = ("Qwen3_5TextForSequenceClassification", "Qwen3_5ForSequenceClassification")
 COMPOSITE_CLASSES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
@@ -89,6 +90,40 @@ class KeptLogitsTest(unittest.TestCase):
         batch = {"input_ids": self.batch["input_ids"], "attention_mask": mask}
         expected = model(**batch).logits
         self.assertTrue(torch.equal(model(**batch, cu_seq_lens_q=torch.tensor([0, self.length])).logits, expected))
+
+
+class PooledTokensTest(unittest.TestCase):
+    """Classifiers pool the last token of a document that is not the pad token, as the stock class does for it alone."""
+
+    @parameterized.expand(
+        [
+            (head, pad, embedded, padded)
+            for head in ("Qwen3NextForSequenceClassification", *QWEN3_5_CLASSIFIERS)
+            for pad, embedded, padded in ((0, False, False), (0, False, True), (0, True, False), (None, False, False))
+        ]
+    )
+    def test_a_pad_token_that_ends_documents(self, head, pad, embedded, padded):
+        family = "qwen3_next" if head.startswith("Qwen3Next") else "qwen3_5"
+        composite = head == "Qwen3_5ForSequenceClassification"
+        model = builtin_model(family, head, COMPOSITE[family] if composite else None).eval()
+        model.config.get_text_config().pad_token_id = pad
+        # In the middle, at the end, at the start, alone, and in all tokens.
+        rows = [torch.tensor(x) for x in ([5, 6, 0], [3, 0, 4, 0, 0], [0, 0, 7], [8], [0], [0, 0], [9, 2], [6, 0])]
+        labels = torch.arange(len(rows)) % 2
+        embed = model.get_input_embeddings()
+        batches = [{"inputs_embeds": embed(x)[None]} if embedded else {"input_ids": x[None]} for x in rows]
+        alone = [model(**x, labels=y[None]) for x, y in zip(batches, labels, strict=True)]
+        patch_model(model)
+        name = "inputs_embeds" if embedded else "input_ids"
+        row = {
+            name: torch.cat([x[name] for x in batches], 1),
+            "cu_seqlens": torch.tensor([0, 3, 8, 11, 12, 13, 15, 17, 19]),
+        }
+        if padded:
+            row = {x: y for x, y in padded_batch(rows, "right").items() if x != "labels"} | {"use_cache": False}
+        output = model(**row, labels=labels)
+        self.assertLess(relative_error(output.logits, torch.cat([x.logits for x in alone])), 1e-5)
+        self.assertLess(relative_error(output.loss, sum(x.loss for x in alone) / len(rows)), 1e-5)
 
 
 class LogitsOnDemandTest(unittest.TestCase):
@@ -235,8 +270,14 @@ class LogitsOnDemandTest(unittest.TestCase):
         self.check(output.logits, expected)
         output.loss.backward()
 
-    @parameterized.expand(["qwen3_5", "qwen3_5_moe"])
-    def test_nobody_makes_them_unasked(self, family):
+    @parameterized.expand(
+        [
+            ("qwen3_5", lambda output: output.logits),
+            ("qwen3_5_moe", lambda output: output["logits"]),
+            ("qwen3_5_moe", lambda output: output.get("logits")),
+        ]
+    )
+    def test_nobody_makes_them_unasked(self, family, ask):
         model = our_model(family)
         options = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
         with torch.no_grad():
@@ -267,7 +308,9 @@ class LogitsOnDemandTest(unittest.TestCase):
                     self.assertEqual(list(found.keys()), keys)
                     with self.assertRaisesRegex(AttributeError, "got a copy.*skip_logits=False"):
                         found.logits  # noqa: B018
-                    for key in ("loss", "aux_loss", "hidden_states"):
+                    with self.assertRaisesRegex(AttributeError, "got a copy.*skip_logits=False"):
+                        found.get("logits")
+                    for key in ("loss", "aux_loss", "hidden_states", "other"):
                         torch.testing.assert_close(found.get(key), output.get(key))
         with self.subTest("FSDP"):
             # It rebuilds the dataclass from its fields.
@@ -276,13 +319,17 @@ class LogitsOnDemandTest(unittest.TestCase):
             self.assertEqual(list(found.keys()), keys)
             self.check(found.logits, expected)
         with self.subTest("asked"):
-            self.check(output.logits, expected)
-            self.assertIs(output["logits"], output.logits)
+            got = ask(output)
+            self.check(got, expected)
+            self.assertTrue(got is output.logits is output["logits"] is output.get("logits"))
+            self.assertIn("logits", output)
+            self.assertIs(dict(output)["logits"], got)
             self.assertIs(output.to_tuple()[-1], output.logits)
             for name, copied in copies.items():
                 self.assertTrue(torch.equal(copied(output).logits, expected), name)
             output.logits = None
             self.assertIsNone(output.logits)
+            self.assertEqual(output.get("logits", 3), 3)
 
 
 @unittest.skipUnless(distributed.is_available(), "needs torch.distributed")

@@ -82,7 +82,7 @@ class LanguageModelMixin(PackedModelMixin):
 
 
 class DocumentClassifierMixin(PackedModelMixin):
-    """Sequence classifiers: one result per document of a packed row, computed from its last token."""
+    """Sequence classifiers: one result per document of a packed row, from the token that the stock class pools."""
 
     @can_return_tuple
     def forward_with_boundaries(
@@ -98,8 +98,8 @@ class DocumentClassifierMixin(PackedModelMixin):
             return super().forward(labels=labels, use_cache=use_cache, **inputs)
         boundaries.check_whole("Train classifiers without sequence parallelism and without prompt_of.")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
-        last_tokens = boundaries.cu_seqlens[1:].long() - 1
-        logits = self.score(outputs.last_hidden_state[0].index_select(0, last_tokens))
+        pooled = _pooled_tokens(self, boundaries, inputs.get("input_ids"))
+        logits = self.score(outputs.last_hidden_state[0].index_select(0, pooled))
         loss = None
         if labels is not None:
             if labels.shape[0] != boundaries.num_documents:
@@ -111,6 +111,21 @@ class DocumentClassifierMixin(PackedModelMixin):
         return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def _pooled_tokens(model: Any, boundaries: SequenceBoundaries, input_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the index of the token `[N]` of each document that the stock class pools for the document alone.
+
+    It is the last one that is not the pad token, which may also end a sample, and the first if there is no other. Given
+    embeddings, or without a pad token, it is the last one.
+    """
+    starts, lasts = boundaries.cu_seqlens[:-1].long(), boundaries.cu_seqlens[1:].long() - 1
+    pad = model.config.get_text_config().pad_token_id
+    if pad is None or input_ids is None:
+        return lasts
+    tokens = input_ids[0].to(lasts.device)
+    latest = torch.arange(len(tokens), device=lasts.device).where(tokens != pad, -1).cummax(0).values
+    return torch.maximum(latest[lasts], starts)
 
 
 def _has_targets_after_padding(
@@ -136,32 +151,40 @@ def _has_targets_after_padding(
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
     """Whether this forward of a language model computes only its loss. Removes `skip_logits` from `inputs`.
 
-    By default the logits are skipped in training if labels are given, unless `model.skips_logits` is `False`. Skipping
-    requires the stock loss and a plain linear head, which FSDP2 may have sharded. Heads with PEFT adapters or
-    accelerate's hooks do not qualify.
+    By default the logits are skipped in training if labels are given, unless `model.skips_logits` is `False`.
     """
     skip = inputs.pop("skip_logits", None)
     skip = model.training and model.skips_logits if skip is None else skip
-    boundaries, head = inputs.get("boundaries"), model.lm_head
-    possible = (is_bare_linear(head) or is_sharded_linear(head)) and model.loss_function is ForCausalLMLoss
-    sparse = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
-    if boundaries is not None and boundaries.is_shard and sparse:
+    boundaries, possible = inputs.get("boundaries"), _has_plain_loss(model)
+    is_shard = boundaries is not None and boundaries.is_shard
+    if is_shard and hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
         # The router loss belongs to the whole row, and only `loss_without_logits` counts it once.
         skip = True
         if labels is not None and not possible:
             expected = "a plain linear lm_head and Transformers' own loss for a shard of a row"
-            raise input_error(expected, type(head).__name__, "Exclude lm_head from the adapted modules.")
+            raise input_error(expected, type(model.lm_head).__name__, "Exclude lm_head from the adapted modules.")
     keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
-    if not skip or labels is None or (not keeps_all and boundaries is not None and boundaries.is_shard):
+    if not skip or labels is None or (is_shard and not keeps_all):
         return False
     return possible and not (torch.compiler.is_compiling() or is_transformed())
+
+
+def _has_plain_loss(model: Any) -> bool:
+    """Whether a model has the stock loss and a plain linear head, which FSDP2 may have sharded.
+
+    Heads with PEFT adapters or accelerate's hooks do not qualify.
+    """
+    return model.loss_function is ForCausalLMLoss and (
+        is_bare_linear(model.lm_head) or is_sharded_linear(model.lm_head)
+    )
 
 
 @dataclass(init=False, repr=False, eq=False)
 class _LogitsOnDemand:
     """Mixin for outputs that compute `logits` on first access by name, and in no other way.
 
-    A copy of the output that was made before that access cannot compute them and raises an `AttributeError`.
+    `outputs.logits`, `outputs["logits"]` and `outputs.get("logits")` compute them. Before that, `in`, `keys`, `items` and
+    iteration leave them out, because libraries walk all outputs of a model. A copy of the output that was made before that access cannot compute them and raises an `AttributeError`.
     """
 
     make_logits: Callable[[], torch.Tensor] | None = None
@@ -200,6 +223,10 @@ class _LogitsOnDemand:
 
     def __getitem__(self, key):
         return self.logits if key == "logits" else super().__getitem__(key)
+
+    def get(self, key, default=None):
+        value = self.logits if key == "logits" else super().get(key)
+        return default if value is None else value
 
     def __reduce__(self):
         return type(self), (), None, None, iter(list(self.items()))
