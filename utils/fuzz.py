@@ -1,9 +1,10 @@
 """Train random set-ups twice, padded through the stock class and packed through ours, and compare the results.
 
 The seed alone determines a set-up (`draw`): a family, an attention implementation, gradient checkpointing, a PEFT
-method, changes to modules, a way to enable packing, a training loop and arguments of Trainer. The oracle is the stock
-class on padded batches of the same samples, with the same weights (`fuzz_arms.run`). The comparison covers losses,
-gradients and weights of every step, an evaluation, and the tensors that hooks record at real tokens (`errors`).
+method, changes to modules, a way to enable packing, a training loop and arguments of Trainer. Users bring samples with
+padding or without tokens, collators with masks of any kind, methods of their own, and packed rows to evaluate. The oracle
+is the stock class on padded batches of the same samples, with the same weights (`fuzz_arms.run`). The comparison covers
+losses, gradients and weights of every step, an evaluation, and the tensors that hooks record at real tokens (`errors`).
 
 A set-up passes in one of three cases: the results equal the oracle's; it ends with an error of this package
 (`errors.input_error`); or automatic packing reports in one line that it stays off, and training equals the oracle. All
@@ -37,9 +38,15 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Every set-up has other shapes, so the cache would grow over an hour.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import conftest  # noqa: F401  Hides GPU kernels from the stock classes.
 import torch
 import transformers
-from fuzz_arms import CHANGES, CONFIGURED, FAMILIES, HOOKS, PEFT, STOCK, Result, Setup, build, run
+from fuzz_arms import Result, build, run
+from fuzz_changes import CHANGES, HOOKS
+from fuzz_data import BLOCKS, PADDED, ROWS
+from fuzz_own import EVALUATED, OWN, PER_SAMPLE, PER_TOKEN
+from fuzz_setup import CONFIGURED, FAMILIES, GENERIC, PEFT, STOCK, Setup
 
 import transformers_packed
 
@@ -79,7 +86,7 @@ def draw(seed: int) -> Setup:
     weights = (1, 1, 3, 2, 4) if family in STOCK else (3, 3, 3, 2, 0.2)
     (way,) = rng.choices(("register", "patch", "configure", "packed_trainer", "stock"), weights)
     configured = way in CONFIGURED
-    mode = rng.choice(["auto", "auto", "padding_free", "pack"]) if configured else rarely("padded", "rows")
+    mode = rng.choice(["auto", "auto", "padding_free", "pack"]) if configured else rarely("padded", "rows", share=0.2)
     loop = (
         "trainer" if configured or way == "stock" else rng.choice(["trainer", "trainer", "plain", "ddp", "accelerate"])
     )
@@ -118,8 +125,8 @@ def draw(seed: int) -> Setup:
     bf16 = rng.random() < 0.15
     evaluation = rarely("loss", share=0.3)
     if way in CONFIGURED:
-        evaluation = rarely(rng.choice(["predictions", "inputs"]), evaluation, share=0.3)
-    return Setup(
+        evaluation = rarely(rng.choice(["predictions", "inputs", "predict"]), evaluation, share=0.3)
+    setup = Setup(
         seed,
         family=family,
         way=way,
@@ -140,6 +147,61 @@ def draw(seed: int) -> Setup:
         evaluation=(evaluation or "") if loop == "trainer" else "",
         arguments=arguments,
     )
+    for draw_more in (_draw_mask, _draw_samples, _draw_own, _draw_evaluation):
+        setup = draw_more(rng, setup)
+    return setup
+
+
+def _draw_mask(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes the user's own collator, with another mask."""
+    kind = rng.choice([*BLOCKS, *ROWS])
+    options = {"rows": rng.choice([1, 1, 2]), "padding": rng.choice([0, 0, 5]), "restart": rng.random() < 0.5}
+    if setup.mode == "padded":
+        kind, options = rng.choice(PADDED), {}
+    stock, configured = setup.family in STOCK, setup.way in CONFIGURED
+    # Transformers' own classes take numbers for padding, and add masks to scores or cast them to the dtype of queries.
+    unfit = stock and (kind == "numbered" or (kind == "boolean" and setup.attention == "eager") or setup.bf16)
+    # Without code of this package there is nothing to test. Padding counts for routers, and NEFTune counts tokens.
+    unfit |= setup.way == "stock" and not (stock and kind in BLOCKS)
+    unfit |= setup.peft in PROMPTS or "neftune_noise_alpha" in setup.arguments
+    unfit |= kind in ("ones", "none") and setup.config.get("output_router_logits", False)
+    if unfit or rng.random() > (0.05 if configured else 0.5 if setup.mode == "padded" else 0.25):
+        return setup
+    return replace(setup, mask=kind, mask_options=options, collator={})
+
+
+def _draw_samples(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes padding inside the samples, and an empty sample."""
+    padding, empty = rng.random() < 0.1, rng.random() < 0.08 and setup.batch_size > 1
+    if setup.mask or setup.way == "stock":
+        return setup
+    return replace(setup, padding=rng.choice(["left", "right"]) if padding else "", empty=empty)
+
+
+def _draw_own(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes a method of the user's own. Explicit modes trust what reads one sample a row, so they get none."""
+    trusting = {"padding_free": (*PER_TOKEN, *PER_SAMPLE), "pack": PER_TOKEN, "rows": PER_TOKEN}
+    own = rng.choice(trusting.get(setup.mode, tuple(OWN)))
+    if setup.loop != "trainer" or setup.mask or setup.way == "stock" or rng.random() > 0.2:
+        return setup
+    # Their loss has no part of routers.
+    config = {name: value for name, value in setup.config.items() if name != "output_router_logits"}
+    return replace(setup, own=own, config=config, evaluation="loss" if own in EVALUATED else setup.evaluation)
+
+
+def _draw_evaluation(rng: random.Random, setup: Setup) -> Setup:
+    """Sometimes rows to evaluate, and batches of which the last one is not full."""
+    rows, size = rng.choice(["samples", "rows", "packed"]), rng.choice([8, 3])
+    explicit = setup.mode in ("padding_free", "pack") and not setup.own and not setup.mask
+    if rows == "packed" and (setup.family == "qwen3_5_vl" or not explicit):
+        rows = "rows"
+    arguments = setup.arguments | ({"remove_unused_columns": False} if rows == "packed" else {})
+    # Trainer averages the means of batches. PackedTrainer averages over targets, and predictions have no mean.
+    sized = (setup.way == "packed_trainer" and setup.evaluation) or setup.evaluation == "predict"
+    changes = {"eval_batch_size": size} if sized and not setup.own else {}
+    if explicit and setup.evaluation:
+        changes |= {"eval_rows": rows, "arguments": arguments}
+    return replace(setup, **changes)
 
 
 @cache
@@ -154,8 +216,12 @@ def module_names(family: str) -> dict[str, list[str]]:
 def _draw_change(rng: random.Random, family: str) -> tuple[str, str]:
     # Hooks that only observe are the most common change in practice, so they get extra weight.
     kind = rng.choice([*HOOKS, *HOOKS, *CHANGES])
-    groups = module_names(family)
-    likely = [key for key in groups if re.search(_FITS.get(kind, ""), key)]
+    groups, mixer = module_names(family), GENERIC.get(family)
+    if mixer:
+        # Modules of mixers are called several times, with parts of the row.
+        groups = {key: names for key, names in groups.items() if f"{mixer}." not in key}
+        kind = "forward" if kind == "global" else kind
+    likely = [key for key in groups if re.search(_FITS.get(kind, ""), key)] or list(groups)
     return kind, rng.choice(groups[rng.choice(likely)])
 
 

@@ -19,11 +19,19 @@ from transformers_packed.models.qwen3_5 import modeling_qwen3_5 as packed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
 import fuzz
+import fuzz_arms
+import fuzz_data
+import fuzz_own
 from fuzz import Outcome, Setup, check, draw, errors, run
 
 
 PLAIN = Setup(3, collator={"return_cu_seqlens": True}, batch_size=2)
 HOOKED = replace(PLAIN, changes=(("forward", "model.layers.0.mlp.gate_proj"),))
+# One packed row that ends with padding, from the user's own collator.
+MASKED = Setup(3, mask_options={"padding": 5}, batch_size=3, steps=1)
+PADDING_FREE = Setup(3, way="configure", mode="padding_free", steps=1)
+# Eight samples to evaluate, or fewer rows, so that the last batch is not full.
+EVALUATED = replace(PADDING_FREE, way="packed_trainer", batch_size=8, evaluation="predictions")
 
 
 def without_q_norm(query_gate, key, q_weight, *args):
@@ -53,6 +61,14 @@ class FuzzTest(unittest.TestCase):
         self.assertEqual({setup.family for setup in drawn}, set(fuzz.FAMILIES))
         self.assertEqual({setup.way for setup in drawn}, {"register", "patch", "configure", "packed_trainer", "stock"})
 
+    def test_what_users_bring(self):
+        drawn = [draw(seed) for seed in range(2000)]
+        self.assertEqual({setup.mask for setup in drawn}, {"", *fuzz_data.ROWS, *fuzz_data.PADDED})
+        self.assertEqual({setup.own for setup in drawn}, {"", *fuzz_own.OWN})
+        self.assertEqual({setup.padding for setup in drawn}, {"", "left", "right"})
+        self.assertEqual({setup.eval_rows for setup in drawn}, {"samples", "rows", "packed"})
+        self.assertEqual({setup.empty for setup in drawn}, {False, True})
+
     def test_runs_come_from_their_seeds(self):
         setup = replace(HOOKED, peft="lora_all", evaluation="loss")
         once, twice = run(setup, ours=True), run(setup, ours=True)
@@ -64,6 +80,35 @@ class FuzzTest(unittest.TestCase):
     def test_plain_set_ups_are_equal(self, family):
         way = "stock" if family in fuzz.STOCK else "patch"
         self.assertEqual(check(replace(PLAIN, family=family, way=way)), Outcome("equal"))
+
+    @parameterized.expand(fuzz_data.PADDED)
+    def test_masks_of_padded_batches(self, mask):
+        setup = replace(HOOKED, collator={}, mode="padded", mask=mask)
+        self.assertEqual(check(setup), Outcome("equal"))
+
+    @parameterized.expand(fuzz_data.BLOCKS)
+    def test_masks_of_rows(self, mask):
+        setup = replace(MASKED, way="stock", family="llama", mask=mask)
+        self.assertEqual(check(setup), Outcome("equal"))
+
+    @parameterized.expand(fuzz_own.PER_TOKEN)
+    def test_methods_per_token(self, own):
+        self.assertEqual(check(replace(PADDING_FREE, own=own)), Outcome("equal"))
+
+    @parameterized.expand([name for name in fuzz_own.OWN if name not in fuzz_own.PER_TOKEN])
+    def test_methods_per_sample(self, own):
+        setup = Setup(3, mode="padded", steps=1, own=own, evaluation="loss")
+        self.assertEqual(check(setup), Outcome("equal"))
+
+    @parameterized.expand([("left", {"padding": "left"}), ("right", {"padding": "right"}), ("empty", {"empty": True})])
+    def test_samples(self, _, changes):
+        self.assertEqual(check(replace(PADDING_FREE, **changes)), Outcome("equal"))
+
+    @parameterized.expand([("samples", 3), ("rows", 8), ("packed", 8)])
+    def test_evaluation(self, rows, size):
+        setup = replace(EVALUATED, eval_rows=rows, eval_batch_size=size)
+        setup = replace(setup, arguments={"remove_unused_columns": rows != "packed"})
+        self.assertEqual(check(setup), Outcome("equal"))
 
     def test_hooks_are_equal(self):
         self.assertEqual(check(HOOKED), Outcome("equal"))
@@ -92,6 +137,32 @@ class FuzzTest(unittest.TestCase):
             outcome = check(setup)
         self.assertEqual(outcome.kind, "failed")
         self.assertRegex(outcome.why, message)
+
+    def test_masks_that_leak_are_found(self):
+        def leaking(*args, **kwargs):
+            batch = collate_rows(*args, **kwargs)
+            return {name: x for name, x in batch.items() if name != "attention_mask"}
+
+        collate_rows = fuzz_data.collate_rows
+        with mock.patch.object(fuzz_data, "collate_rows", leaking):
+            outcome = check(replace(MASKED, way="stock", family="llama", mask="additive"))
+        self.assertEqual(outcome.kind, "failed")
+        self.assertIn("gradient", outcome.why)
+
+    def test_evaluations_that_lose_samples_are_found(self):
+        def losing(setup, data, ours):
+            return evaluation_set(setup, data, ours)[ours:]
+
+        evaluation_set = fuzz_arms.evaluation_set
+        for setup, figure in (
+            (EVALUATED, "eval_predictions"),
+            (replace(EVALUATED, evaluation="predict"), "predictions"),
+            (Setup(3, mode="padded", steps=1, own="prediction", evaluation="loss"), "own figures"),
+        ):
+            with mock.patch.object(fuzz_arms, "evaluation_set", losing):
+                outcome = check(setup)
+            self.assertEqual(outcome.kind, "failed")
+            self.assertIn(figure, outcome.why)
 
     def test_refusals(self):
         def refuse(*args, **kwargs):
