@@ -102,6 +102,7 @@ class RealTokensTest(unittest.TestCase):
         dataset = KINDS[kind](padded(side))
         self.assertEqual(sample_lengths(dataset).tolist(), LENGTHS)
         self.assertEqual(sampled_lengths(dataset).tolist(), LENGTHS)
+        self.assertEqual(sampled_lengths(dataset, masked=True).tolist(), [PADDED] * len(LENGTHS))
         self.assertIsNone(find_unusable(dataset))
         for arguments in ARGUMENTS:
             got, want = PackingDataset(dataset, **arguments), PackingDataset(real(), **arguments)

@@ -23,7 +23,7 @@ from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
 from .prefixes import documents_of
 from .samples import MASK, check_sample, cut_sample, has_items, real_length, real_sample
-from .tables import columns_of, is_list, list_lengths, suspects, table_lengths
+from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
 
 
 logger = logging.get_logger(__name__)
@@ -331,13 +331,17 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
     return given
 
 
-def sampled_lengths(dataset: Any) -> np.ndarray:
-    """The real tokens of all samples of a table, or of some evenly spaced samples of another dataset with items."""
+def sampled_lengths(dataset: Any, masked: bool = False) -> np.ndarray:
+    """The real tokens of all samples of a table, or of some evenly spaced samples of another dataset with items.
+
+    With `masked`, tokens with an `attention_mask` of 0 count as well, as in the padded batches of these samples.
+    """
     lengths = table_lengths(dataset)
     if lengths is None:
-        return np.array([real_length(dataset[number], number) for number in _spread(len(dataset))])
+        samples = ((number, dataset[number]) for number in _spread(len(dataset)))
+        return np.array([len(x["input_ids"]) if masked else real_length(x, number) for number, x in samples])
     _refuse_unusable(dataset, lengths)
-    return lengths
+    return padded_lengths(dataset) if masked else lengths
 
 
 def find_unusable(dataset: Any) -> tuple[int, str] | None:

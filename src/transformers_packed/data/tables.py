@@ -34,6 +34,11 @@ def table_lengths(dataset: Any) -> np.ndarray | None:
     return _of_samples(dataset, lengths)
 
 
+def padded_lengths(dataset: Any) -> np.ndarray:
+    """The tokens of each sample in a table of tokens, also those that are masked."""
+    return _of_samples(dataset, list_lengths((columns_of(dataset) or {})["input_ids"]))
+
+
 def suspects(dataset: Any) -> list[int]:
     """The numbers of samples in a table that probably cannot be used, none without a table."""
     lengths, columns = table_lengths(dataset), columns_of(dataset) or {}
