@@ -1,0 +1,72 @@
+"""The benchmark of the check before the first step trains a small model on a CPU, and times the check."""
+
+import io
+import json
+import sys
+import tempfile
+import unittest
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+from parameterized import parameterized
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import verify
+
+
+QUICK = ["--models", "tiny", "--device", "cpu", "--samples", "10", "--longest", "60", "--batch", "4"]
+
+
+def main(*arguments: str) -> tuple[int, str]:
+    with (
+        mock.patch.object(sys, "argv", ["verify.py", *QUICK, *arguments]),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        return verify.main(), printed.getvalue()
+
+
+class VerifyBenchmarkTest(unittest.TestCase):
+    @parameterized.expand([("warm", ["--evaluate"]), ("warm unchecked", ["--lora"])])
+    def test_one_arm(self, arm, options):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "run.json")
+            self.assertEqual(main("--arms", arm, "--alone", str(path), *options)[0], 0)
+            found = json.loads(path.read_text())
+        self.assertTrue(found["padding_free"])
+        said = [line for line in found["said"] if line.startswith("Verified")]
+        if "unchecked" in arm:
+            self.assertIsNone(found["verify_seconds"])
+            self.assertEqual(said, [])
+        else:
+            self.assertEqual(len(said), 1)
+            self.assertLess(0, found["verify_seconds"])
+            self.assertLess(found["verify_seconds"], found["seconds_until_first_step"])
+
+    def test_arms_share_the_caches_of_the_last_cold_one(self):
+        folders, arms = [], ["cold", "warm", "warm unchecked", "cold unchecked"]
+
+        def alone(model, arm, caches, args):
+            self.assertEqual(list(caches.iterdir()), [caches / "kernel"] if arm.startswith("warm") else [])
+            (caches / "kernel").touch()
+            folders.append(caches)
+            return {"model": model, "arm": arm, "error": "planted"}
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(verify, "alone", alone):
+            path = Path(folder, "verify.json")
+            code, printed = main("--arms", *arms, "--output", str(path))
+            runs = json.loads(path.read_text())["runs"]
+        self.assertEqual(code, 1)
+        self.assertIn("planted", printed)
+        self.assertEqual([run["arm"] for run in runs], arms)
+        self.assertEqual(len(set(folders)), 2)
+
+    def test_the_first_arm_is_cold(self):
+        with self.assertRaises(SystemExit), mock.patch.object(sys, "stderr", io.StringIO()) as printed:
+            main("--arms", "warm")
+        self.assertIn("cold", printed.getvalue())
+
+
+if __name__ == "__main__":
+    unittest.main()
