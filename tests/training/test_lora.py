@@ -9,6 +9,7 @@ import unittest
 from pathlib import Path
 
 import torch
+from common.families import tiny_model
 from mixins.configure import UPDATE_BAR, ConfigureTestCase, said
 from mixins.lora import (
     BAR,
@@ -22,15 +23,16 @@ from mixins.lora import (
     unfused,
 )
 from mixins.model import relative_error, total_relative_error
-from mixins.patch import CONFIGS, builtin_model
+from mixins.patch import COMPOSITE, CONFIGS, builtin_model
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
-from peft import PeftModel, get_peft_model
+from peft import AutoPeftModel, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from scripts.configured_arms import configure
 from scripts.trainer_arms import updates_and_log
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from transformers_packed import audit_model, patch_model
+from transformers_packed import audit_model, patch_model, registered
 
 
 PRECISION = [(family, autocast) for family in ("qwen3_5", "qwen3_next") for autocast in (True, False)]
@@ -213,6 +215,55 @@ class SameTrainingTest(TorchFormsTestCase, ConfigureTestCase):
         self.assertEqual(len(log), 10)
         self.assertLess(total_relative_error(got, want), UPDATE_BAR)
         self.assertGreater(min(update.abs().max() for update in want.values()), 0)
+
+
+class SavedWithoutTaskTypeTest(unittest.TestCase):
+    """An adapter from a configuration without a task type names Transformers' class, which loads everywhere."""
+
+    @parameterized.expand(
+        [
+            ("qwen3_5", "registered"),
+            ("qwen3_5", "patched"),
+            ("qwen3_5_moe", "patched"),
+            ("composite", "registered"),
+            ("lfm2", "registered"),
+        ]
+    )
+    def test_the_class_of_the_base_model(self, name, how):
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        auto = AutoModelForCausalLM
+        if name == "composite":
+            stock = builtin_model("qwen3_5", "Qwen3_5ForConditionalGeneration", COMPOSITE["qwen3_5"])
+            auto = AutoModelForImageTextToText
+        else:
+            stock = tiny_model(name) if name == "lfm2" else builtin_model(name)
+        stock.save_pretrained(f"{folder}/base")
+        with registered() if how == "registered" else contextlib.nullcontext():
+            model = auto.from_pretrained(f"{folder}/base")
+        model = patch_model(model) if how == "patched" else model
+        self.assertTrue(type(model).__module__.startswith("transformers_packed."))
+        adapted = randomized(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "out_proj"])), 0.3)
+        adapted.save_pretrained(f"{folder}/adapter")
+        saved = json.loads(Path(f"{folder}/adapter/adapter_config.json").read_text())["auto_mapping"]
+        expected = {"base_model_class": type(stock).__name__, "parent_library": type(stock).__module__}
+        self.assertEqual(saved, expected)
+        loaded = AutoPeftModel.from_pretrained(f"{folder}/adapter")
+        self.assertIs(type(loaded.get_base_model()), type(stock))
+        row = {"input_ids": torch.arange(1, 8)[None], "use_cache": False}
+        with torch.no_grad():
+            self.assertLess(relative_error(adapted.eval()(**row).logits, loaded.eval()(**row).logits), 1e-5)
+
+    def test_a_class_of_the_user(self):
+        """It is named as PEFT names it, as for any other model."""
+
+        class Own(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(3, 3)
+
+        get_peft_model(patch_model(builtin_model("qwen3_5")), LoraConfig(target_modules=["q_proj"]))
+        model = get_peft_model(Own(), LoraConfig(target_modules=["inner"]))
+        self.assertIs(model._get_base_model_class(), Own)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ replaced. Everything else runs PEFT's own forward: variants such as DoRA, other 
 """
 
 import sys
+from functools import wraps
 from typing import Any
 
 import torch
@@ -55,6 +56,38 @@ def _per_row(adapter: Any) -> str | None:
         kind = type(adapter).__name__
         known = kind.startswith(VARIANTS_PER_TOKEN)
     return None if known else f"PEFT's {kind}, which is not known to act on each token alone"
+
+
+def save_builtin_classes() -> None:
+    """Let adapters without a task type name the stock class of their model, which loads without this package.
+
+    PEFT saves the class of the model and its module, and `AutoPeftModel` imports them from Transformers only. Has no
+    effect on other models, without PEFT, or a second time.
+    """
+    cls = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if cls is None or cls in _saving_builtin_classes:
+        return
+    original, package = cls._get_base_model_class, __package__.partition(".")[0]
+
+    @wraps(original)
+    def base_model_class(self: Any, *args: Any, **kwargs: Any) -> type:
+        classes = original(self, *args, **kwargs).__mro__
+        return next(x for x in classes if x.__module__.partition(".")[0] != package)
+
+    cls._get_base_model_class = base_model_class
+    _saving_builtin_classes.add(cls)
+
+
+_saving_builtin_classes: set[type] = set()
+
+
+class AdapterMixin:
+    """Makes PEFT save the stock class of a model when it puts adapters into the model."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "peft_config":
+            save_builtin_classes()
+        super().__setattr__(name, value)
 
 
 def lora_class(module: str, name: str) -> type | None:

@@ -3,6 +3,8 @@
 from copy import copy
 from typing import Any
 
+from .lora import AdapterMixin
+
 
 # The projections to the decay and the write strength of the delta rule, and the gate of the shared expert.
 SENSITIVE = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
@@ -10,7 +12,7 @@ SENSITIVE = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
 _HEADS = ("lm_head", "score", "qa_outputs")
 
 
-class QuantizationMixin:
+class QuantizationMixin(AdapterMixin):
     """Adds the head and the layers in `SENSITIVE` to the modules that bitsandbytes leaves in full precision.
 
     Only linear layers are quantized. Convolutions, norms and experts, which are parameters with three dimensions, stay
