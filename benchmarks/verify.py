@@ -1,9 +1,9 @@
 """Seconds of the check of a set-up before the first step, with cold and warm kernel caches.
 
-A Trainer trains two steps of a stock model in bfloat16 on 64 samples of lognormal lengths, with `configure_packing`. Each
-arm trains in a process of its own, because a process keeps its kernels. `cold` starts without kernels on disk, `warm` with
-those that `cold` left there. The arms with `unchecked` pass `verify=False`. What the check costs in all is the difference
-between the arms in seconds until the end of the first step: without the check, that step compiles the kernels.
+`PackedTrainer` trains two steps of a stock model in bfloat16 on 64 samples of lognormal lengths. Each arm trains in a
+process of its own, because a process keeps its kernels. `cold` starts without kernels on disk, `warm` with those that
+`cold` left there. The arms with `unchecked` set `verify=False`. What the check costs in all is the difference between the
+arms in seconds until the end of the first step: without the check, that step compiles the kernels.
 
     python benchmarks/verify.py --models 0.8B --output benchmarks/results/verify.json
     python benchmarks/verify.py --models 0.8B --arms "cold unchecked" "warm unchecked" --lora
@@ -28,9 +28,9 @@ from arms import make_model, with_lora
 from first_steps import CACHES, synchronize
 from shapes import MODELS, with_layers
 from step import earlier_report
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from transformers_packed import configure_packing
+from transformers_packed import PackedTrainer, PackedTrainingArguments
 from transformers_packed.ops import implementations_used
 from transformers_packed.training.verify import VerifyCallback
 
@@ -72,22 +72,32 @@ def train(arm: str, config: dict, args) -> dict:
         model = with_lora(model, False)
     samples = make_samples(args.samples, config["vocab_size"], args.longest)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
-        options = TrainingArguments(
+        options = PackedTrainingArguments(
             folder,
+            padding_free=True if args.packing == "padding_free" else None,
+            verify="unchecked" not in arm,
+            # It would compile the kernels before the check.
+            compile_before_training=False,
             max_steps=2,
             per_device_train_batch_size=args.batch,
             per_device_eval_batch_size=args.batch,
             learning_rate=1e-6,
             bf16=True,
             use_cpu=args.device == "cpu",
-            eval_strategy="epoch" if args.evaluate else "no",
+            # The check evaluates, training is shorter.
+            eval_strategy="steps" if args.evaluate else "no",
+            eval_steps=100,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
-        evaluated = samples[: args.batch + 1] if args.evaluate else None
-        trainer = Trainer(model, options, train_dataset=samples, eval_dataset=evaluated)
-        configure_packing(trainer, args.packing, verify="unchecked" not in arm)
+        trainer = PackedTrainer(
+            model,
+            options,
+            train_dataset=samples,
+            eval_dataset=samples if args.evaluate else None,
+            compute_metrics=(lambda prediction: {}) if args.evaluate else None,
+        )
         clock = Clock(args.device)
         trainer.add_callback(clock)
         checks = time_checks(trainer, clock)
@@ -113,7 +123,7 @@ def train(arm: str, config: dict, args) -> dict:
     }
 
 
-def time_checks(trainer: Trainer, clock: Clock) -> list[float]:
+def time_checks(trainer: PackedTrainer, clock: Clock) -> list[float]:
     """A list that gets the seconds of each check of this Trainer."""
     found: list[float] = []
     for callback in trainer.callback_handler.callbacks:

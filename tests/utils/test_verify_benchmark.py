@@ -41,6 +41,7 @@ class VerifyBenchmarkTest(unittest.TestCase):
             self.assertEqual(said, [])
         else:
             self.assertEqual(len(said), 1)
+            self.assertIn("evaluation of", said[0])
             self.assertLess(0, found["verify_seconds"])
             self.assertLess(found["verify_seconds"], found["seconds_until_first_step"])
 
