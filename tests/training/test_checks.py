@@ -229,6 +229,22 @@ class ReasonsTest(ConfigureTestCase):
         rows = pack_dataset(Dataset.from_list(Samples(12).rows), 128)
         self.check(self.trainer(dataset=rows), "column seq_lengths, which remove_unused_columns=True removes")
 
+    @parameterized.expand([("missing", None), ("numbered mask", [1, 1, 2])])
+    def test_a_sample_that_cannot_be_used(self, _, wrong):
+        """Named by its number before training starts, not by its place in a batch in the middle of it."""
+        samples = Samples(30).rows
+        bad = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "attention_mask": wrong}
+        if wrong is None:
+            bad = {"input_ids": None, "labels": None}
+        self.check(self.trainer(dataset=[*samples[:17], bad, *samples[17:]]), "in sample 17")
+
+    def test_an_empty_sample_is_left_out(self):
+        """As by Transformers' collator."""
+        samples = [*Samples(5).rows, {"input_ids": [], "labels": []}]
+        trainer = self.trainer(dataset=samples, args={"max_steps": -1, "num_train_epochs": 1})
+        self.assertIn("Padding-free on", said(configure_packing, trainer)[0])
+        self.assertIn("5 documents", said(trainer.train)[0])
+
     def test_switched_off(self):
         self.check_off(lambda trainer: configure_packing(trainer, "off"), "packing='off'")
         self.check_off(lambda trainer: configure_packing(trainer, False), "packing=False")

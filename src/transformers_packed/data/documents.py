@@ -39,9 +39,11 @@ def first_sample(dataset: Any) -> Mapping[str, Any] | None:
 
 def unpacked(dataset: Any) -> Any:
     """The documents of a dataset of packed rows, or the dataset itself if it has samples."""
-    if not is_packed(dataset):
-        return dataset
-    return Documents(dataset) if has_items(dataset) else DocumentStream(dataset)
+    if has_items(dataset):
+        return Documents(dataset) if is_packed(dataset) else dataset
+    # Reading from other streams may consume them, so each element tells whether it is a row.
+    known = type(dataset).__module__.startswith("datasets.") and not is_packed(dataset)
+    return dataset if known else DocumentStream(dataset)
 
 
 class Documents(Dataset):
@@ -75,7 +77,7 @@ class Documents(Dataset):
 
 
 class DocumentStream(IterableDataset):
-    """The documents of a stream of packed rows."""
+    """The documents of a stream of packed rows, or of samples, which are documents themselves."""
 
     def __init__(self, rows: IterableDataset):
         self.rows = rows

@@ -17,6 +17,7 @@ from transformers import Trainer
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.collator import DataCollatorWithFlattening
+from ..data.dataset import find_unusable
 from ..data.documents import first_sample, is_packed
 from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
@@ -44,7 +45,7 @@ _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSe
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
 # TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
-_PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 # Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
 _KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
 # What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
@@ -177,7 +178,7 @@ def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, bool],
 
 def is_preference_trainer(trainer: Trainer) -> bool:
     """Whether the Trainer is one of TRL's that `preference.py` supports, or a subclass."""
-    return is_trl_trainer(trainer, *_PREFERENCE)
+    return is_trl_trainer(trainer, *PREFERENCE)
 
 
 def is_sft_trainer(trainer: Trainer) -> bool:
@@ -325,6 +326,8 @@ def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
     if "seq_lengths" in sample and args.remove_unused_columns and not sft:
         got = "rows with the column seq_lengths, which remove_unused_columns=True removes"
         yield input_error("rows with document boundaries", got, "Set remove_unused_columns=False.")
+    if (unusable := find_unusable(dataset)) is not None:
+        yield ValueError(unusable[1])
     if sft or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
     # Columns that a padded batch would pass to the model, but a packed row does not.

@@ -25,7 +25,8 @@ def configure_packing(
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
 
     Call this function after building a Trainer and before `trainer.train()`. It prints one line with the active mode,
-    or with the reason why packing is off. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
+    or with the reason why packing is off. Before the first step, a few documents of the dataset are
+    verified against a padded batch, and a second line has the figures. Afterwards, `trainer.args.packing` and `trainer.args.padding_free` hold the
     active mode, and the log has packing metrics ([`PackingMetricsCallback`]). Models that the Trainer's `model_init`
     creates later are patched as well. Trainer no longer waits for the GPU in each step: batches are copied with
     `non_blocking=True`, and losses that are not finite are left out of the log on the GPU. DDP keeps the gradients in its
@@ -39,10 +40,14 @@ def configure_packing(
       [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows. Rows are read in the order
       of the plan (`train_sampling_strategy="sequential"`), and the plan fills all batches.
     * `"auto"`: trains padding-free if it is safe according to the audit of the model, and useful. Otherwise the
-      Trainer is unchanged. Rows that are already packed (TRL's `packing=True`, [`PackingDataset`]) stay packed.
+      Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. Rows that are already packed (TRL's `packing=True`, [`PackingDataset`]) stay packed.
     * `False` or `"off"`: does nothing.
 
     The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
+
+    Evaluation reads packed rows if it needs only their loss. Predictions, metrics, generation and methods of the user get
+    the padded batches of the Trainer's own collator, or of one that pads labels if that does not. Packed rows of an
+    evaluation dataset become their documents.
 
     TRL's `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` keep their padded batches, which the policy and the
     reference model then run as packed rows. `packing=True` is not possible.
@@ -66,6 +71,9 @@ def configure_packing(
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]). By default, a row is measured before the first
             step on a GPU. Graphs stay on until the end of training if they make it faster and their memory is free, and a
             line says so. Rows of batches that are not packed differ in length: graphs then serve 95 % of them.
+        verify (`bool`, *optional*, defaults to `True`):
+            Compare a few documents with a padded batch before the first step. A difference turns `"auto"` off, and is an
+            error in other modes.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -75,7 +83,8 @@ def configure_packing(
 
     Raises:
         `ValueError`: bad arguments, or `True`, `"padding_free"` or `float8=True` is not possible. The message names the
-            reason and the argument to change. The Trainer is then unchanged.
+            reason and the argument to change. The Trainer is then unchanged. `trainer.train()` raises it if packed
+            training differs from padded training.
 
     Example:
 

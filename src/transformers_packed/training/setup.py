@@ -26,6 +26,7 @@ from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, Rows, WarmUpCallback, usual_rows
 from .checks import (
+    PREFERENCE,
     check_cache,
     excludes_graphs,
     is_preference_trainer,
@@ -149,8 +150,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         raise input_error('share_prompts=True with packing="auto" or "padding_free"', "packing=False")
     if options.share_prompts and not is_preference_trainer(trainer):
         fix = "Set model.shares_prompts = True if your own padded batches repeat prompts."
-        expected = "share_prompts with DPOTrainer, KTOTrainer, GRPOTrainer or RLOOTrainer"
-        raise input_error(expected, type(trainer).__name__, fix)
+        raise input_error(f"share_prompts with {', '.join(PREFERENCE)}", type(trainer).__name__, fix)
     if options.cuda_graphs and (got := _excludes_graphs(trainer, mode)) is not None:
         expected = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
         raise input_error(expected, got, "Remove cuda_graphs=True.")
@@ -217,7 +217,9 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
     changes += _of_callbacks(trainer, dataset, packed, options.cuda_graphs is None, checks)
     mode = "pack" if packed else "padding_free"
-    return Setup(mode, line, options, None, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer))
+    return Setup(
+        mode, line, options, None, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer)
+    )
 
 
 def _collator(trainer: Trainer) -> DataCollatorWithFlattening:

@@ -117,7 +117,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
-        self._predicts = False
+        self._predicts, self._full = False, None
         packing, size = getattr(self.args, "packing_mode", "auto"), sequence_parallel_size
         if size is None:
             size = getattr(self.args, "sequence_parallel_size", 1)
@@ -146,6 +146,8 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """The loss, and logits `[B, T, vocab]` and labels `[B, T]` with -100 at padding."""
+        if self._full is not None and len(self._evaluated) == self._full[0] and inputs.get("labels") is not None:
+            inputs["labels"][self._full[1] :] = -100
         targets, mask = self._count_targets(inputs), inputs.get("attention_mask")
         self._predicts = True
         try:
@@ -182,7 +184,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         return super()._get_num_items_in_batch(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
-        self._evaluated = []
+        self._evaluated, self._full = [], _samples_of_last_batch(dataloader)
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if self._evaluated and name in output.metrics:
@@ -190,7 +192,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
             total, targets = reduce(own.sum(0), "sum").tolist()
             output.metrics[name] = total / targets if targets else float("nan")
-        self._evaluated = []
+        self._evaluated, self._full = [], None
         return output
 
 
@@ -205,6 +207,16 @@ def _in_rounds(sampler: BatchSamplerShard) -> int:
     batches += batches[:1] * (-len(batches) % readers)
     sampler.batch_sampler, sampler.batch_size, sampler.even_batches = batches, None, False
     return own
+
+
+def _samples_of_last_batch(dataloader: DataLoader) -> tuple[int, int] | None:
+    """This reader's last batch, and how many of its samples no reader has evaluated before."""
+    sampler = getattr(dataloader, "batch_sampler", None)
+    if not isinstance(sampler, BatchSamplerShard) or sampler.split_batches or not sampler.even_batches:
+        return None
+    last, size = len(dataloader) - 1, sampler.batch_size
+    before = (last * sampler.num_processes + sampler.process_index) * size
+    return last, min(max(len(dataloader.dataset) - before, 0), size)
 
 
 def _without_padding(states: Any, mask: torch.Tensor) -> Any:
