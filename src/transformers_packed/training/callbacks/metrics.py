@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from ...boundaries import SequenceBoundaries
 from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
+from ...models.parameters import trained_share
 from ...models.registry import transformers_model
 from ...ops.dispatch import implementations_used
 from .expert_load import ExpertLoad
@@ -83,10 +84,8 @@ class PackingMetricsCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         model = transformers_model(self.trainer.model)
         self._cost, self._operations = known_cost(model), known_cost(model, quadratic_weight=1)
-        parameters = list(model.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
         # Forward, gradients of the activations, and gradients of the trained weights.
-        self._passes = 2 + trained
+        self._passes = 2 + trained_share(model)
         self._peak = _peak(args, model)
         self._packed = self.row_tokens is not None or getattr(args, "packing", False) is True
         self._detach()
