@@ -20,7 +20,7 @@ from peft.tuners.lora import LoraLayer, create_arrow_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_packed import patch_model
-from transformers_packed.models.lora import PER_TOKEN, VARIANTS_PER_TOKEN, adapter_per_row
+from transformers_packed.models.lora import PER_TOKEN, VARIANTS_PER_TOKEN, acts_per_token, adapter_per_row
 from transformers_packed.models.registry import transformers_model
 from transformers_packed.models.verdict import judge
 
@@ -127,7 +127,12 @@ class AdaptersPerTokenTest(unittest.TestCase):
         if kind in NEEDED and find_spec(NEEDED[kind]) is None:
             self.skipTest(f"{kind} needs {NEEDED[kind]}")
         self.assertNotEqual(kind in PER_TOKEN, kind in PER_ROW, "a new type of adapter, to be classified")
-        self.check(self.adapted(kind, "llama" if kind == "ADAPTION_PROMPT" else family), kind in PER_TOKEN)
+        model = self.adapted(kind, "llama" if kind == "ADAPTION_PROMPT" else family)
+        layers = [x for x in transformers_model(model).modules() if type(x).__module__.startswith("peft.tuners.")]
+        # X-LoRA changes the layers of LoRA.
+        expected = [kind in {*PER_TOKEN, "XLORA"} for _ in layers[:1]]
+        self.assertEqual([acts_per_token(x) for x in layers[:1]], expected)
+        self.check(model, kind in PER_TOKEN)
 
     @parameterized.expand([(name, family) for name in VARIANTS for family in FAMILIES])
     def test_a_variant_of_lora(self, name, family):

@@ -58,6 +58,11 @@ def _per_row(adapter: Any) -> str | None:
     return None if known else f"PEFT's {kind}, which is not known to act on each token alone"
 
 
+def acts_per_token(layer: torch.nn.Module) -> bool:
+    """Whether a module of `peft.tuners` acts on each token alone. The name of its package is that of the adapter's type."""
+    return type(layer).__module__.split(".")[2].upper() in PER_TOKEN
+
+
 def save_builtin_classes() -> None:
     """Let adapters without a task type name the stock class of their model, which loads without this package.
 
