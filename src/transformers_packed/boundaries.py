@@ -476,13 +476,16 @@ class SequenceBoundaries:
         return mask.flatten().nonzero()[:, 0]
 
 
-def text_position_ids(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the row `[B, T]` of `position_ids` with text positions, or `None` if there is none (`[3, B, T]`)."""
-    if position_ids.ndim == 2:
-        return position_ids
-    if position_ids.ndim == 3 and position_ids.shape[0] == 4:
-        return position_ids[0]
-    return None
+def text_position_ids(position_ids: torch.Tensor | None, length: int | None = None) -> torch.Tensor | None:
+    """Return the row `[B, T]` of `position_ids` with text positions, or `None` if there is none (`[3, B, T]`).
+
+    A row of another `length` is none either.
+    """
+    if position_ids is not None and position_ids.ndim == 3 and position_ids.shape[0] == 4:
+        position_ids = position_ids[0]
+    if position_ids is None or position_ids.ndim != 2 or length not in (None, position_ids.shape[-1]):
+        return None
+    return position_ids
 
 
 def may_read(value: Any) -> bool:

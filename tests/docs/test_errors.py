@@ -53,6 +53,11 @@ class CommonErrorsTest(unittest.TestCase):
             {"is_causal": False},
         ):
             self.assert_on_the_page(lambda change=change: model(**ROW | change))
+        row, causal = torch.ones(2, 12, dtype=torch.int64), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+        self.assert_on_the_page(lambda: model(row[:1], attention_mask=row[:1] * 2))
+        self.assert_on_the_page(lambda: model(row[:1], attention_mask=causal.triu(-4)))
+        causal[..., 5:, :5] = False
+        self.assert_on_the_page(lambda: model(row, attention_mask=causal))
         model.config._attn_implementation = "paged"
         self.assert_on_the_page(lambda: model(**ROW))
 

@@ -5,6 +5,7 @@ The oracle is always the stock class of Transformers on each document alone.
 
 import copy
 import tempfile
+from typing import Any
 from unittest import mock
 
 import torch
@@ -55,6 +56,41 @@ def padded_batch(documents: list[torch.Tensor], side: str) -> dict:
     labels = [torch.cat([torch.tensor([-100]), document[1:]]) for document in documents]
     labels = pad_sequence(labels, batch_first=True, padding_value=-100, padding_side=side)
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def block_mask(lengths: tuple, padding: int = 0, dtype: torch.dtype = torch.bool, pads: str = "none") -> torch.Tensor:
+    """Build a mask `[1, 1, T, T]` with a causal block for each document, and padding at the end of the row.
+
+    `pads` tells whether padding attends to nothing (as LLaMA-Factory's masks have it), or to all tokens (as masks have
+    it that avoid softmax over nothing).
+    """
+    numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    numbers = torch.nn.functional.pad(numbers, (0, padding))
+    attends = torch.ones(len(numbers), len(numbers), dtype=torch.bool).tril()
+    attends &= (numbers[:, None] == numbers) & (numbers > 0)
+    if pads == "all":
+        attends |= ~attends.any(1, keepdim=True)
+    if dtype != torch.bool:
+        attends = torch.zeros(attends.shape, dtype=dtype).masked_fill(~attends, torch.finfo(dtype).min)
+    return attends[None, None]
+
+
+def other_masks(length: int) -> dict[str, Any]:
+    """Build masks for attention that are neither padding nor documents, by name."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    prefix = causal.clone()
+    prefix[:4, :4] = True
+    gap = causal.clone()
+    gap[5:, 2] = False
+    masks = {"sliding": causal.triu(-4), "both_ways": torch.ones_like(causal), "prefix": prefix, "gap": gap}
+    masks |= {"strict": causal.tril(-1), "nothing": torch.zeros_like(causal)}
+    masks = {name: mask[None, None] for name, mask in masks.items()}
+    masks["per_head"] = masks["sliding"].expand(1, 4, length, length)
+    masks["bias"] = torch.zeros(causal.shape).masked_fill(~causal, -1e9)[None, None] - causal * 0.5
+    masks["integers"] = causal[None, None].long()
+    masks["three_dimensions"] = causal[None]
+    masks["by_layer"] = {"full_attention": causal[None, None], "linear_attention": None}
+    return masks
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,6 +237,38 @@ class PackedModelTesterMixin:
         self.assertLess(total_relative_error(actual, expected), self.gradient_bar)
         for name, bar in bars.items():
             self.assertLess(relative_error(actual[name], expected[name]), bar, name)
+
+    @parameterized.expand([(torch.bool, "none"), (torch.float32, "all"), (torch.bfloat16, "none")])
+    def test_masks_that_separate_documents(self, dtype, pads):
+        """A 4-D mask with a block for each document describes a packed row, whatever the position ids."""
+        _, loss, expected, _ = self.oracle("sdpa")
+        _, model = self.models()
+        packed = packed_batch(self.documents, model=model)
+        total = sum(self.lengths)
+        boundaries = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        row = {name: x for name, x in packed.items() if name not in (*boundaries, "position_ids")}
+        positions = {"none": None, "counting": torch.arange(total)[None], "restarting": packed["position_ids"]}
+        for (name, position_ids), padding in zip(positions.items(), (0, 5, 5), strict=True):
+            batch = {**row, "attention_mask": block_mask(self.lengths, padding, dtype, pads)}
+            if position_ids is not None:
+                batch["position_ids"] = torch.nn.functional.pad(position_ids, (0, padding))
+            for column, value in (("input_ids", PAD_TOKEN), ("labels", -100), ("mm_token_type_ids", 0)):
+                if column in batch:
+                    batch[column] = torch.nn.functional.pad(batch[column], (0, padding), value=value)
+            with self.subTest(name):
+                output = model(**batch)
+                self.assertLess(relative_error(output.loss, loss), self.logits_bar)
+                actual = gradients(model, output.loss)
+                self.assertLess(total_relative_error(actual, expected), self.gradient_bar)
+        wrong = torch.nn.functional.pad(torch.arange(total - 7), (7, 0))[None]
+        mask = block_mask(self.lengths, 0, dtype)
+        with self.assertRaisesRegex(ValueError, "position_ids that restart where attention_mask separates"):
+            model(**row, attention_mask=mask, position_ids=wrong)
+        with self.assertRaisesRegex(ValueError, "without use_cache=True"):
+            model(**row, attention_mask=mask, use_cache=True)
+        two = {"input_ids": row["input_ids"][:, :20].expand(2, 20)}
+        with self.assertRaisesRegex(ValueError, "expected one row if a mask separates documents in it, got 2"):
+            model(**two, attention_mask=block_mask((8, 12), 0, dtype))
 
     def test_loss_without_logits(self):
         _, loss, expected, bars = self.oracle("sdpa")

@@ -5,7 +5,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from mixins.model import VOCAB_SIZE, gradients, padded_batch, relative_error, total_relative_error
+from mixins.model import (
+    VOCAB_SIZE,
+    gradients,
+    other_masks,
+    padded_batch,
+    relative_error,
+    total_relative_error,
+)
 from parameterized import parameterized
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -13,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.models import padding
-from transformers_packed.models.padding import PaddedBatch
+from transformers_packed.models.padding import PaddedBatch, why_padded
 
 
 AttentionInterface.register("attention_of_the_users_own", sdpa_attention_forward)
@@ -341,20 +348,78 @@ class PackedPaddingTesterMixin:
         }.items():
             with self.subTest(name):
                 self.check_off(model, {**batch, "attention_mask": other})
-        four = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril() & mask.bool()[:, None, None]
-        with computed_tokens(model) as seen, torch.no_grad():
-            model(batch["input_ids"], attention_mask=four, use_cache=False)
-        self.assertEqual(seen, {mask.numel()})
         embeds = model.embed_tokens(batch["input_ids"])
         for inputs in ({**batch, "inputs_embeds": embeds}, {"attention_mask": mask}):
             with self.assertRaisesRegex(ValueError, "exactly one of input_ids or inputs_embeds"):
                 model(**inputs, use_cache=False)
 
+    @parameterized.expand(["left", "right"])
+    def test_causal_4d_masks_are_padding(self, side):
+        """A 4-D mask of one document in each row gives what the mask of its padding gives."""
+        _, model = self.models()
+        batch = self.padded(self.documents, side)
+        mask = batch["attention_mask"].bool()
+        four = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril() & mask[:, None, None]
+        additive = torch.zeros(four.shape).masked_fill(~four & four.any(-1, keepdim=True), torch.finfo().min)
+        expected = model(**batch, use_cache=False)
+        for name, other in {"bool": four, "additive": additive}.items():
+            with self.subTest(name), computed_tokens(model) as seen:
+                output = model(**{**batch, "attention_mask": other}, use_cache=False)
+                self.assertEqual(seen, {int(mask.sum())})
+                self.assertTrue(torch.equal(output.loss, expected.loss))
+        row = self.single(self.documents[-1])
+        shape = row["input_ids"].shape[1]
+        with torch.no_grad():
+            expected = model(**row).logits
+            causal = torch.ones(1, 1, shape, shape, dtype=torch.bool).tril()
+            self.assertTrue(torch.equal(model(**row, attention_mask=causal).logits, expected))
+            # `generate` passes masks with a cache.
+            text, ids, cache = self.text_model(model), row["input_ids"], DynamicCache(config=model.config)
+            masks = {"full_attention": causal, "linear_attention": None}
+            states = text(ids, attention_mask=masks, past_key_values=cache).last_hidden_state
+            self.assertLess(relative_error(states, text(ids).last_hidden_state), self.logits_bar)
+
     def test_masks_that_number_documents(self):
-        batch = self.text_batch("right")
+        """They are refused, whatever else is asked for, by all models in the model."""
+        _, model = self.models()
+        batch = self.padded(self.documents, "right")
         numbers = batch["attention_mask"] * 2
-        with self.assertRaisesRegex(ValueError, "expected attention_mask of 0 and 1, got 2. If they number documents"):
-            self.text_model(self.models()[1])(**{**batch, "attention_mask": numbers}, use_cache=False)
+        packed = {"input_ids": batch["input_ids"][:, :3].reshape(1, -1)}
+        packed["attention_mask"] = torch.arange(1, len(self.documents) + 1).repeat_interleave(3)[None]
+        refused = r"expected attention_mask of 0 and 1, got 2(\.0)?. If they number documents"
+        for training, cached in ((True, None), (False, None), (True, False), (False, True)):
+            model.train(training)
+            for each in (model, model.model, self.text_model(model)):
+                vision = each is not self.text_model(model) and self.has_vision
+                inputs = {name: x for name, x in batch.items() if name != "labels" and (vision or name in packed)}
+                for arguments in (
+                    {**inputs, "attention_mask": numbers},
+                    packed,
+                    {**packed, "output_hidden_states": True},
+                ):
+                    with self.assertRaisesRegex(ValueError, refused):
+                        each(**arguments, use_cache=cached)
+        with self.assertRaisesRegex(ValueError, refused):
+            model(**{**batch, "attention_mask": numbers.float()})
+
+    def test_masks_for_attention_only(self):
+        _, model = self.models()
+        row = torch.arange(1, 13)[None]
+        for name, mask in other_masks(12).items():
+            for each in (model, model.model, self.text_model(model)):
+                with self.subTest(name), self.assertRaisesRegex(ValueError, "another pattern .*cu_seqlens"):
+                    each(row, attention_mask=mask)
+
+    @parameterized.expand([(True,), (False,)])
+    def test_why_padding_is_computed(self, training):
+        text = self.text_model(self.models()[1]).train(training)
+        self.assertEqual(why_padded(text, {"use_cache": False}), "")
+        self.assertEqual(why_padded(text, {}), "use_cache=True")
+        text.packs_padding = False
+        self.assertEqual(why_padded(text, {"use_cache": False}), "packs_padding=False")
+        with mock.patch.object(padding.logger, "info_once") as told:
+            text(**self.text_batch(), use_cache=False)
+            self.assertIn("packs_padding=False", told.call_args.args[0])
 
     @parameterized.expand([("restart", 1), ("count_up", 0)])
     def test_position_ids_beside_a_mask_of_ones(self, _, warnings):

@@ -14,8 +14,16 @@ from unittest import mock
 
 import torch
 import transformers
-from common.families import documents, tiny_config, tiny_model
-from mixins.model import alone, packed_batch, padded_batch, relative_error, total_relative_error
+from common.families import LENGTHS, documents, tiny_config, tiny_model
+from mixins.model import (
+    alone,
+    block_mask,
+    other_masks,
+    packed_batch,
+    padded_batch,
+    relative_error,
+    total_relative_error,
+)
 from mixins.patch import ours, snapshot
 from parameterized import parameterized
 from transformers import (
@@ -30,7 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
-from transformers_packed.models import families, generic, mixers
+from transformers_packed.models import families, generic
 from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, REFUSED
 from transformers_packed.models.registry import check_patch
@@ -83,6 +91,11 @@ class IsolationTest(unittest.TestCase):
             self.assertGreater(relative_error(stock, logits), 1e-3)
             for source in SOURCES:
                 self.assertTrue(torch.equal(model(**packed_batch(documents(), source)).logits, logits), source)
+            # Positions may count over the whole row.
+            row = {"input_ids": batch["input_ids"]}
+            counting = {"position_ids": torch.arange(row["input_ids"].shape[1])[None]}
+            for mask, positions in ((block_mask(LENGTHS), {}), (block_mask(LENGTHS, 0, torch.float32), counting)):
+                self.assertTrue(torch.equal(model(**row, attention_mask=mask, **positions).logits, logits))
 
     @parameterized.expand(FAMILIES)
     def test_loss_and_gradients_are_those_of_documents_alone(self, family):
@@ -101,6 +114,35 @@ class IsolationTest(unittest.TestCase):
         actual = gradients_of(model, output.loss)
         self.assertEqual(set(actual), set(expected))
         self.assertLess(total_relative_error(actual, expected), 1e-4)
+
+    @parameterized.expand(FAMILIES)
+    def test_masks(self, family):
+        """A padding mask that numbers documents, and a mask that only attention would apply, are errors."""
+        model, (row,) = patch_model(tiny_model(family)), documents((12,))
+        two = torch.stack([row, row])
+        causal = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+        with torch.no_grad():
+            expected = model(row[None], use_cache=False).logits
+            self.assertLess(relative_error(model(row[None], attention_mask=causal).logits, expected), 1e-5)
+        for training in (True, False):
+            with self.assertRaisesRegex(ValueError, "expected attention_mask of 0 and 1, got 2"):
+                model.train(training)(row[None], attention_mask=torch.tensor([[1] * 5 + [2] * 7]))
+            with self.assertRaisesRegex(ValueError, "expected one row if a mask separates documents in it, got 2"):
+                model(two, attention_mask=block_mask((5, 7)))
+        if MIXERS.get(family):
+            for name, mask in other_masks(12).items():
+                with self.subTest(name), self.assertRaisesRegex(ValueError, "another pattern"):
+                    model(row[None], attention_mask=mask)
+
+    @parameterized.expand(["afmoe", "gpt_oss"])
+    def test_masks_of_families_without_mixers(self, family):
+        """The stock attention applies any mask."""
+        model, (row,), outputs = tiny_model(family), documents((12,)), []
+        mask = other_masks(12)["sliding"]
+        for change in (lambda model: model, patch_model):
+            with torch.no_grad():
+                outputs.append(change(model)(row[None], attention_mask=mask).logits)
+        self.assertTrue(torch.equal(*outputs))
 
     @parameterized.expand(SOME)
     def test_other_input_is_the_builtins_and_unpatching_restores_it(self, family):
@@ -201,16 +243,6 @@ def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-class PickleTest(unittest.TestCase):
-    def test_classes_load_from_their_old_module(self):
-        for name in ("bamba__BambaMixer", "bamba__BambaForCausalLM", "opt__OPTDecoder"):
-            ours = pickle.loads(f"ctransformers_packed.models.mixers\n{name}\n.".encode())
-            self.assertIs(ours, getattr(generic, name))
-            self.assertIs(pickle.loads(pickle.dumps(ours)), ours)
-        with self.assertRaisesRegex(AttributeError, "no attribute 'bamba'"):
-            mixers.bamba  # noqa: B018
 
 
 class KernelsTest(unittest.TestCase):

@@ -33,27 +33,19 @@ from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, Seque
 from ..errors import input_error
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
-from .families import LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer, families_of, family_of
+from .families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer, families_of, family_of
 from .inputs import (
-    check_causal,
+    check_config,
     forward_like,
     mask_targets_across_documents,
-    may_infer,
+    may_be_packed,
     resolve_boundaries,
     tokens_of,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
-from .releases import CACHE, CACHES, check_other_families
+from .releases import CACHE, check_other_families
 
 
-_AUTO_CLASSES = (
-    "AutoModel",
-    "AutoModelForCausalLM",
-    "AutoModelForImageTextToText",
-    "AutoModelForQuestionAnswering",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-)
 _NO_TEXT = ("VisionModel", "AudioModel")
 # Prefixes of arguments that packed rows of text do not support.
 _NOT_TEXT = ("pixel", "image", "video", "audio", "mm_", "token_type", "input_features")
@@ -74,20 +66,22 @@ def announce(family: str) -> None:
 
 def announce_families_of(model: torch.nn.Module) -> None:
     """Add our classes for the families of `model` to `registry.REPLACEMENTS`."""
-    families = families_of(model) & {*MIXERS, *UNPACKED}
-    if families:
-        check_other_families(min(families))
-    for family in families:
+    families = families_of(model) & {*MIXERS, *UNPACKED, *FAMILIES}
+    for family in families - {*FAMILIES}:
+        check_other_families(family)
         announce(family)
     # An enclosing model, such as a vision-language model, masks targets and creates position ids.
     texts = tuple(_text_model(family) for family in families)
     for outer in model.modules() if families else ():
-        cls = type(outer)
-        if isinstance(outer, PreTrainedModel) and cls not in REPLACEMENTS and family_of(cls):
-            # Skip wrappers around a decoder, which pass all arguments on.
-            named = inspect.signature(cls.forward).parameters
-            if "input_ids" in named and any(isinstance(module, texts) for module in outer.modules()):
-                packed_class(family_of(cls), cls.__name__)
+        if isinstance(outer, PreTrainedModel) and any(isinstance(module, texts) for module in outer.modules()):
+            class_around(type(outer))
+
+
+def class_around(cls: type) -> type | None:
+    """Return our class for a stock class around a text model, or `None` if it only passes its arguments on."""
+    if cls not in REPLACEMENTS and family_of(cls) and "input_ids" in inspect.signature(cls.forward).parameters:
+        packed_class(family_of(cls), cls.__name__)
+    return REPLACEMENTS.get(cls)
 
 
 def packed_class(family: str, name: str) -> type:
@@ -99,8 +93,8 @@ def packed_class(family: str, name: str) -> type:
 
 def auto_entries() -> Iterator[tuple]:
     """Yield (mapping of an Auto class, configuration class, our class) for all models that the Auto classes build."""
-    for auto_name in _AUTO_CLASSES:
-        mapping = getattr(modeling_auto, auto_name)._model_mapping
+    mappings = (getattr(cls, "_model_mapping", None) for cls in vars(modeling_auto).values() if isinstance(cls, type))
+    for mapping in filter(None, mappings):
         for model_type, class_name in mapping._model_mapping.items():
             family = model_type_to_module_name(model_type)
             if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
@@ -141,10 +135,7 @@ def _replace(family: str, name: str) -> type:
         if name in mixers:
             ours = mixer_class(builtin, mixers[name])
         else:
-            unpacked = _is_unpacked(family, name)
-            masked = any(mixer.masked for mixer in mixers.values())
-            shifts_labels = family not in UNPACKED or UNPACKED[family].shifts_labels
-            ours = root_class(Root(builtin, unpacked, not (unpacked or masked), shifts_labels))
+            ours = root_class(Root(builtin, family))
         ours.__module__, ours.__qualname__ = __name__, f"{family}__{name}"
         REPLACEMENTS[builtin] = ours
     return ours
@@ -221,17 +212,20 @@ class Root:
             The stock model class. Its name determines whether it is a base model, a head with one result per token, a
             language model or another head. A language model masks the targets across documents. Other heads reject
             packed rows.
-        unpacked (`bool`):
-            Whether it is a base model that runs on each document separately.
-        has_attention_weights (`bool`):
-            Whether it can return attention weights over the row.
-        shifts_labels (`bool`):
-            Whether the loss compares a token's logits with the next label, as in most models.
+        family (`str`):
+            Its family.
     """
 
-    def __init__(self, builtin: type, unpacked: bool, has_attention_weights: bool, shifts_labels: bool):
-        self.builtin, self.unpacked = builtin, unpacked
-        self.has_attention_weights, self.shifts_labels = has_attention_weights, shifts_labels
+    def __init__(self, builtin: type, family: str):
+        # An unpacked base model runs on each document separately.
+        self.builtin, self.unpacked = builtin, _is_unpacked(family, builtin.__name__)
+        mixers = MIXERS.get(family, {})
+        # Whether layers would ignore a mask for attention.
+        self.mixes = bool(mixers)
+        # Whether it can return attention weights over the row.
+        self.has_attention_weights = not (self.unpacked or any(mixer.masked for mixer in mixers.values()))
+        # Whether the loss compares a token's logits with the next label, as in most models.
+        self.shifts_labels = family not in UNPACKED or UNPACKED[family].shifts_labels
         parameters = inspect.signature(builtin.forward).parameters
         self.known = tuple(parameters)[1:]
         # Whether the stock forward accepts arguments that it does not name, and may pass them on.
@@ -254,7 +248,9 @@ def root_class(root: Root) -> type:
     """Create the subclass of `root.builtin` that accepts packed rows."""
 
     def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        if running.count == 0 and not _may_be_packed(inputs):
+        # Enclosing models may pass a mask for each kind of layer on to a base model.
+        skipped = root.is_base and isinstance(inputs.get("attention_mask"), dict)
+        if running.count == 0 and (skipped or not may_be_packed(inputs)):
             return root.run_builtin(model, inputs)
         return _run_root(model, root, inputs)
 
@@ -266,39 +262,19 @@ def root_class(root: Root) -> type:
     return type(root.builtin.__name__, (PackedModelMixin, root.builtin), namespace)
 
 
-def _may_be_packed(inputs: dict[str, Any]) -> bool:
-    for name in _EXPLICIT:
-        if inputs.get(name) is not None:
-            return True
-    tokens = tokens_of(inputs)
-    if inputs.get("position_ids") is None or tokens is None or not may_infer(tokens):
-        return False
-    return all(inputs.get(name) is None for name in ("attention_mask", *CACHES))
-
-
 # Only this frame stays out of compiled graphs, because document lengths differ between rows.
 @partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
 def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
     tokens = tokens_of(inputs)
     outer = _current.get()
-    boundaries = resolve_boundaries(inputs) if outer is None else outer
+    boundaries = resolve_boundaries(inputs, mixes=root.mixes) if outer is None else outer
     if boundaries is None:
         return root.run_builtin(model, inputs)
     if boundaries.shares_prompts:
         boundaries.check_whole("Use a family with classes of this package (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE).")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)
-    if root.is_language_model and root.shifts_labels:
-        labels = mask_targets_across_documents(boundaries, inputs.get("labels"), inputs)
-        if labels is not None:
-            inputs["labels"] = labels
-    if "position_ids" in root.known and inputs.get("position_ids") is None:
-        inputs["position_ids"] = boundaries.position_ids
-    if root.is_base:
-        # Also if only the inner text model names the argument, because it would create a cache by default.
-        inputs["use_cache"] = False
-        if is_flash_attention_requested(model.config) and not root.unpacked:
-            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
+    _complete(inputs, model, root, boundaries)
     with _packed_row(model, boundaries) if outer is None else nullcontext():
         if root.unpacked:
             outputs = _run_unpacked(model, root.builtin.forward, boundaries, inputs)
@@ -310,6 +286,28 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
     return outputs
 
 
+def _complete(inputs: dict[str, Any], model: torch.nn.Module, root: Root, boundaries: SequenceBoundaries) -> None:
+    """Set the arguments of the stock forward for a packed row, in place."""
+    if root.is_language_model and root.shifts_labels:
+        labels = mask_targets_across_documents(boundaries, inputs.get("labels"), inputs)
+        if labels is not None:
+            inputs["labels"] = labels
+    if "position_ids" in root.known and inputs.get("position_ids") is None:
+        inputs["position_ids"] = boundaries.position_ids
+    if root.is_base:
+        # Also if only the inner text model names the argument, because it would create a cache by default.
+        inputs["use_cache"] = False
+        if is_flash_attention_requested(model.config) and not root.unpacked:
+            inputs.update((name, value) for name, value in boundaries.layer_kwargs().items() if name in FLASH_KEYWORDS)
+    if _has_text_model_of_ours(model):
+        inputs["boundaries"] = boundaries
+
+
+def _has_text_model_of_ours(model: torch.nn.Module) -> bool:
+    """Whether an enclosing model has a text model that takes boundaries as an argument."""
+    return model_type_to_module_name(model.config.get_text_config().model_type) in FAMILIES
+
+
 def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any], tokens) -> None:
     """Raise a `ValueError` if the results of a packed row cannot equal those of the separate documents."""
     if tokens is None or tokens.shape[:2] != (1, boundaries.total_length):
@@ -318,10 +316,12 @@ def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[
     if not root.can_be_packed or getattr(model.config, "is_encoder_decoder", False):
         got = f"a packed row of {boundaries.num_documents} documents"
         raise input_error("one document per row for this model", got, "Use a padded batch.")
-    check_causal(model.config, inputs)
+    check_config(model.config, inputs)
     boundaries.check_whole("Train this model without sequence parallelism, which its layers do not support.")
+    # Without positions of its own, an image is a run of embeddings in its document.
+    is_embedded = _has_text_model_of_ours(model) and not any(hasattr(x, "get_rope_index") for x in model.modules())
     for name, value in inputs.items():
-        if value is not None and name.startswith(_NOT_TEXT):
+        if value is not None and name.startswith(_NOT_TEXT) and not is_embedded:
             raise input_error("a packed row with text only", name, "Use a padded batch for other modalities.")
     wants_weights = inputs.get("output_attentions") or getattr(model.config, "output_attentions", False)
     if wants_weights and not root.has_attention_weights:

@@ -1,9 +1,10 @@
 """Resolve the arguments of a model's forward to one [`SequenceBoundaries`], or to `None` if the input is not packed.
 
 Explicit metadata (`seq_idx`, `cu_seqlens`, `cu_seq_lens_q` or `cu_seq_lens_k`) always marks a packed row, unless it
-describes a single document that has a mask. Without metadata, a row is packed if its `position_ids` restart and the call
-has neither a mask nor a cache. The checks read shapes, dtypes and host copies. They compare the values of tensors on a
-device only if the environment variable `TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
+describes a single document that has a mask. Without metadata and without a cache, a row is packed if it has a 4-D mask
+with several causal blocks, or if its `position_ids` restart and it has no mask. The checks read shapes, dtypes and host
+copies. They compare the values of metadata on a device only if the environment variable
+`TRANSFORMERS_PACKED_VALIDATE=1` allows a host sync.
 """
 
 import inspect
@@ -14,13 +15,17 @@ from inspect import Parameter
 from typing import Any, get_type_hints
 
 import torch
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, may_read, text_position_ids
 from ..errors import input_error
 from ..shared_prompts import SharedPrompts
+from .masks import is_padding, read_documents, read_padding, restarts_with
 from .releases import CACHES
+
+
+logger = logging.get_logger(__name__)
 
 
 class PackingKwargs(TransformersKwargs, total=False):
@@ -50,65 +55,124 @@ _RESTART = "position_ids that restart"
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
-def resolve_boundaries(inputs: dict[str, Any]) -> SequenceBoundaries | None:
-    """Detect at the top of a model whether its input is a packed row, and locate its documents.
+def resolve_boundaries(inputs: dict[str, Any], *, mixes: bool = True) -> SequenceBoundaries | None:
+    """Say at the top of a model what a call is: a packed row with these boundaries, or `None`.
 
-    `inputs` are the arguments of a model's forward. The packing keywords are removed from them. Boundaries on the host
-    avoid a host sync; they are copied to the device of the tokens.
+    `inputs` are the arguments of a model's forward. The packing keywords are removed from them, and a 4-D mask becomes
+    boundaries or a padding mask. With `None`, the batch is padded if an `attention_mask` is left, else not. Boundaries
+    on the host avoid a host sync; they are copied to the device of the tokens.
+
+    Args:
+        inputs (`dict`):
+            The arguments, which are changed in place.
+        mixes (`bool`, *optional*, defaults to `True`):
+            Whether layers mix tokens without regard to a mask for attention, which is then an error if it is no block
+            for each document.
 
     Raises:
-        `ValueError`: the input is packed and has more than one row, an attention mask or a cache, or its metadata is
-            malformed or contradictory.
+        `ValueError`: the input is packed and has more than one row, an attention mask or a cache, its metadata is
+            malformed or contradictory, or its mask is neither boundaries nor padding.
     """
     given = inputs.pop("boundaries", None)
-    metadata = {name: inputs.pop(name, None) for name in PACKING_KEYWORDS}
-    metadata["padding_tokens"] = metadata["padding_tokens"] or None
-    prompt_of = metadata.pop("prompt_of")
+    metadata = {name: x for name in PACKING_KEYWORDS if (x := inputs.pop(name, None)) is not None}
+    prompt_of, padding = metadata.pop("prompt_of", None), metadata.pop("padding_tokens", None)
+    metadata |= {"padding_tokens": padding} if padding else {}
     tokens = tokens_of(inputs)
     if tokens is None:
         return given
-    total_length = tokens.shape[1]
-    position_ids, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-    caches = [name for name in CACHES if inputs.get(name) is not None]
-    explicit = [name for name, value in metadata.items() if value is not None]
-    inferred = position_ids is not None and mask is None and not caches and may_infer(tokens)
-    text_row = None if position_ids is None else text_position_ids(position_ids)
-    if text_row is not None and text_row.shape[-1] != total_length:
-        text_row = None
-    # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
-    if given is not None:
-        source, boundaries = "boundaries", given
-        if not is_torchdynamo_compiling():
-            _check_one_row(source, tokens)
-            boundaries.check_length(total_length)
-            _check_agrees(boundaries, {name: metadata[name] for name in explicit})
-        if metadata["padding_tokens"] and not boundaries.padding_tokens:
-            boundaries = boundaries.with_padding(metadata["padding_tokens"])
-    elif explicit and not (inferred and explicit == ["padding_tokens"]):
-        source = " and ".join(explicit)
-        _check_one_row(source, tokens)
-        boundaries = SequenceBoundaries.from_kwargs(metadata, total_length)
-        if mask is not None and prompt_of is None and boundaries.num_documents == 1:
-            # ms-swift describes a padded batch of one row in this way. The mask also excludes padding.
-            return None
-    elif prompt_of is not None:
-        raise input_error("cu_seqlens together with prompt_of", "no document boundaries", "Pass the batch unchanged.")
-    elif not inferred or text_row is None or (boundaries := _inferred(text_row, tokens)) is None:
+    if is_padding(inputs.get("attention_mask")):
+        # The stock forward would take the numbers of several documents for one document.
+        read_padding(inputs["attention_mask"])
+    source = " and ".join(metadata) if given is None else "boundaries"
+    boundaries = _described(given, metadata, prompt_of, inputs, tokens)
+    if boundaries is None and holds_pattern(inputs):
+        source, boundaries = "attention_mask", _outside(_of_pattern, inputs, tokens, mixes)
+    elif boundaries is None and (row := _readable_row(inputs, tokens)) is not None:
+        source, boundaries = _RESTART, _outside(_inferred, row, tokens)
+        boundaries = boundaries and boundaries.with_padding(padding)
+    if boundaries is None:
         return None
-    else:
-        source, boundaries = _RESTART, boundaries.with_padding(metadata["padding_tokens"])
     if prompt_of is not None and not boundaries.shares_prompts:
         boundaries = SharedPrompts.of(boundaries, prompt_of)
-    elif explicit and not boundaries.shares_prompts and text_row is not None and may_read(position_ids):
-        boundaries.check_same(SequenceBoundaries.from_position_ids(text_row[:1]), "position_ids")
-    refused = caches if mask is None else ["attention_mask", *caches]
+    _check_beside(source, boundaries, metadata, inputs, tokens)
+    made_in_graph = given is None and is_torchdynamo_compiling()
+    return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
+
+
+def _described(given, metadata: dict, prompt_of, inputs: dict[str, Any], tokens) -> SequenceBoundaries | None:
+    """The boundaries of explicit metadata, if there is any."""
+    if given is not None:
+        if not is_torchdynamo_compiling():
+            _check_one_row("boundaries", tokens)
+            given.check_length(tokens.shape[1])
+            _check_agrees(given, metadata)
+        return given if given.padding_tokens else given.with_padding(metadata.get("padding_tokens"))
+    # By default the collator returns position ids alone, plus padding_tokens if the row ends with padding.
+    by_positions = metadata.keys() == {"padding_tokens"} and _readable_row(inputs, tokens) is not None
+    if not metadata or by_positions:
+        if prompt_of is not None:
+            fix = "Pass the batch unchanged."
+            raise input_error("cu_seqlens together with prompt_of", "no document boundaries", fix)
+        return None
+    _check_one_row(" and ".join(metadata), tokens)
+    boundaries = SequenceBoundaries.from_kwargs(metadata, tokens.shape[1])
+    # ms-swift describes a padded batch of one row as one document. The mask also excludes padding.
+    is_padded = inputs.get("attention_mask") is not None and prompt_of is None and boundaries.num_documents == 1
+    return None if is_padded else boundaries
+
+
+def _readable_row(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
+    """The position ids of text `[B, T]`, if documents start where they restart."""
+    if any(inputs.get(name) is not None for name in ("attention_mask", *CACHES)) or not may_infer(tokens):
+        return None
+    return text_position_ids(inputs.get("position_ids"), tokens.shape[1])
+
+
+def _check_beside(source: str, boundaries: SequenceBoundaries, metadata: dict, inputs: dict[str, Any], tokens) -> None:
+    """Raise a `ValueError` if a packed row has position ids of other documents, a mask or a cache."""
+    row = text_position_ids(inputs.get("position_ids"), tokens.shape[1])
+    if metadata and not boundaries.shares_prompts and row is not None and may_read(row):
+        boundaries.check_same(SequenceBoundaries.from_position_ids(row[:1]), "position_ids")
+    refused = [name for name in ("attention_mask", *CACHES) if inputs.get(name) is not None]
     if refused or inputs.get("use_cache"):
         got = (refused or ["use_cache=True"])[0]
         raise input_error(
             f"a packed row ({source}) without {got}", got, "Remove it: packed rows need no mask and support no cache."
         )
-    made_in_graph = given is None and is_torchdynamo_compiling()
-    return boundaries if made_in_graph else boundaries.to(tokens.device, non_blocking=True)
+
+
+def may_be_packed(inputs: dict[str, Any]) -> bool:
+    """Whether a forward's arguments may describe a packed row. Reads no values, and can be traced."""
+    for name in (*PACKING_KEYWORDS, "boundaries"):
+        if inputs.get(name) is not None:
+            return True
+    mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
+    if mask is None and tokens is not None and all(inputs.get(name) is None for name in CACHES):
+        return inputs.get("position_ids") is not None and may_infer(tokens)
+    # Masks of padding are read outside of graphs, because they may number documents.
+    return holds_pattern(inputs) or (mask is not None and not is_torchdynamo_compiling())
+
+
+def holds_pattern(inputs: dict[str, Any]) -> bool:
+    """Whether a call has a mask for attention, not for padding. With a cache, `generate` creates such masks."""
+    mask = inputs.get("attention_mask")
+    return mask is not None and not is_padding(mask) and all(inputs.get(name) is None for name in CACHES)
+
+
+def _of_pattern(inputs: dict[str, Any], tokens: torch.Tensor, mixes: bool) -> SequenceBoundaries | None:
+    """The boundaries in a mask for attention, or `None` if no row has several documents.
+
+    The mask is removed or becomes one of padding. Position ids that count over all documents are removed too.
+    """
+    found = read_documents(inputs["attention_mask"], *tokens.shape[:2], mixes)
+    if found is None:
+        return None
+    real, boundaries = found
+    inputs["attention_mask"] = None if boundaries or real.all() else real.long().to(tokens.device)
+    text_row = text_position_ids(inputs.get("position_ids"), tokens.shape[1])
+    if boundaries and text_row is not None and not restarts_with(boundaries, real, text_row):
+        inputs["position_ids"] = None
+    return boundaries
 
 
 def tokens_of(inputs: dict[str, Any]) -> torch.Tensor | None:
@@ -125,13 +189,18 @@ def may_infer(tokens: torch.Tensor) -> bool:
     return not torch.compiler.is_exporting() and (not is_torchdynamo_compiling() or len(tokens) == 1)
 
 
+def _outside(find: Callable, *args: Any) -> SequenceBoundaries | None:
+    """Call `find` outside of compiled graphs, which cannot branch on the values of a tensor."""
+    if not is_torchdynamo_compiling():
+        return find(*args)
+    # A late import: it imports torch's compiler.
+    from ..ops.dispatch import outside_of_graphs
+
+    return outside_of_graphs(find, *args)
+
+
 def _inferred(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
     """The boundaries where position ids restart, or `None` if none does."""
-    if is_torchdynamo_compiling():
-        # A compiled graph cannot branch on the values of a tensor. A late import: it imports torch's compiler.
-        from ..ops.dispatch import outside_of_graphs
-
-        return outside_of_graphs(_inferred, text_row, tokens)
     if bool((text_row.diff() == 1).all()):
         return None
     _check_one_row(_RESTART, tokens)
@@ -211,10 +280,17 @@ def is_causal(config: Any, kwargs: dict[str, Any]) -> bool:
     return bool(next((value for value in said if value is not None), True))
 
 
-def check_causal(config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise a `ValueError` unless attention is causal, as packed rows require."""
+def check_config(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` unless attention is causal, as packed rows require. Warn if RoPE depends on the row."""
     if not is_causal(config, kwargs):
         raise input_error("causal attention for a packed row", "is_causal=False", "Use a padded batch.")
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)}
+    for kind in kinds & {"dynamic", "longrope"}:
+        logger.warning_once(
+            f'rope_type="{kind}" takes its frequencies from the longest document of a row, so documents longer than '
+            "the original context change the shorter ones beside them, as in a padded batch."
+        )
 
 
 def mask_targets_across_documents(

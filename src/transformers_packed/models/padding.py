@@ -3,13 +3,15 @@
 The model computes nothing for padding, where hidden states and router logits are zero. A batch stays padded if packing
 it would change other results: if the call fills a cache, returns hidden states or attention weights, or is traced; if
 attention is not causal or cannot keep documents apart; if NEFTune scales its noise by the padded length; and if PEFT
-gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA.
+gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA. [`why_padded`] tells the
+reason, which the log states once.
 
 With `shares_prompts`, documents that start with the same tokens, such as the answers to one prompt, form a row with
 shared prompts ([`SharedPrompts`]). Hidden states of a shared token are copied to all of its documents. Dropout then
 draws one mask for a shared token.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.utils import logging
-from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries, text_position_ids
-from ..errors import input_error
 from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
 from ..shared_prompts import Copies, SharedPrompts
-from .inputs import is_causal
+from .inputs import is_causal, tokens_of
+from .masks import is_padding, read_padding
 from .releases import CACHES
 
 
@@ -62,21 +63,14 @@ class PaddedBatch:
     def from_attention_mask(
         cls, attention_mask: torch.Tensor, device: torch.device, input_ids: torch.Tensor | None = None
     ) -> "PaddedBatch | None":
-        """Create it from a mask `[B, T]`. Reading the mask is the only host sync.
+        """Create it from a mask `[B, T]` of 0 and 1. Reading the mask is the only host sync.
 
         With `input_ids` `[B, T]`, which are read as well, documents share the prompts that they start with.
 
-        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, if the ones of a row are not
-        contiguous, or if it has floats other than 0 and 1, which may be added to scores. Other integers raise a
-        `ValueError`.
+        Returns `None` if the mask is all zeros, if it is all ones and no prompt is shared, or if the ones of a row are
+        not contiguous.
         """
-        mask = attention_mask.to("cpu")
-        real = mask == 1
-        if bool((others := ~(real | (mask == 0))).any()):
-            if mask.is_floating_point():
-                return None
-            fix = "If they number documents, pass them as seq_idx without a mask."
-            raise input_error("attention_mask of 0 and 1", mask[others][0].item(), fix)
+        real = attention_mask.to("cpu", torch.bool)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
         lengths = real.sum(1)
         if bool((runs > 1).any()):
@@ -84,7 +78,7 @@ class PaddedBatch:
         tokens = int(lengths.sum())
         if tokens == 0 or (tokens == real.numel() and input_ids is None):
             return None
-        slots, shape = real.flatten().nonzero()[:, 0], tuple(mask.shape)
+        slots, shape = real.flatten().nonzero()[:, 0], tuple(real.shape)
         lengths = lengths[lengths > 0].tolist()
         if input_ids is not None and len(lengths) > 1:
             documents = input_ids.flatten().to("cpu")[slots].split(lengths)
@@ -198,51 +192,68 @@ def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
     return None if given else inputs.get("input_ids")
 
 
+def why_padded(model: Any, inputs: dict[str, Any]) -> str:
+    """Return why a text model computes the padding of a padded batch, or an empty string if it packs the batch.
+
+    Args:
+        model (`PreTrainedModel`):
+            A text model of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE with classes of this package.
+        inputs (`dict`):
+            The arguments of its forward. Without tokens, those tell what every call has, such as `use_cache=False`.
+    """
+    return next((reason for holds, reason in _reasons(model, inputs) if holds), "")
+
+
+def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    config, allowed, embedding = model.config, inputs.get("packs_padding"), model.get_input_embeddings()
+    yield not (model.packs_padding if allowed is None else allowed), "packs_padding=False"
+    # The same rule as in the stock forward.
+    cached = config.use_cache if inputs.get("use_cache") is None else inputs["use_cache"]
+    yield cached and not (model.gradient_checkpointing and model.training), "use_cache=True"
+    yield any(inputs.get(name) is not None for name in CACHES), "a cache"
+    for name in ("output_hidden_states", "output_attentions"):
+        yield inputs.get(name, getattr(config, name)), name
+    attentions = (getattr(layer, "self_attn", None) for layer in model.layers)
+    causal = is_causal(config, inputs) and all(getattr(module, "is_causal", True) for module in attentions)
+    yield not causal, "attention is not causal"
+    noisy = model.training and inputs.get("inputs_embeds") is None and hasattr(embedding, "neftune_noise_alpha")
+    yield noisy, "NEFTune scales its noise by the padded length"
+    yield _layers_take_rows(model), "PEFT gives its layers an argument for each row"
+    implementation, tokens = config._attn_implementation, tokens_of(inputs)
+    device = model.device if tokens is None else tokens.device
+    yield not serves_packed_rows(implementation, device), f"attn_implementation={implementation!r}"
+
+
 def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     """Return the real tokens to pack from a text model's forward arguments, or `None` to run the padded batch.
 
     Removes `packs_padding` and `prompt_ids` from `inputs`. The first overrides the model's attribute for this call. The
     second are tokens `[B, T]` by which documents share prompts, if `input_ids` are not given.
+
+    Raises:
+        `ValueError`: the mask has other numbers than 0 and 1.
     """
+    mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
+    real = read_padding(mask) if is_padding(mask) else None
     shares = model.shares_prompts and "prompt_ids" not in inputs
-    allowed, prompt_ids = inputs.pop("packs_padding", None), inputs.pop("prompt_ids", None)
-    if not (model.packs_padding if allowed is None else allowed):
+    why = "" if real is None else why_padded(model, inputs)
+    prompt_ids, _ = inputs.pop("prompt_ids", None), inputs.pop("packs_padding", None)
+    if real is None or tokens is None or real.shape != tokens.shape[:2]:
         return None
-    inputs_embeds, attention_mask = inputs.get("inputs_embeds"), inputs.get("attention_mask")
-    tokens = inputs.get("input_ids") if inputs_embeds is None else inputs_embeds
-    if tokens is None or any(inputs.get(name) is not None for name in CACHES):
-        return None
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != tokens.shape[:2]:
-        return None
-    config = model.config
-    # The same rule as in the stock forward.
-    cached = config.use_cache if inputs.get("use_cache") is None else inputs["use_cache"]
-    if cached and not (model.gradient_checkpointing and model.training):
-        return None
-    if any(inputs.get(name, getattr(config, name)) for name in ("output_hidden_states", "output_attentions")):
-        return None
-    attentions = (getattr(layer, "self_attn", None) for layer in model.layers)
-    if not is_causal(config, inputs) or not all(getattr(module, "is_causal", True) for module in attentions):
-        return None
-    if inputs_embeds is None and model.training and hasattr(model.get_input_embeddings(), "neftune_noise_alpha"):
-        # Trainer's hook on the embedding scales its noise by the padded length.
-        return None
-    if _layers_take_rows(model):
-        return None
-    if not serves_packed_rows(config._attn_implementation, tokens.device) or is_tracing(attention_mask):
+    _note_restarts(inputs.get("position_ids"), real)
+    if why:
+        if not real.all():
+            logger.info_once(f"{type(model).__name__} computes the padding of this padded batch: {why}.")
         return None
     if shares:
         prompt_ids = prompt_ids_of(inputs)
-    batch = PaddedBatch.from_attention_mask(attention_mask, tokens.device, prompt_ids)
-    if batch is None:
-        _note_restarts(inputs.get("position_ids"), attention_mask)
-    return batch
+    return PaddedBatch.from_attention_mask(real, tokens.device, prompt_ids)
 
 
-def _note_restarts(position_ids: torch.Tensor | None, mask: torch.Tensor) -> None:
+def _note_restarts(position_ids: torch.Tensor | None, real: torch.Tensor) -> None:
     """Warn of a row that looks packed but has a mask."""
-    positions = None if position_ids is None else text_position_ids(position_ids)
-    if positions is not None and bool((positions.diff() != 1).any()) and bool((mask == 1).all()):
+    positions = text_position_ids(position_ids)
+    if positions is not None and bool(real.all()) and bool((positions.diff() != 1).any()):
         logger.warning_once(
             "position_ids restart in a row with an attention_mask of ones, so the row is computed as one document. "
             "If it holds several documents, remove the mask."

@@ -17,7 +17,7 @@ from ...errors import input_error
 from ...ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
-from ..inputs import PackingKwargs, check_causal, without_packing
+from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, projection_to_fuse
@@ -247,7 +247,7 @@ class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)
         if boundaries is not None:
-            check_causal(self.config, inputs)
+            check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
             implementation = self.config._attn_implementation
             if wants_weights and implementation != "eager":

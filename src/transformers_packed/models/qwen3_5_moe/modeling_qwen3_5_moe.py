@@ -19,7 +19,7 @@ from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_no
 from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
 from ..experts import run_experts
-from ..inputs import PackingKwargs, check_causal, without_packing
+from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, projection_to_fuse
@@ -282,7 +282,7 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)
         if boundaries is not None:
-            check_causal(self.config, inputs)
+            check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
             implementation = self.config._attn_implementation
             if wants_weights and implementation != "eager":

@@ -16,7 +16,7 @@ from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_no
 from ...parallel import ops_for
 from ..cuda_graphs import layers_as_graphs
 from ..experts import run_experts
-from ..inputs import PackingKwargs, check_causal
+from ..inputs import PackingKwargs, check_config
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch
 from ..projections import project, projection_to_fuse
@@ -280,7 +280,7 @@ class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)
         if boundaries is not None:
-            check_causal(self.config, inputs)
+            check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
             implementation = self.config._attn_implementation
             if wants_weights and implementation != "eager":
