@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
@@ -72,9 +74,17 @@ def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def has_our_classes(model: torch.nn.Module) -> bool:
-    """Whether a module of `model` is an instance of one of our classes that keep documents apart."""
-    ours = tuple(set(REPLACEMENTS.values()) - FAST_PATHS)
-    return any(isinstance(module, ours) for module in model.modules())
+    """Whether `model` has classes of ours that keep documents apart, and no stock module that such a class replaces.
+
+    A model with both is not ours: its stock part may train on targets across documents, or take documents for images.
+    """
+    apart = tuple(set(REPLACEMENTS.values()) - FAST_PATHS)
+    if not any(isinstance(module, apart) for module in model.modules()):
+        return False
+    _generic().announce_families_of(model)
+    replaced = tuple(builtin for builtin, ours in REPLACEMENTS.items() if ours not in FAST_PATHS)
+    apart = tuple(map(REPLACEMENTS.__getitem__, replaced))
+    return not any(isinstance(module, replaced) and not isinstance(module, apart) for module in model.modules())
 
 
 def become(module: torch.nn.Module, cls: type) -> None:
@@ -188,7 +198,9 @@ def register() -> None:
 
     After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE and
     the families in `families.MIXERS` and `families.UNPACKED`. Our classes have the same names, parameters and results
-    as the stock classes, and they keep the documents of a packed row apart. Registering again has no effect.
+    as the stock classes, and they keep the documents of a packed row apart. A stock class that creates its text model
+    by an Auto class gets a model of ours around it too, also if you call the class directly. Registering again has no
+    effect.
 
     Raises:
         `ImportError`: the installed Transformers lacks an API that our models use.
@@ -218,6 +230,8 @@ def register() -> None:
     for mapping, config, ours in entries:
         # `mapping.register` ignores the configurations of Transformers itself before 5.20.
         mapping._extra_content[config] = ours
+    if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_complete))
 
 
 def unregister() -> None:
@@ -225,6 +239,24 @@ def unregister() -> None:
     for mapping, config, ours in _entries():
         if mapping._extra_content.get(config) is ours:
             del mapping._extra_content[config]
+    while _hooks:
+        _hooks.pop().remove()
+
+
+# The hook of PyTorch that calls `_complete` after `register`.
+_hooks: list[RemovableHandle] = []
+
+
+def _complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+    """Convert a stock model when a model of ours becomes a part of it.
+
+    Many stock classes, such as those of vision-language models and classifiers, create their text model by an Auto class.
+    If one is created directly, its text model would be ours and the rest stock.
+    """
+    if isinstance(part, PackedModelMixin) and not isinstance(model, PackedModelMixin):
+        ours = _generic().class_around(type(model))
+        if ours is not None:
+            become(model, ours)
 
 
 @contextmanager
@@ -357,7 +389,7 @@ def _changes_of_patch(model: torch.nn.Module) -> list["_Change"]:
 
 
 def _has_ours_after(model: torch.nn.Module, changes: list["_Change"]) -> bool:
-    return has_our_classes(model) or any(change.cls not in FAST_PATHS for change in changes)
+    return any(change.cls not in FAST_PATHS for change in changes) or has_our_classes(model)
 
 
 def cache_warning(model: torch.nn.Module) -> str:
