@@ -23,6 +23,7 @@ from transformers import (
     Trainer,
     set_seed,
 )
+from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import DataCollatorWithFlattening, cli
 from transformers_packed.cli import finetune
@@ -288,13 +289,21 @@ class CommandTest(unittest.TestCase):
     def samples_of_the_first_step(self, arguments):
         """Return the inputs of the collator in the same run of one step."""
         seen = []
-        original = DataCollatorWithFlattening.__call__
+        original, begin = DataCollatorWithFlattening.__call__, CallbackHandler.on_epoch_begin
 
         def collate(collator, features, *args, **kwargs):
             seen.append(features)
             return original(collator, features, *args, **kwargs)
 
-        with mock.patch.object(DataCollatorWithFlattening, "__call__", collate):
+        def on_epoch_begin(*args, **kwargs):
+            # Batches before the epoch verify packing.
+            seen.clear()
+            return begin(*args, **kwargs)
+
+        with (
+            mock.patch.object(DataCollatorWithFlattening, "__call__", collate),
+            mock.patch.object(CallbackHandler, "on_epoch_begin", on_epoch_begin),
+        ):
             self.run_command(*arguments, "--max-steps=1", output=self.directory / "again")
         self.assertEqual([len(features) for features in seen[:2]], [3, 3])
         return [feature for features in seen[:2] for feature in features]
@@ -341,7 +350,7 @@ class CommandTest(unittest.TestCase):
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, model="composite", output=whole)[0], 0)
         command += ["--save-steps=2"]
-        self.assertEqual(self.interrupted(*command, calls=3, model="composite")[0], 130)
+        self.assertEqual(self.interrupted(*command, steps=3, model="composite")[0], 130)
         status, out, err = self.run_command(*command, "--resume", model="composite")
         self.assertEqual(status, 0, err)
         self.assertIn(f"Resuming from {self.output}/checkpoint-2.", out)
@@ -406,7 +415,7 @@ class CommandTest(unittest.TestCase):
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, output=whole)[0], 0)
         command += ["--save-steps=2"]
-        status, out, err = self.interrupted(*command, calls=5 * self.trainers[0].args.gradient_accumulation_steps)
+        status, out, err = self.interrupted(*command, steps=5)
         self.assertEqual(status, 130)
         self.assertEqual(
             err,
@@ -440,16 +449,16 @@ class CommandTest(unittest.TestCase):
         self.assertIn("No steps left to train.", out)
         self.check_same_weights(whole, self.output)
 
-    def interrupted(self, *command, calls, **where):
-        original, made = Trainer.training_step, []
+    def interrupted(self, *command, steps, **where):
+        """Interrupt the command after some steps."""
+        original = CallbackHandler.on_step_begin
 
-        def training_step(trainer, *args, **kwargs):
-            made.append(None)
-            if len(made) > calls:
+        def on_step_begin(handler, args, state, control):
+            if state.global_step == steps:
                 raise KeyboardInterrupt
-            return original(trainer, *args, **kwargs)
+            return original(handler, args, state, control)
 
-        with mock.patch.object(Trainer, "training_step", training_step):
+        with mock.patch.object(CallbackHandler, "on_step_begin", on_step_begin):
             return self.run_command(*command, **where)
 
     def check_same_weights(self, one, other):
@@ -463,7 +472,7 @@ class CommandTest(unittest.TestCase):
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, "--resume", output=whole)[0], 0)
-        status, _, err = self.interrupted(*command, calls=1)
+        status, _, err = self.interrupted(*command, steps=1)
         self.assertEqual(status, 130)
         self.assertEqual(
             err,
@@ -483,7 +492,7 @@ class CommandTest(unittest.TestCase):
         command = ["--max-steps=2", "--learning-rate=0.02"]
         whole = self.directory / "whole"
         self.assertEqual(self.run_command(*command, output=whole)[0], 0)
-        self.assertEqual(self.interrupted(*command, calls=1)[0], 130)
+        self.assertEqual(self.interrupted(*command, steps=1)[0], 130)
         settings = self.output / run_folder.SETTINGS_FILE
         before = settings.read_bytes()
 
@@ -611,7 +620,7 @@ class CommandTest(unittest.TestCase):
     @parameterized.expand(["model.safetensors", "optimizer.pt", "trainer_state.json"])
     def test_a_truncated_checkpoint_is_named(self, name):
         command = ["--max-steps=5", "--learning-rate=0.02", "--batch-size=2", "--save-steps=2"]
-        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        self.assertEqual(self.interrupted(*command, steps=4)[0], 130)
         self.truncate(self.output / "checkpoint-4" / name)
         other = self.directory / "other"
         shutil.copytree(self.output, other)
@@ -628,7 +637,7 @@ class CommandTest(unittest.TestCase):
 
     def test_a_checkpoint_without_weights_is_named(self):
         command = ["--max-steps=5", "--batch-size=2", "--save-steps=2"]
-        self.assertEqual(self.interrupted(*command, calls=4)[0], 130)
+        self.assertEqual(self.interrupted(*command, steps=4)[0], 130)
         (self.output / "checkpoint-4" / "model.safetensors").unlink()
         status, out, err = self.run_command(*command, "--resume")
         self.assertEqual(status, 0, err)
