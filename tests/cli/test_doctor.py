@@ -216,6 +216,16 @@ class ModelTest(unittest.TestCase):
         self.assertIn("use_cuda_graphs(model, row_length=4096)", notes)
         self.assertNotIn("experts", stdout)
 
+    @parameterized.expand(["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_5"])
+    def test_padded_batches_that_would_not_be_packed(self, family):
+        config = tiny_config(family)
+        self.assertNotIn("with their padding", self.doctor(config)[1])
+        config.get_text_config().output_hidden_states = True
+        status, stdout, _ = self.doctor(config)
+        self.assertEqual(status, 0)
+        slow = [line for line in sections(stdout)["Slow"] if "padding:" in line]
+        self.assertEqual(slow, ["Padded batches are computed with their padding: output_hidden_states."])
+
     def test_sizes_that_kernels_refuse(self):
         sizes = {"head_dim": 48, "linear_key_head_dim": 96, "linear_value_head_dim": 512}
         with gpu():

@@ -19,7 +19,8 @@ from ..errors import input_error
 from ..ops.attention import serves_packed_rows
 from ..ops.availability import availability, is_kernel
 from .families import FAMILIES, MIXERS, REFUSED, UNPACKED, families_of
-from .registry import REPLACEMENTS, check_transformers, patch_model
+from .padding import why_padded
+from .registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
 from .verdict import judge, text_config
 
 
@@ -117,7 +118,7 @@ def diagnose(
         families = families_of(model)
         ours = bool(families & set(FAMILIES))
         found.model = _describe(model, families, isolated=all(finding.level != "problem" for finding in judged))
-        found.findings += [] if ours else _of_masks(model, families, attention, device)
+        found.findings += _of_padding(model) if ours else _of_masks(model, families, attention, device)
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
         found.findings += _of_ops(found.ops, device)
@@ -177,6 +178,14 @@ def _of_model(model: PreTrainedModel, name: str) -> Iterator[Finding]:
     if leak is not None:
         text = f"Transformers' own {type(model).__name__} mixes the documents of a packed row."
         yield Finding("note", text, "transformers_packed.register() before loading, or patch_model(model) after")
+
+
+def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
+    """Yield why padded batches would be computed with their padding in training, which uses no cache."""
+    for module in model.modules():
+        if isinstance(module, PackedModelMixin) and hasattr(module, "layers"):
+            if why := why_padded(module, {"use_cache": False}):
+                yield Finding("warning", f"Padded batches are computed with their padding: {why}.")
 
 
 def _describe(model: PreTrainedModel, families: set[str], isolated: bool) -> dict[str, object]:
