@@ -4,7 +4,7 @@ import unittest
 from unittest import mock
 
 import torch
-from mixins.model import gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.model import block_mask, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.vision import TINY
 from parameterized import parameterized
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
@@ -92,6 +92,17 @@ class CompileTest(unittest.TestCase):
             output = compiled(**batch, use_cache=False)
             self.assertLess(relative_error(output.logits, expected.logits), 1e-5)
             self.assertLess(total_relative_error(gradients(model, output.loss), expected_gradients), 1e-5)
+
+    def test_masks_of_documents(self):
+        """They are read outside of the graph."""
+        model = self.model(*FAMILIES[1][1:]).eval()
+        row = torch.cat(make_documents(3, 9))[None]
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="eager")
+            for lengths in ((3, 9), (7, 5)):
+                inputs = {"input_ids": row, "attention_mask": block_mask(lengths), "use_cache": False}
+                expected = model(input_ids=row, boundaries=SequenceBoundaries.from_lengths(lengths)).logits
+                self.assertLess(relative_error(compiled(**inputs).logits, expected), 1e-5)
 
     def test_position_ids_of_several_rows(self):
         """A batch is no packed row, so its graph needs no break for its position ids."""

@@ -38,9 +38,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
-from transformers_packed.models import families, generic
+from transformers_packed.models import families, generic, inputs
 from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
 from transformers_packed.models.families import ISOLATED, REFUSED
+from transformers_packed.models.inputs import check_config
 from transformers_packed.models.registry import check_patch
 from transformers_packed.models.verdict import measurements
 
@@ -368,6 +369,8 @@ class CompileTest(unittest.TestCase):
             self.assertTrue(torch.equal(compiled(**inputs).logits, want))
             self.assertTrue(torch.equal(compiled(**batch).logits, packed))
             self.assertTrue(torch.equal(compiled(**restarting).logits, packed))
+            masked = {"input_ids": restarting["input_ids"], "attention_mask": block_mask(SHORT)}
+            self.assertTrue(torch.equal(compiled(**masked).logits, packed))
             self.assertTrue(torch.equal(compiled(**inputs).logits, want))
 
 
@@ -382,6 +385,16 @@ class PositionsTest(unittest.TestCase):
             want, plain = model(**inputs).logits, model(row).logits
             self.assertTrue(torch.equal(patch_model(model)(**inputs).logits, want))
         self.assertGreater(relative_error(want, plain), 1e-4)
+
+    @parameterized.expand([("lfm2", "dynamic"), ("lfm2", "default"), ("qwen3_5_text", "longrope")])
+    def test_frequencies_that_depend_on_the_row(self, model_type, kind):
+        config = CONFIG_MAPPING[model_type](
+            vocab_size=97, hidden_size=32, num_hidden_layers=1, layer_types=["full_attention"], intermediate_size=32
+        )
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind}
+        with mock.patch.object(inputs.logger, "warning_once") as warned:
+            check_config(config, {})
+        self.assertEqual([kind in call.args[0] for call in warned.call_args_list], [True] * (kind != "default"))
 
 
 class RefusalTest(unittest.TestCase):

@@ -76,6 +76,12 @@ class DocumentsTest(unittest.TestCase):
             read_documents(masks[name], 1, 12)
         self.assertIsNone(read_documents(masks[name], 1, 12, mixes=False))
 
+    def test_exported_graphs_refuse_masks(self):
+        """Their values are unknown, and a graph is the same for all."""
+        with mock.patch.object(torch.compiler, "is_exporting", return_value=True):
+            with self.assertRaisesRegex(ValueError, "another pattern"):
+                read_documents(block_mask((3, 9)), 1, 12)
+
     def test_every_wrong_bit_is_seen(self):
         """A block mask with any one element changed is another pattern, or one of other documents."""
         lengths = (3, 1, 4)

@@ -284,6 +284,11 @@ def check_config(config: Any, kwargs: dict[str, Any]) -> None:
     """Raise a `ValueError` unless attention is causal, as packed rows require. Warn if RoPE depends on the row."""
     if not is_causal(config, kwargs):
         raise input_error("causal attention for a packed row", "is_causal=False", "Use a padded batch.")
+    warn_of_rope(config)
+
+
+def warn_of_rope(config: Any) -> None:
+    """Warn once of a configuration whose rotary embeddings depend on the longest document of a row."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = {x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)}
     for kind in kinds & {"dynamic", "longrope"}:
