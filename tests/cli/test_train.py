@@ -26,11 +26,10 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 
 from transformers_packed import DataCollatorWithFlattening, cli
-from transformers_packed.cli import finetune
+from transformers_packed.cli import finetune, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.ops import dispatch
-from transformers_packed.training import run_folder
 from transformers_packed.training.callbacks import warm_up
 
 

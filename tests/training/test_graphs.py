@@ -308,8 +308,9 @@ class TrainerTest(GivenGpuTest):
         trainer.callback_handler.callbacks.insert(0, callback.WarmUpCallback(trainer))
         for _ in range(2):
             configure_packing(trainer, "padding_free")
-            kinds = [type(x).__name__ for x in trainer.callback_handler.callbacks[:3]]
-            self.assertEqual(kinds, ["WarmUpCallback", "GraphsCallback", "PackingMetricsCallback"])
+            kinds = [type(x).__name__ for x in trainer.callback_handler.callbacks[:4]]
+            expected = ["WarmUpCallback", "VerifyCallback", "GraphsCallback", "PackingMetricsCallback"]
+            self.assertEqual(kinds, expected)
 
     def test_without_graphs_again(self):
         trainer, _ = self.configured(train=False, cuda_graphs=True)

@@ -42,6 +42,7 @@ from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
+from transformers_packed.training.verify import VerifyCallback
 from transformers_packed.training.warm_up import rows_to_run
 
 
@@ -263,6 +264,8 @@ class TrainerTest(KernelsTestCase):
         super().setUp()
         self.directory = self.enterContext(tempfile.TemporaryDirectory())
         self.events = []
+        # Its steps would be events as well.
+        self.enterContext(mock.patch.object(VerifyCallback, "on_train_begin", return_value=None))
 
     def build(self, cls=PackedTrainer, model=None, arguments=PackedTrainingArguments, **options):
         defaults = {"max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}

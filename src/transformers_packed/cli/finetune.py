@@ -32,7 +32,8 @@ from ..models.releases import checkpointing_argument
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
-from ..training.run_folder import (
+from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
+from .run_folder import (
     SETTINGS_FILE,
     RunFolderTrainer,
     check_same_settings,
@@ -40,7 +41,6 @@ from ..training.run_folder import (
     left,
     write_settings,
 )
-from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
 
 
 KEPT_CHECKPOINTS = 2

@@ -254,7 +254,7 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: S
             batch = _collate_padded(loader, documents, columns)
         with _not_packing(model):
             found["padded"] = _step(trainer, model, batch, _places(batch, documents) or [])
-        same = _compare(*found["row"], *found["padded"], _precision(model))
+        same = _compare(*found["row"], *found["padded"], _precision(model, trainer.args))
         if same is not None and not _compare_is_random(trainer, model, row, places, found["row"][0]):
             raise DifferenceError(f"{same} {_PADDED}")
     (loss, _), (padded, _) = found["row"], found["padded"]
@@ -265,7 +265,7 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: S
 def _compare_is_random(trainer: Trainer, model, row: dict, places: list, loss: float) -> bool:
     """Whether the loss of the same row differs from run to run, because something draws random numbers."""
     again, _ = _step(trainer, model, row, places)
-    return not abs(again - loss) <= _BARS[_precision(model)][0] * abs(loss)
+    return not abs(again - loss) <= _BARS[_precision(model, trainer.args)][0] * abs(loss)
 
 
 def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
         with _not_packing(model):
             padded = _scores(trainer, model, batch)
     error = float((packed - padded).norm() / padded.norm().clamp(min=1e-12))
-    if not error <= _BARS[_precision(model)][1]:
+    if not error <= _BARS[_precision(model, trainer.args)][1]:
         expected = "log-probabilities of the packed batch that equal those of the padded batch"
         raise DifferenceError(str(input_error(expected, f"a relative difference of {error:.1e}", _PADDED)))
     return f"Verified packing on {len(ids)} rows: {words}; log-probabilities differ by {error:.0e} from padded ones"
@@ -487,12 +487,14 @@ def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Ten
     return loss, gradient.flatten(0, 1)[indices.to(gradient.device)].float()
 
 
-def _precision(model: torch.nn.Module) -> str:
+def _precision(model: torch.nn.Module, args: Any = None) -> str:
+    """The precision of the matrix products, a key of `_BARS`. `args` are those of a Trainer, which runs autocast."""
     weight = next(x for x in model.parameters() if x.is_floating_point())
     device = weight.device.type
     if any("_float8_from" in vars(module) for module in model.modules()):
         return "float8"
-    if weight.dtype.itemsize < 4 or torch.is_autocast_enabled(device):
+    autocast = torch.is_autocast_enabled(device) if args is None else args.bf16 or args.fp16
+    if weight.dtype.itemsize < 4 or autocast:
         return "half"
     return "float32" if device == "cpu" else "tf32"
 

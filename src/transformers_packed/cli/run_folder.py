@@ -58,7 +58,7 @@ class RunFolderTrainer(Trainer):
 
     def _write(self, what: str, write: Callable[[Path], None], names: Callable[[Path], list[str]]) -> None:
         """Call `write`, then move the files `names`, in this order, from the partial folder to the output folder."""
-        folder = Path(self.args.output_dir)
+        folder = Path(str(self.args.output_dir))
         partial = folder / _PARTIAL
         try:
             if self.args.should_save:
@@ -128,7 +128,8 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
 
 def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
     """The last complete checkpoint in `output`, if any, and the defects of later ones."""
-    damaged, numbers = [], (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
+    damaged: list[str] = []
+    numbers = (path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*"))
     for number in sorted(filter(str.isdecimal, numbers), key=int, reverse=True):
         path = output / f"checkpoint-{number}"
         if (wrong := _damage(path)) is None:
