@@ -57,9 +57,12 @@ def samples(setup: Setup) -> list[dict]:
 
 
 def _with_padding(sample: dict, side: str) -> dict:
-    """The sample as tokenizers return it with `padding="max_length"`."""
+    """The sample as tokenizers return it with `padding="max_length"`.
+
+    The first token is no target, because a padded batch would predict it from padding on the left.
+    """
     length = len(sample["input_ids"])
-    sample = sample | {"attention_mask": [1] * length}
+    sample = sample | {"attention_mask": [1] * length, "labels": [-100, *sample["labels"][1:]][:length]}
     padding = {name: [-100 if name == "labels" else 0] * (_TO - length) for name in sample}
     return {name: x + padding[name] if side == "right" else padding[name] + x for name, x in sample.items()}
 
@@ -100,6 +103,8 @@ def collate_with_other_mask(kind: str, features: list[dict]) -> dict:
         return batch
     if kind == "ones":
         return batch | {"attention_mask": torch.ones_like(mask)}
+    # A stock model would predict the first token from padding.
+    batch["labels"][:, 0] = -100
     order = mask.argsort(dim=1, stable=True)
     return {name: x.gather(1, order) for name, x in batch.items()} | {"attention_mask": mask.gather(1, order)}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import sys
 import unittest
 from dataclasses import replace
@@ -86,10 +87,15 @@ class FuzzTest(unittest.TestCase):
         setup = replace(HOOKED, collator={}, mode="padded", mask=mask)
         self.assertEqual(check(setup), Outcome("equal"))
 
-    @parameterized.expand(fuzz_data.BLOCKS)
-    def test_masks_of_rows(self, mask):
-        setup = replace(MASKED, way="stock", family="llama", mask=mask)
-        self.assertEqual(check(setup), Outcome("equal"))
+    @parameterized.expand(itertools.product(("llama", "qwen3_5", "qwen3_5_vl", "lfm2"), fuzz_data.BLOCKS))
+    def test_masks_of_rows(self, family, mask):
+        way = "stock" if family in fuzz.STOCK else "patch"
+        self.assertEqual(check(replace(MASKED, family=family, way=way, mask=mask)), Outcome("equal"))
+
+    @parameterized.expand(["qwen3_5", "qwen3_5_vl", "lfm2"])
+    def test_masks_that_are_refused(self, family):
+        for changes in ({"mask": "numbered"}, {"mask": "boolean", "mask_options": {"rows": 2}}):
+            self.assertEqual(check(replace(MASKED, family=family, **changes)).kind, "refused")
 
     @parameterized.expand(fuzz_own.PER_TOKEN)
     def test_methods_per_token(self, own):
