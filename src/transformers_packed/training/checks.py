@@ -44,6 +44,7 @@ _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
+_SDPA = 'attn_implementation="sdpa"'
 # TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
 PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 # Packages whose Trainers are known to train packed rows correctly, and one whose decorators they use.
@@ -84,45 +85,49 @@ def reason_against(trainer: Trainer, mode: str, share_prompts: bool = False) -> 
 def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
     model, padded = transformers_model(trainer.model), is_preference_trainer(trainer)
-    switch = "TRANSFORMERS_PACKED_DISABLE_AUTO"
-    if mode == "auto" and os.environ.get(switch) == "1":
-        yield input_error(f"no {switch}", f"{switch} is set")
-    if mode == "pack" and padded:
-        fix = 'Pass packing="padding_free". The model then packs each batch.'
-        yield input_error(
-            f"whole batches of {type(trainer).__name__}, whose rows belong together", "packing=True", fix
-        )
-    if mode == "pack" and trainer.train_dataset is None:
-        yield input_error("a train_dataset to pack", "none")
+    yield from _of_mode(trainer, mode, padded)
     yield from of_devices(trainer)
     if padded:
         yield from _of_padded_batches(trainer, model)
     else:
         yield from _of_model(trainer, model)
         yield from _of_collator(trainer)
-        yield from _of_samples(trainer, model)
-        # `check_patch` raises its own errors for unsupported models.
-        patched = ((measured(model)[1] or {}).get("ours") or {}).get("all")
-        if patched is not None and patched["verdict"] == "leaks":
-            yield input_error(SEPARATE, f"{type(model).__name__}, which leaks in {patched['module']}", _PADDED)
+        yield from _of_samples(trainer)
+        yield from _of_columns(trainer, model)
         yield from filter(None, [check_cache(model)])
     yield from filter(None, [way_of_isolation(trainer)[1]])
-    if share_prompts and text_config(model)._attn_implementation == "flex_attention":
-        fix = 'Load the model with attn_implementation="sdpa".'
-        yield input_error("an attention implementation that supports shared prompts", "flex_attention", fix)
-    references = tuple(filter(None, [getattr(trainer, "ref_model", None)] * padded))
-    with without_autocast(trainer, references):
-        yield from _of_patch(*references, trainer.model)
+    got = text_config(model)._attn_implementation
+    expected, fix = "an attention implementation that supports shared prompts", f"Load the model with {_SDPA}."
+    yield from refused((share_prompts and got == "flex_attention", expected, got, fix))
+    yield from _of_patch(trainer, padded)
     if not padded:
         yield from filter(None, [isolation(trainer.model, mode == "auto")[1]])
-    if mode != "auto":
-        return
-    if own := ", ".join(overridden(trainer)):
+    if mode == "auto":
+        own = ", ".join(overridden(trainer))
         got = f"a custom {own}, which may count samples or read the mask"
-        yield input_error("methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.')
-    if not padded and trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset):
-        got = "per_device_train_batch_size=1, which has no padding to avoid"
-        yield input_error("more than one sample per batch", got, "Raise it, or pass packing=True with max_length.")
+        alone = trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset) and not padded
+        one = "per_device_train_batch_size=1, which has no padding to avoid"
+        yield from refused(
+            (own, "methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.'),
+            (alone, "more than one sample per batch", one, "Raise it, or pass packing=True with max_length."),
+        )
+
+
+def refused(*rules: tuple[Any, str, str, str]) -> Iterator[ValueError]:
+    """The errors of rules that apply: a condition, what was expected, what came, and the fix."""
+    for applies, expected, got, fix in rules:
+        if applies:
+            yield input_error(expected, got, fix)
+
+
+def _of_mode(trainer: Trainer, mode: str, padded: bool) -> Iterator[ValueError]:
+    switch, whole = "TRANSFORMERS_PACKED_DISABLE_AUTO", f"whole batches of {type(trainer).__name__}"
+    fix = 'Pass packing="padding_free". The model then packs each batch.'
+    yield from refused(
+        (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", ""),
+        (mode == "pack" and padded, f"{whole}, whose rows belong together", "packing=True", fix),
+        (mode == "pack" and trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
+    )
 
 
 def overridden(trainer: Trainer, *names: str) -> list[str]:
@@ -149,14 +154,16 @@ def has_own_loss(trainer: Trainer) -> bool:
     return bool(overridden(trainer, "compute_loss", "training_step"))
 
 
-def _of_patch(*models: torch.nn.Module) -> Iterator[ValueError]:
+def _of_patch(trainer: Trainer, padded: bool) -> Iterator[ValueError]:
     """Reasons why a model cannot get classes that keep documents apart."""
-    for model in models:
-        try:
-            check_patch(model)
-        except (ValueError, ImportError) as error:
-            got = f"a model that cannot be patched ({str(error).rstrip('.')})"
-            yield input_error("a model that can be packed", got, "Use padded batches.")
+    references = [model for model in [getattr(trainer, "ref_model", None)] * padded if model is not None]
+    with without_autocast(trainer, references):
+        for model in (*references, trainer.model):
+            try:
+                check_patch(model)
+            except (ValueError, ImportError) as error:
+                got = f"a model that cannot be patched ({str(error).rstrip('.')})"
+                yield input_error("a model that can be packed", got, "Use padded batches.")
 
 
 def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, bool], ValueError | None, str | None]:
@@ -205,7 +212,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)
     if name is None:
         got = f'attn_implementation="{attention}" ({"; ".join(" ".join(words) for words in refused)})'
-        fix = 'Load the model with attn_implementation="sdpa".'
+        fix = f"Load the model with {_SDPA}."
         return "", input_error("an attention implementation that keeps documents apart", got, fix)
     if families & set(FAMILIES):
         # The reference of the fused convolution to heads is the convolution itself.
@@ -242,44 +249,43 @@ def of_devices(trainer: Trainer) -> Iterator[ValueError]:
 
 
 def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
-    expected, name = (
-        "a causal language model of Transformers",
-        type(trainer.model if model is None else model).__name__,
-    )
+    expected, name = "a causal language model of Transformers", type(model or trainer.model).__name__
     if model is None:
         yield input_error(expected, f"{name}, which is not a Transformers model", _PADDED)
-    if (per_row := adapter_per_row(trainer.model)) is not None:
-        yield input_error("adapters that act per document", per_row, _PADDED)
-    if (unshifted := unshifted_smoothing(trainer.args, model)) is not None:
-        yield unshifted
-    if name.endswith("ForSequenceClassification"):
-        got = f"sequence classification ({name}), which needs one label per sample instead of one per token"
-        yield input_error(expected, got, _PADDED)
-    if not name.endswith(LANGUAGE_MODELS) or getattr(model.config, "is_encoder_decoder", False):
-        yield input_error(expected, f"{name}, which is not a causal language model", _PADDED)
-    if (unshifted := first_label_error(model)) is not None:
-        yield unshifted
+    per_row, other = adapter_per_row(trainer.model), not name.endswith(LANGUAGE_MODELS)
+    yield from refused((per_row, "adapters that act per document", per_row, _PADDED))
+    yield from filter(None, [unshifted_smoothing(trainer.args, model)])
+    classifies = f"sequence classification ({name}), which needs one label per sample instead of one per token"
+    other |= getattr(model.config, "is_encoder_decoder", False)
+    patched = ((measured(model)[1] or {}).get("ours") or {}).get("all") or {}
+    yield from refused(
+        (name.endswith("ForSequenceClassification"), expected, classifies, _PADDED),
+        (other, expected, f"{name}, which is not a causal language model", _PADDED),
+        # `check_patch` raises its own errors for unsupported models.
+        (patched.get("verdict") == "leaks", SEPARATE, f"{name}, which leaks in {patched.get('module')}", _PADDED),
+    )
+    yield from filter(None, [first_label_error(model)])
 
 
 def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
     """Reasons why the model of a trainer of preferences cannot pack its padded batches."""
+    args, got = trainer.args, type(model or trainer.model).__name__
     if model is None or not families_of(model) & set(FAMILIES):
-        got = type(trainer.model if model is None else model).__name__
         yield input_error("a model that packs padded batches (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE)", got)
-    if (per_row := adapter_per_row(trainer.model)) is not None:
-        yield input_error("adapters that act per document", per_row)
-    if trainer.args.neftune_noise_alpha is not None:
-        got = "neftune_noise_alpha, whose noise depends on the padded length"
-        yield input_error("padded batches without NEFTune", got, "Set it to None.")
-    if trainer.args.torch_compile:
-        got = "torch_compile=True, with which the model computes padding"
-        yield input_error("padded batches without torch.compile", got, "Set it to False.")
+    per_row, config = adapter_per_row(trainer.model), text_config(model)
+    noise = "neftune_noise_alpha, whose noise depends on the padded length"
+    compiled = "torch_compile=True, with which the model computes padding"
+    yield from refused(
+        (per_row, "adapters that act per document", per_row, ""),
+        (args.neftune_noise_alpha is not None, "padded batches without NEFTune", noise, "Set it to None."),
+        (args.torch_compile, "padded batches without torch.compile", compiled, "Set it to False."),
+    )
     for name in ("output_hidden_states", "output_attentions"):
-        if getattr(text_config(model), name):
-            got = f"{name}=True in the configuration, with which the model computes padding"
-            yield input_error("padded batches that return only the last hidden state", got, "Set it to False.")
-    if not getattr(model, "packs_padding", True):
-        yield input_error("a model that packs padded batches", "packs_padding=False", "Set it to True.")
+        got = f"{name}=True in the configuration, with which the model computes padding"
+        expected = "padded batches that return only the last hidden state"
+        yield from refused((getattr(config, name), expected, got, "Set it to False."))
+    packs = getattr(model, "packs_padding", True)
+    yield from refused((not packs, "a model that packs padded batches", "packs_padding=False", "Set it to True."))
 
 
 def check_cache(model: torch.nn.Module) -> ValueError | None:
@@ -304,39 +310,45 @@ def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
         yield input_error("a collator that only pads", got, fix)
 
 
-def _of_samples(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError]:
-    dataset, args, sft = trainer.train_dataset, trainer.args, is_sft_trainer(trainer)
-    if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
-        got = 'packing_strategy="wrapped", which discards the document boundaries'
-        yield input_error("rows of whole documents", got, 'Set packing_strategy="bfd".')
-    if trainer.accelerator.dataloader_config.dispatch_batches:
-        got = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
-        yield input_error("processes that read their own rows", got, "Do not set dispatch_batches.")
-    sample = first_sample(dataset)
+def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
+    args, sample, sft = trainer.args, first_sample(trainer.train_dataset), is_sft_trainer(trainer)
+    wrapped = getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped"
+    discards = 'packing_strategy="wrapped", which discards the document boundaries'
+    cuts = "accelerator_config with dispatch_batches=True, which would cut rows into pieces"
+    dispatches = trainer.accelerator.dataloader_config.dispatch_batches
+    yield from refused(
+        (wrapped, "rows of whole documents", discards, 'Set packing_strategy="bfd".'),
+        (dispatches, "processes that read their own rows", cuts, "Do not set dispatch_batches."),
+    )
     if sample is None:
         return
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}")
-    if any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids")):
-        yield input_error("labels per token", "samples with one label each (sequence classification)", _PADDED)
-    if "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING):
-        fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
-        yield input_error("labels", "samples without labels, and a collator that creates none", fix)
-    if "seq_lengths" in sample and args.remove_unused_columns and not sft:
-        got = "rows with the column seq_lengths, which remove_unused_columns=True removes"
-        yield input_error("rows with document boundaries", got, "Set remove_unused_columns=False.")
-    if (unusable := find_unusable(dataset)) is not None:
+    one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
+    none = "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING)
+    fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+    removed = "seq_lengths" in sample and args.remove_unused_columns and not sft
+    got = "rows with the column seq_lengths, which remove_unused_columns=True removes"
+    yield from refused(
+        (one, "labels per token", "samples with one label each (sequence classification)", _PADDED),
+        (none, "labels", "samples without labels, and a collator that creates none", fix),
+        (removed, "rows with document boundaries", got, "Set remove_unused_columns=False."),
+    )
+    if (unusable := find_unusable(trainer.train_dataset)) is not None:
         yield ValueError(unusable[1])
-    if sft or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+
+
+def _of_columns(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError]:
+    """The columns that a padded batch would pass to the model, but a packed row does not."""
+    sample = first_sample(trainer.train_dataset)
+    if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         return
-    # Columns that a padded batch would pass to the model, but a packed row does not.
-    taken = set(sample) & set(signature(model.forward).parameters) if args.remove_unused_columns else set(sample)
-    left_out = sorted(taken - _TEXT - (_VISION if _takes_images(model) else set()))
-    if left_out:
-        whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
-        got = f"{whose} columns {', '.join(left_out)}, which packed rows of {type(model).__name__} do not support"
-        yield input_error("samples of tokens", got, "Remove the columns, or train on padded batches.")
+    read = set(signature(model.forward).parameters) if trainer.args.remove_unused_columns else set(sample)
+    left_out = sorted((set(sample) & read) - _TEXT - (_VISION if _takes_images(model) else set()))
+    whose = "a processor's" if any(name.startswith(("pixel", "image", "video")) for name in left_out) else "the"
+    got = f"{whose} columns {', '.join(left_out)}, which packed rows of {type(model).__name__} do not support"
+    yield from refused((left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."))
 
 
 def _takes_images(model: torch.nn.Module) -> bool:
@@ -346,19 +358,17 @@ def _takes_images(model: torch.nn.Module) -> bool:
 
 def excludes_graphs(trainer: Trainer) -> str | None:
     """What of a Trainer's set-up excludes CUDA graphs, if anything does."""
-    if trainer.args.torch_compile:
-        return "torch_compile=True"
-    if trainer.is_fsdp_enabled:
-        return "FSDP, which gathers weights in each step"
-    if trainer.is_deepspeed_enabled:
-        return "DeepSpeed, which gathers weights in each step"
-    if any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
-        return "weights that several processes share"
-    if getattr(trainer, "sequence_parallel", None) is not None:
-        return "rows that several processes share"
-    if trainer.args.auto_find_batch_size:
-        return "auto_find_batch_size=True, which changes the length of rows"
-    return None
+    args, shared = trainer.args, getattr(trainer, "sequence_parallel", None) is not None
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters())
+    reasons = (
+        (args.torch_compile, "torch_compile=True"),
+        (trainer.is_fsdp_enabled, "FSDP, which gathers weights in each step"),
+        (trainer.is_deepspeed_enabled, "DeepSpeed, which gathers weights in each step"),
+        (sharded, "weights that several processes share"),
+        (shared, "rows that several processes share"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True, which changes the length of rows"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def say(trainer: Trainer, line: str) -> Trainer:

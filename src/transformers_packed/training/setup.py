@@ -17,6 +17,7 @@ from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.samples import has_items
 from ..data.streaming import IterablePackingDataset
+from ..data.usual_rows import Rows
 from ..errors import input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
@@ -24,7 +25,7 @@ from ..models.float8 import use_float8
 from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
-from .callbacks.warm_up import GraphsCallback, Rows, WarmUpCallback, usual_rows
+from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .checks import (
     PREFERENCE,
     check_cache,
@@ -34,6 +35,7 @@ from .checks import (
     isolation,
     overridden,
     reason_against,
+    refused,
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
@@ -45,6 +47,7 @@ logger = logging.get_logger(__name__)
 MODES = ("auto", "padding_free", "pack", "off")
 # Options of Liger, and the class name suffixes of the modules that they replace.
 _LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
+_FLOAT8 = "; linear layers train in float8"
 # DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
 _BUCKET_MB = 100
 
@@ -112,11 +115,6 @@ class Setup:
     changes: tuple[Change, ...] = ()
     padded: Callable | None = None
 
-    @property
-    def automatic(self) -> bool:
-        """Whether the user left the choice to this package."""
-        return self.options.mode == "auto"
-
 
 def decide(trainer: Trainer, options: Options) -> Setup:
     """Decide how a Trainer trains. The Trainer, its arguments and its model stay as they are.
@@ -137,23 +135,24 @@ def decide(trainer: Trainer, options: Options) -> Setup:
 
 
 def _check_options(trainer: Trainer, options: Options) -> None:
-    mode = options.mode
-    if mode not in MODES:
-        raise input_error(f"packing as True, False or one of {MODES}", repr(options.packing))
-    if mode != "pack" and (options.max_length is not None or options.plan):
-        given = ["max_length"] * (options.max_length is not None) + sorted(options.plan)
-        raise input_error(f"packing=True with {', '.join(given)}", f"packing={options.packing!r}")
-    if options.float8 and trainer.args.torch_compile:
-        got = "torch_compile=True, which compiles linear layers in the dtype of the model"
-        raise input_error("float8=True without torch_compile", got, "Set one of them to False.")
-    if options.share_prompts and mode == "off":
-        raise input_error('share_prompts=True with packing="auto" or "padding_free"', "packing=False")
-    if options.share_prompts and not is_preference_trainer(trainer):
-        fix = "Set model.shares_prompts = True if your own padded batches repeat prompts."
-        raise input_error(f"share_prompts with {', '.join(PREFERENCE)}", type(trainer).__name__, fix)
-    if options.cuda_graphs and (got := _excludes_graphs(trainer, mode)) is not None:
-        expected = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
-        raise input_error(expected, got, "Remove cuda_graphs=True.")
+    mode, name, given = options.mode, type(trainer).__name__, sorted(options.plan)
+    given = ["max_length"] * (options.max_length is not None) + given if mode != "pack" else []
+    compiles = options.float8 and trainer.args.torch_compile
+    compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
+    shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
+    repeats = "Set model.shares_prompts = True if your own padded batches repeat prompts."
+    why = _excludes_graphs(trainer, mode) if options.cuda_graphs else None
+    graphs = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
+    packing = f"packing={options.packing!r}"
+    for error in refused(
+        (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
+        (given, f"packing=True with {', '.join(given)}", packing, ""),
+        (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
+        (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
+        (shares and not is_preference_trainer(trainer), prompts, name, repeats),
+        (why, graphs, str(why), "Remove cuda_graphs=True."),
+    ):
+        raise error
 
 
 def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
@@ -161,9 +160,8 @@ def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
     if mode == "off" or is_preference_trainer(trainer):
         return f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
     inner = transformers_model(trainer.model)
-    if inner is None or families_of(inner).isdisjoint(FAMILIES):
-        return excludes_graphs(trainer) or f"a {type(inner or trainer.model).__name__}"
-    return excludes_graphs(trainer)
+    other = inner is None or families_of(inner).isdisjoint(FAMILIES)
+    return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
 
 
 def _off(trainer: Trainer, options: Options, why: str, reason: ValueError | None = None) -> Setup:
@@ -177,7 +175,7 @@ def _off(trainer: Trainer, options: Options, why: str, reason: ValueError | None
         prepare = (_in_float8,)
         liger, kept = _keep_from_liger(trainer)
         changes += liger + _of_model_init(trainer, prepare)
-        unchanged = f"batches are unchanged; linear layers train in float8{kept}"
+        unchanged = f"batches are unchanged{_FLOAT8}{kept}"
     line = f"Packing off, {unchanged}: {why}"
     return Setup("off", line, options, reason, (trainer.model,), prepare, tuple(changes))
 
@@ -190,7 +188,7 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
     liger, kept = _keep_from_liger(trainer)
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
-    line += way_of_isolation(trainer)[0] + _float8_words(options) + kept
+    line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
     changes = Change.of(trainer.args, packing=False, padding_free=True) + liger
     return Setup("batches", line, options, None, models, prepare, tuple(changes))
 
@@ -210,7 +208,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
     liger, kept = _keep_from_liger(trainer)
-    line = _line(trainer, dataset, packed) + _float8_words(options) + kept
+    line = _line(trainer, dataset, packed) + _FLOAT8 * options.float8 + kept
     line += f"; trusted to work on packed rows: {', '.join(own)}" if own else ""
     ddp, checks = _of_ddp(trainer)
     changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
@@ -401,10 +399,6 @@ def _share_prompts(model: torch.nn.Module) -> None:
 
 def _in_float8(model: torch.nn.Module) -> None:
     use_float8(patch_model(model))
-
-
-def _float8_words(options: Options) -> str:
-    return "; linear layers train in float8" if options.float8 else ""
 
 
 def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Change]:

@@ -17,6 +17,11 @@ from .losses import SampleMean, documents_with_targets
 from .sequence_parallel import SequenceParallelMixin
 
 
+# The options of `PackedTrainingArguments` that other arguments lack.
+_OPTIONS = ("float8", "cuda_graphs", "verify", "compile_before_training", "sequence_parallel_size")
+_OPTIONS += ("sequence_parallel_gated_delta_rule", "sequence_parallel_attention")
+
+
 @dataclass
 class PackedTrainingArguments(TrainingArguments):
     """`TrainingArguments` with the options of [`PackedTrainer`].
@@ -118,21 +123,20 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
         self._predicts, self._full = False, None
-        packing, size = getattr(self.args, "packing_mode", "auto"), sequence_parallel_size
-        if size is None:
-            size = getattr(self.args, "sequence_parallel_size", 1)
+        packing = getattr(self.args, "packing_mode", "auto")
+        fields = PackedTrainingArguments.__dataclass_fields__
+        own = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
+        size = own["sequence_parallel_size"] if sequence_parallel_size is None else sequence_parallel_size
         if size != 1:
-            delta = getattr(self.args, "sequence_parallel_gated_delta_rule", "state")
-            attention = getattr(self.args, "sequence_parallel_attention", None)
-            self.make_sequence_parallel(size, gated_delta_rule=delta, attention=attention)
+            methods = {name: own[f"sequence_parallel_{name}"] for name in ("gated_delta_rule", "attention")}
+            self.make_sequence_parallel(size, **methods)
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
-        max_length, float8 = self.args.max_length if packing == "pack" else None, getattr(self.args, "float8", False)
-        graphs, verify = getattr(self.args, "cuda_graphs", None), getattr(self.args, "verify", True)
-        configure_packing(self, packing, max_length, float8=float8, cuda_graphs=graphs, verify=verify)
+        options = {name: own[name] for name in ("float8", "cuda_graphs", "verify")}
+        configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **options)
         if size != 1:
             self.cut_rows()
-        if getattr(self.args, "compile_before_training", True):
+        if own["compile_before_training"]:
             self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:

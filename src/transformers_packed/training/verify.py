@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ from ..errors import input_error
 from ..models.inputs import resolve_boundaries
 from ..models.registry import transformers_model
 from .apply import undo
-from .callbacks.warm_up import WarmUpCallback
+from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
 from .setup import Setup
 from .warm_up import as_before, drop_gradients, make_row
@@ -215,7 +215,7 @@ class VerifyCallback(TrainerCallback):
 
     def _refuse(self, difference: ValueError, loader: Any) -> None:
         trainer, setup = self.trainer, self.setup
-        if not setup.automatic:
+        if setup.options.mode != "auto":
             raise difference
         packed = trainer.data_collator
         undo(trainer, setup)
@@ -361,35 +361,37 @@ def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
 def _verify_evaluation(trainer: Trainer) -> str:
     """Count what the evaluation loop returns for a few samples, of which the last batch is not full."""
     args, dataset = trainer.args, trainer.eval_dataset
-    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start
-    if not evaluates or trainer.compute_metrics is None or args.prediction_loss_only or not dataset:
+    if not evaluates(trainer) or trainer.compute_metrics is None or args.prediction_loss_only or not dataset:
         return ""
     dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if not has_items(dataset):
         return "; evaluation not verified, because its samples are a stream"
     rows = [dataset[at] for at in range(min(2 * args.world_size + 1, len(dataset)))]
     rows = [[_cut(sample, _LENGTHS[0]) for sample in documents_of(row)] for row in rows]
-    documents = [sample for row in rows for sample in row]
+    documents = list(chain.from_iterable(rows))
+    found = _evaluate(trainer, rows if is_packed(dataset) else documents)
+    expected = {"documents": len(documents), "targets": sum(map(_targets, documents))}
+    if found["targets"] is None or not expected["targets"]:
+        del expected["targets"], found["targets"]
+    wanted, got = (" and ".join(f"{number} {what}" for what, number in x.items()) for x in (expected, found))
+    if found != expected:
+        raise DifferenceError(str(input_error(f"an evaluation of {wanted}", got, _PADDED)))
+    return f"; evaluation of {got} is complete"
+
+
+def _evaluate(trainer: Trainer, dataset: list) -> dict[str, int | None]:
+    """The predictions and the targets that the evaluation loop returns for a dataset, in batches of 2."""
     seen: list[tuple[Any, Any]] = []
 
     def record(prediction: Any, compute_result: bool = True) -> dict[str, float]:
-        seen.append((prediction.predictions, prediction.label_ids))
+        seen.append((_first(prediction.predictions), _first(prediction.label_ids)))
         return {}
 
     trainer.compute_metrics, trainer.callback_handler.callbacks = record, []
-    args.per_device_eval_batch_size = 2
-    loader = trainer.get_eval_dataloader(rows if is_packed(dataset) else documents)
-    trainer.evaluation_loop(loader, "Verification")
-    counted = {"documents": len(documents), "targets": sum(map(_targets, documents))}
-    predictions = sum(len(_first(predicted)) for predicted, _ in seen)
-    labels = [np.asarray(x) for _, labels in seen for x in [_first(labels)] if x is not None]
-    found = {"documents": predictions, "targets": sum(_count(x) for x in labels)}
-    if not labels or not counted["targets"]:
-        del counted["targets"], found["targets"]
-    if found != counted:
-        words = [" and ".join(f"{number} {what}" for what, number in x.items()) for x in (counted, found)]
-        raise DifferenceError(str(input_error(f"an evaluation of {words[0]}", words[1], _PADDED)))
-    return f"; evaluation of {' and '.join(f'{number} {what}' for what, number in found.items())} is complete"
+    trainer.args.per_device_eval_batch_size = 2
+    trainer.evaluation_loop(trainer.get_eval_dataloader(dataset), "Verification")
+    targets = [_count(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
+    return {"documents": sum(len(x) for x, _ in seen), "targets": sum(targets) if targets else None}
 
 
 def _first(value: Any) -> Any:

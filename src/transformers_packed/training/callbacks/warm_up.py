@@ -1,7 +1,7 @@
 """Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
-from ...models.cuda_graphs import documents_of_graphs, find_text_models, graph_length, remove_graphs
+from ...data.usual_rows import Rows, rows_of
+from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_graphs
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
@@ -22,9 +23,6 @@ logger = logging.get_logger(__name__)
 
 # Tokens of a row if samples come from a stream.
 _SHORT_ROW = 1024
-_TYPICAL_DOCUMENT = 512
-# The share of batches that graphs serve.
-_SERVED = 0.95
 
 
 class WarmUpCallback(TrainerCallback):
@@ -84,7 +82,7 @@ class WarmUpCallback(TrainerCallback):
             max_documents=documents,
             collator=self.trainer.data_collator,
             loss=self._loss,
-            evaluation=_evaluates(self.trainer),
+            evaluation=evaluates(self.trainer),
             progress=self.progress and state.is_local_process_zero,
         )
 
@@ -165,62 +163,19 @@ def largest_row(trainer: Trainer) -> tuple[int, int | None]:
     dataset, rows = trainer.train_dataset, trainer._train_batch_size
     if isinstance(dataset, PackingDataset):
         documents = int(np.sort(np.diff(dataset.plan.row_offsets))[-rows:].sum())
-        return dataset.plan.max_length * rows, max(documents, trainer.args.eval_batch_size * _evaluates(trainer))
+        return dataset.plan.max_length * rows, max(documents, trainer.args.eval_batch_size * evaluates(trainer))
     if isinstance(dataset, IterableDataset):
         tokens = getattr(dataset, "max_length", None)
         return _SHORT_ROW if tokens is None else tokens * rows, None
     return max(int(np.sort(sampled_lengths(dataset))[-rows:].sum()), 2), None
 
 
-class Rows(NamedTuple):
-    """The rows that a model gets in training.
-
-    A graph serves rows of up to `row_length` tokens, a multiple of 64. A typical row has `tokens` in `documents`, and the
-    longest one `longest` tokens. Rows have from `fewest` to `most` documents.
-    """
-
-    row_length: int
-    tokens: int
-    documents: int
-    longest: int
-    fewest: int
-    most: int
-
-
 def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
-    """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown.
-
-    Packed rows are full. Their documents are the median of the plan, or one per 512 tokens. Batches of single samples are
-    those of an epoch: in the order of the dataset, in random order, or of similar lengths, as `train_sampling_strategy`
-    says.
-    """
-    batch, stream = trainer._train_batch_size, isinstance(dataset, IterableDataset)
-    plan = getattr(dataset, "plan", None)
-    if not stream and not (dataset and len(dataset)):
-        return None
-    if packed:
-        if plan is not None:
-            length = plan.max_length
-        elif stream:
-            length = getattr(dataset, "max_length", None) or getattr(trainer.args, "max_length", None)
-        else:
-            length = int(sampled_lengths(dataset).max())
-        if length is None:
-            return None
-        counts = np.array([max(length // _TYPICAL_DOCUMENT, 1)]) if plan is None else np.diff(plan.row_offsets)
-        documents = [int(f(counts)) * batch for f in (np.median, np.min, np.max)]
-        return Rows(graph_length(length * batch), length * batch, documents[0], length * batch, *documents[1:])
-    if stream:
-        return None
-    lengths = sampled_lengths(dataset)
-    order = {"sequential": lambda x: x, "group_by_length": np.sort}
-    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-    ordered = order.get(strategy, np.random.default_rng(0).permutation)(lengths)
-    sums = np.add.reduceat(ordered, np.arange(0, len(lengths), batch))
-    served, typical = np.quantile(sums, [_SERVED, 0.5], method="higher").tolist()
-    documents = min(batch, len(lengths))
-    return Rows(graph_length(served), max(typical, documents), documents, int(sums.max()), documents, documents)
+    """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown."""
+    args = trainer.args
+    order = getattr(args, "train_sampling_strategy", "random")
+    return rows_of(dataset, trainer._train_batch_size, packed, getattr(args, "max_length", None), order)
 
 
-def _evaluates(trainer: Trainer) -> bool:
+def evaluates(trainer: Trainer) -> bool:
     return trainer.args.eval_strategy != "no" or trainer.args.eval_on_start
