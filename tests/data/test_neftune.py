@@ -10,7 +10,15 @@ from mixins.model import total_relative_error
 from parameterized import parameterized
 from scripts.configured_arms import build
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded, updates_and_log
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -40,6 +48,17 @@ def make(model_type: str = "qwen3_5"):
     return AutoModelForCausalLM.from_config(configs[model_type]())
 
 
+class OnFirstStep(TrainerCallback):
+    """Calls a function before the first step. Forwards before it verify packing."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.function()
+
+
 class NeftuneTest(unittest.TestCase):
     def setUp(self):
         directory = tempfile.TemporaryDirectory()
@@ -64,6 +83,7 @@ class NeftuneTest(unittest.TestCase):
         ]
         weight = text.embed_tokens.weight.detach().clone()
         trainer.args.learning_rate = 0.0
+        trainer.add_callback(OnFirstStep(lambda: (batches.clear(), seen.clear())))
         trainer.train()
         for handle in handles:
             handle.remove()
