@@ -107,7 +107,8 @@ class FindsTest(VerifyTestCase):
         self.assertIs(trainer.data_collator, collator)
         self.assertEqual(trainer.args.padding_free, False)
         self.assertFalse(has_our_classes(trainer.model))
-        self.assertEqual(trainer.state.global_step, 1)
+        self.assertEqual((trainer.state.global_step, {rows for rows, _ in batches}), (1, {3}))
+        self.assertFalse(any(module._forward_pre_hooks for module in trainer.model.modules()))
         for name in ("train_dataset", "training_step", "get_eval_dataloader"):
             self.assertIs(vars(trainer).get(name), before.get(name), name)
 
@@ -263,6 +264,38 @@ class QuietTest(VerifyTestCase):
         said(configure_packing, trainer)
         self.assertIn("Verified", said(trainer.train)[0])
         self.assertNotIn("Verified", said(trainer.train)[0])
+
+    def test_an_optimizer_that_steps_in_backward(self):
+        trainer = self.trainer()
+        said(configure_packing, trainer)
+        weight = trainer.model.lm_head.weight
+        weight.register_post_accumulate_grad_hook(lambda x: None)
+        self.assertIn("Not verified: the optimizer updates weights in backward", said(trainer.train)[0])
+
+    def test_a_loss_that_logs(self):
+        """Neither the log nor counters of the user have the check."""
+        trainer = self.trainer(args={"eval_strategy": "steps", "eval_steps": 1}, eval_dataset=Samples(4))
+        compute_loss, trainer.calls = trainer.compute_loss, [0]
+
+        def own(*args, **kwargs):
+            trainer.calls[0] += trainer.model.training
+            trainer.log({"own": 1.0})
+            return compute_loss(*args, **kwargs)
+
+        trainer.compute_loss = own
+        said(configure_packing, trainer, "padding_free")
+        self.assertIn("Verified", said(trainer.train)[0])
+        trained = [entry for entry in trainer.state.log_history if "own" in entry and entry["step"] == 0]
+        self.assertEqual((trainer.calls, len(trained)), ([1], 1))
+
+    def test_loaders_that_persist(self):
+        """The loader of an evaluation before training must not serve the check."""
+        args = {"eval_strategy": "steps", "eval_steps": 1, "dataloader_num_workers": 1}
+        args["dataloader_persistent_workers"] = True
+        trainer = self.trainer(args=args, eval_dataset=Samples(7), compute_metrics=lambda p: {})
+        said(configure_packing, trainer)
+        said(trainer.evaluate)
+        self.assertIn("evaluation of 3 documents and 29 targets is complete", said(trainer.train)[0])
 
     @parameterized.expand(["configure_packing", "arguments"])
     def test_off(self, how):

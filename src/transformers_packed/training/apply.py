@@ -19,17 +19,21 @@ def apply(trainer: Trainer, setup: Setup) -> None:
     except Exception:
         _unpatch(stock)
         raise
-    for change in setup.changes:
-        setattr(change.target, change.name, change.value)
+    for target, name, value, _ in setup.changes:
+        # A list grows later, when the user adds callbacks.
+        setattr(target, name, list(value) if isinstance(value, list) else value)
 
 
 def undo(trainer: Trainer, setup: Setup) -> None:
     """Undo [`apply`]. A model that is wrapped for training keeps its classes, and then computes padded batches as such."""
-    for change in reversed(setup.changes):
-        if change.before is Change:
-            delattr(change.target, change.name)
+    for target, name, value, before in reversed(setup.changes):
+        if isinstance(before, list):
+            # Callbacks, some of which the user may have added since.
+            before = [x for x in getattr(target, name) if x in before or x not in value]
+        if before is Change:
+            delattr(target, name)
         else:
-            setattr(change.target, change.name, change.before)
+            setattr(target, name, before)
     trainer.args.packing = trainer.args.padding_free = False
     with without_autocast(trainer, setup.models[:-1]):
         _unpatch(setup.models)

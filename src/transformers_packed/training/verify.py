@@ -52,6 +52,8 @@ logger = logging.get_logger(__name__)
 _LENGTHS = (20, 48, 32)
 # Samples that are looked at for them, and the tokens before the first target of a document.
 _LOOKED_AT, _CONTEXT = 16, 12
+# Containers of a Trainer with more elements are data, not counters or metrics.
+_LARGE = 10_000
 _PADDED = "Use padded batches, or pass verify=False to train anyway."
 # Largest relative difference of a loss, and of a gradient, by the precision of the matrix products.
 _BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
@@ -204,6 +206,8 @@ class VerifyCallback(TrainerCallback):
             why = "several processes share each row"
         elif trainer.args.n_gpu > 1:
             why = "DataParallel runs the model"
+        elif _updates_in_backward(trainer):
+            why = "the optimizer updates weights in backward"
         return None if why is None else f"Not verified: {why}."
 
     def _anywhere(self, found: bool) -> bool:
@@ -217,8 +221,13 @@ class VerifyCallback(TrainerCallback):
         trainer, setup = self.trainer, self.setup
         if setup.options.mode != "auto":
             raise difference
-        packed = trainer.data_collator
+        packed, callbacks = trainer.data_collator, trainer.callback_handler.callbacks
         undo(trainer, setup)
+        trainer.remove_callback(self)
+        for callback in callbacks:
+            # Training is just beginning for all that were there.
+            if callback not in trainer.callback_handler.callbacks:
+                vars(callback)["on_train_begin"] = _say_nothing
         if setup.padded is not None:
             _replace(loader, packed, trainer.data_collator)
         say(trainer, f"Packing off, training is unchanged: {difference}")
@@ -235,6 +244,12 @@ class VerifyCallback(TrainerCallback):
                 return f"Not verified: {why}."
             words = _verify_rows(trainer, model, loader, documents, self.setup)
             return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
+
+
+def _updates_in_backward(trainer: Trainer) -> bool:
+    """Whether a backward changes weights, as with LOMO or with hooks that step an optimizer for each parameter."""
+    hooked = any(getattr(x, "_post_accumulate_grad_hooks", None) for x in trainer.model.parameters())
+    return hooked or "lomo" in str(trainer.args.optim).lower()
 
 
 def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: Setup) -> str:
@@ -388,7 +403,9 @@ def _evaluate(trainer: Trainer, dataset: list) -> dict[str, int | None]:
         return {}
 
     trainer.compute_metrics, trainer.callback_handler.callbacks = record, []
-    trainer.args.per_device_eval_batch_size = 2
+    # A loader that persists would be that of an earlier evaluation.
+    small = {"per_device_eval_batch_size": 2, "dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
+    vars(trainer.args).update(small, dataloader_persistent_workers=False)
     trainer.evaluation_loop(trainer.get_eval_dataloader(dataset), "Verification")
     targets = [_count(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
     return {"documents": sum(len(x) for x, _ in seen), "targets": sum(targets) if targets else None}
@@ -535,12 +552,18 @@ def _same_trainer(trainer: Trainer) -> Iterator[None]:
             before = dict(vars(target))
             stack.callback(_restore, target, before)
         for name, value in dict(vars(trainer)).items():
-            if isinstance(value, dict | list) and _is_plain(value):
+            if name not in ("train_dataset", "eval_dataset") and isinstance(value, dict | list) and _is_plain(value):
                 setattr(trainer, name, copy.deepcopy(value))
+        # A loss of the user may log.
+        trainer.log = _say_nothing
         # Loaders of the evaluation are listed, so that accelerate can set their epochs.
         loaders = trainer.accelerator._dataloaders
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         yield
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _restore(target: Any, before: dict[str, Any]) -> None:
@@ -549,7 +572,9 @@ def _restore(target: Any, before: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a container holds only numbers, words and such containers."""
+    """Whether a container holds only numbers, words and such containers, and is no dataset."""
+    if isinstance(value, dict | list | tuple) and len(value) > _LARGE:
+        return False
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
