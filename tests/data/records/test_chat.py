@@ -22,10 +22,12 @@ TOOLS = (
     "{% endfor %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-THINK_OR_NOT = CHATML.replace(
-    "'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n' + ('' if think | default(true) else '<no>') }}"
-).replace(
-    "'\n' + m.content", "'\n' + ('<no>' if m.role == 'assistant' and not think | default(true) else '') + m.content"
+# As in Qwen3: an answer has an empty reasoning block, which the generation prompt contains if the model must not think.
+THINK = CHATML.replace(
+    "assistant\n' }}", "assistant\n<think>' + ('' if think | default(true) else '</think>') }}"
+).replace("'\n' + m.content", "'\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content")
+MARKED_THINK = MARKED.replace(
+    "{% generation %}{{ m", "{% if not think | default(true) %}{{ '<no>' }}{% endif %}{% generation %}{{ m"
 )
 
 
@@ -147,27 +149,22 @@ class WeightTest(unittest.TestCase):
 
 
 class TemplateArgumentsTest(unittest.TestCase):
-    @parameterized.expand([("found", THINK_OR_NOT), ("marked", None)])
-    def test_reach_the_template(self, _, template):
-        if template is None:
-            body = "('<no>' if not think | default(true) else '') + m.content + '<|im_end|>'"
-            template = MARKED.replace(
-                "{% generation %}{{ m.content + '<|im_end|>' }}", "{% generation %}{{ " + body + " }}"
-            )
-        tokenizer = make_tokenizer(template)
-        messages = [user("a"), assistant("b")]
+    @parameterized.expand(
+        [
+            ("found", THINK, ("<think>[</think>b<|im_end|>\n]", "<think></think>[b<|im_end|>\n]")),
+            ("marked", MARKED_THINK, ("[b<|im_end|>]\n", "<no>[b<|im_end|>]\n")),
+        ]
+    )
+    def test_reach_the_template(self, name, template, answers):
+        """Each record gets its own, also after one with others."""
+        tokenizer, messages = make_tokenizer(template), [user("a"), assistant("b")]
+        start = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
         rows = [{"messages": messages, "chat_template_kwargs": {"think": think}} for think in (True, False, True)]
-        rows += [{"prompt": messages[:1], "completion": messages[1:], **rows[1]}]
-        del rows[3]["messages"]
-        for row, think in zip(rows, (True, False, True, False), strict=True):
-            (text,) = decoded(make_samples(records(row), tokenizer, 4096), tokenizer)
-            self.assertEqual(text.count("<no>"), 0 if think else 1)
-            # The generation prompt of THINK_OR_NOT ends with it, so that the model does not generate it.
-            self.assertIn("assistant\n[", text.replace("<no>[", "["))
-        # One that was probed before must not serve the other.
-        texts = decoded(make_samples(records(*rows[:3]), tokenizer, 4096), tokenizer)
-        self.assertEqual([text.count("<no>") for text in texts], [0, 1, 0])
-        self.assertEqual(texts[0], texts[2])
+        texts = decoded(make_samples(records(*rows), tokenizer, 4096), tokenizer)
+        self.assertEqual(texts, [start + answers[0], start + answers[1], start + answers[0]])
+        if name == "found":
+            rows = [{"prompt": messages[:1], "completion": messages[1:], "chat_template_kwargs": {"think": False}}]
+            self.assertEqual(decoded(make_samples(records(*rows), tokenizer, 4096), tokenizer), [start + answers[1]])
 
 
 MESSAGES = [user("a"), assistant("b")]
