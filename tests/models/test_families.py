@@ -135,6 +135,24 @@ class IsolationTest(unittest.TestCase):
                 with self.subTest(name), self.assertRaisesRegex(ValueError, "another pattern"):
                     model(row[None], attention_mask=mask)
 
+    def test_masks_that_are_not_read(self):
+        """Those that an enclosing model has made by kind of layer, and those of an encoder."""
+        model, (row,) = patch_model(tiny_model("inkling")).eval(), documents((12,))
+        causal = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+        masks = dict.fromkeys(("full_attention", "sliding_attention", "hybrid", "hybrid_sliding"), causal)
+        base = model.model
+        with torch.no_grad():
+            base(row[None], attention_mask=masks | {"linear_attention": None}, use_cache=False)
+        with self.assertRaisesRegex(ValueError, "without attention_mask"):
+            base(row[None], attention_mask=masks, cu_seqlens=torch.tensor([0, 5, 12]))
+        with self.assertRaisesRegex(ValueError, "another pattern"):
+            model(row[None], attention_mask=masks)
+        model = AutoModelForSeq2SeqLM.from_config(tiny_config("bart", is_encoder_decoder=True)).eval()
+        inputs = {"input_ids": row[None], "decoder_input_ids": row[None], "attention_mask": causal}
+        with torch.no_grad():
+            want = model(**inputs).logits
+            self.assertTrue(torch.equal(patch_model(model)(**inputs).logits, want))
+
     @parameterized.expand(["afmoe", "gpt_oss"])
     def test_masks_of_families_without_mixers(self, family):
         """The stock attention applies any mask."""

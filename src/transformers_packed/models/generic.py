@@ -235,6 +235,14 @@ class Root:
         self.is_language_model = name.endswith(LANGUAGE_MODELS)
         self.can_be_packed = self.is_base or self.is_language_model or name.endswith("ForTokenClassification")
 
+    def reads_patterns(self, model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether a mask for attention is the user's, for these tokens.
+
+        An enclosing model may pass a mask for each kind of layer to a base model, and an encoder has its own.
+        """
+        by_layer = self.is_base and isinstance(inputs.get("attention_mask"), dict)
+        return not by_layer and not getattr(model.config, "is_encoder_decoder", False)
+
     def run_builtin(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         """Run the stock forward without the packing keywords that it does not accept."""
         return self.builtin.forward(model, **(inputs if self.takes_any else self.of_builtin(inputs)))
@@ -248,9 +256,7 @@ def root_class(root: Root) -> type:
     """Create the subclass of `root.builtin` that accepts packed rows."""
 
     def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        # Enclosing models may pass a mask for each kind of layer on to a base model.
-        skipped = root.is_base and isinstance(inputs.get("attention_mask"), dict)
-        if running.count == 0 and (skipped or not may_be_packed(inputs)):
+        if running.count == 0 and not may_be_packed(inputs, root.reads_patterns(model, inputs)):
             return root.run_builtin(model, inputs)
         return _run_root(model, root, inputs)
 
@@ -267,7 +273,9 @@ def root_class(root: Root) -> type:
 def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
     tokens = tokens_of(inputs)
     outer = _current.get()
-    boundaries = resolve_boundaries(inputs, mixes=root.mixes) if outer is None else outer
+    boundaries = outer
+    if outer is None:
+        boundaries = resolve_boundaries(inputs, mixes=root.mixes, reads_patterns=root.reads_patterns(model, inputs))
     if boundaries is None:
         return root.run_builtin(model, inputs)
     if boundaries.shares_prompts:

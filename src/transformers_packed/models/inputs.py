@@ -55,7 +55,9 @@ _RESTART = "position_ids that restart"
 _NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
 
 
-def resolve_boundaries(inputs: dict[str, Any], *, mixes: bool = True) -> SequenceBoundaries | None:
+def resolve_boundaries(
+    inputs: dict[str, Any], *, mixes: bool = True, reads_patterns: bool = True
+) -> SequenceBoundaries | None:
     """Say at the top of a model what a call is: a packed row with these boundaries, or `None`.
 
     `inputs` are the arguments of a model's forward. The packing keywords are removed from them, and a 4-D mask becomes
@@ -68,6 +70,8 @@ def resolve_boundaries(inputs: dict[str, Any], *, mixes: bool = True) -> Sequenc
         mixes (`bool`, *optional*, defaults to `True`):
             Whether layers mix tokens without regard to a mask for attention, which is then an error if it is no block
             for each document.
+        reads_patterns (`bool`, *optional*, defaults to `True`):
+            Whether a mask for attention is the user's and that of these tokens. Otherwise it stays as it is.
 
     Raises:
         `ValueError`: the input is packed and has more than one row, an attention mask or a cache, its metadata is
@@ -85,11 +89,10 @@ def resolve_boundaries(inputs: dict[str, Any], *, mixes: bool = True) -> Sequenc
         read_padding(inputs["attention_mask"])
     source = " and ".join(metadata) if given is None else "boundaries"
     boundaries = _described(given, metadata, prompt_of, inputs, tokens)
-    if boundaries is None and holds_pattern(inputs):
+    if boundaries is None and reads_patterns and holds_pattern(inputs):
         source, boundaries = "attention_mask", _outside(_of_pattern, inputs, tokens, mixes)
-    elif boundaries is None and (row := _readable_row(inputs, tokens)) is not None:
-        source, boundaries = _RESTART, _outside(_inferred, row, tokens)
-        boundaries = boundaries and boundaries.with_padding(padding)
+    elif boundaries is None:
+        source, boundaries = _RESTART, _inferred(inputs, tokens, padding)
     if boundaries is None:
         return None
     if prompt_of is not None and not boundaries.shares_prompts:
@@ -141,7 +144,7 @@ def _check_beside(source: str, boundaries: SequenceBoundaries, metadata: dict, i
         )
 
 
-def may_be_packed(inputs: dict[str, Any]) -> bool:
+def may_be_packed(inputs: dict[str, Any], reads_patterns: bool = True) -> bool:
     """Whether a forward's arguments may describe a packed row. Reads no values, and can be traced."""
     for name in (*PACKING_KEYWORDS, "boundaries"):
         if inputs.get(name) is not None:
@@ -150,7 +153,7 @@ def may_be_packed(inputs: dict[str, Any]) -> bool:
     if mask is None and tokens is not None and all(inputs.get(name) is None for name in CACHES):
         return inputs.get("position_ids") is not None and may_infer(tokens)
     # Masks of padding are read outside of graphs, because they may number documents.
-    return holds_pattern(inputs) or (mask is not None and not is_torchdynamo_compiling())
+    return mask is not None and (not is_torchdynamo_compiling() or (reads_patterns and holds_pattern(inputs)))
 
 
 def holds_pattern(inputs: dict[str, Any]) -> bool:
@@ -199,8 +202,14 @@ def _outside(find: Callable, *args: Any) -> SequenceBoundaries | None:
     return outside_of_graphs(find, *args)
 
 
-def _inferred(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
+def _inferred(inputs: dict[str, Any], tokens: torch.Tensor, padding: int | None) -> SequenceBoundaries | None:
     """The boundaries where position ids restart, or `None` if none does."""
+    row = _readable_row(inputs, tokens)
+    boundaries = None if row is None else _outside(_restarts, row, tokens)
+    return boundaries and boundaries.with_padding(padding)
+
+
+def _restarts(text_row: torch.Tensor, tokens: torch.Tensor) -> SequenceBoundaries | None:
     if bool((text_row.diff() == 1).all()):
         return None
     _check_one_row(_RESTART, tokens)
@@ -317,14 +326,6 @@ def mask_targets_across_documents(
             raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
         return labels
     shift_labels = kwargs.get("shift_labels")
-    if isinstance(logits_to_keep, int) and not logits_to_keep:
-        if labels is not None:
-            starts = boundaries.cu_seqlens[:-1].long()
-            labels = labels.index_fill(1, starts.to(labels.device), -100)
-        if shift_labels is not None:
-            ends = boundaries.cu_seqlens[1:].long() - 1
-            kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
-        return labels
     ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
     ends[boundaries.cu_seqlens[1:].long() - 1] = True
     ends = ends[None, kept_tokens(logits_to_keep)]
