@@ -129,7 +129,7 @@ def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase |
 
 def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
     """The token ids and labels of the record at `place`, without masked tokens."""
-    from ..data.samples import IGNORED_LABEL, MASK, real_sample
+    from ..data.samples import IGNORED_LABEL, MASK
 
     columns: dict[str, Any] = {}
     for name, lowest in ((_TOKENS, 0), (_LABELS, IGNORED_LABEL)):
@@ -151,8 +151,13 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
     if labels != tokens:
         raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, option=place)
     mask = record.get(MASK)
-    if mask is None:
-        return columns
+    return columns if mask is None else _unmasked(place, columns, mask)
+
+
+def _unmasked(place: str, columns: dict[str, Any], mask: Any) -> dict[str, np.ndarray]:
+    """The columns of a record without its masked tokens."""
+    from ..data.samples import MASK, real_sample
+
     if not isinstance(mask, list):
         raise input_error(f"{MASK} as a list", repr(mask)[:60], option=place)
     try:

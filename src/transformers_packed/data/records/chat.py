@@ -42,28 +42,33 @@ def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise input_error(f"{name} as a list of messages", describe(messages))
-    checked = []
-    for number, message in enumerate(messages, 1):
-        which = f"{name}, message {number}"
-        if not isinstance(message, dict):
-            raise input_error(f"an object in {which}", describe(message), "Give it role and content.")
-        if message.get("role") not in ROLES:
-            got = repr(message["role"]) if "role" in message else "none"
-            raise input_error(f"one of the roles {', '.join(ROLES)} in {which}", got)
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(_text_part(which, part) for part in content)
-        elif content is not None and not isinstance(content, str):
-            raise input_error(f"content as a string or a list of parts in {which}", describe(content))
-        has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
-        if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
-            raise input_error(f"content in {which}", "none", "Add content or remove the message.")
-        _check_weight(which, message)
-        # Templates handle missing content differently, and some ignore a list of parts.
-        checked.append({**message, "content": content or ""})
-        if "tool_calls" in message:
-            checked[-1]["tool_calls"] = _tool_calls(which, message["tool_calls"])
+    return [_checked(f"{name}, message {number}", message) for number, message in enumerate(messages, 1)]
+
+
+def _checked(which: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise input_error(f"an object in {which}", describe(message), "Give it role and content.")
+    if message.get("role") not in ROLES:
+        got = repr(message["role"]) if "role" in message else "none"
+        raise input_error(f"one of the roles {', '.join(ROLES)} in {which}", got)
+    content = _content(which, message.get("content"))
+    has_more = bool(message.get("tool_calls")) or bool(message.get("reasoning_content"))
+    if (content is None and not has_more) or (message["role"] == "assistant" and not (content or has_more)):
+        raise input_error(f"content in {which}", "none", "Add content or remove the message.")
+    _check_weight(which, message)
+    # Templates handle missing content differently, and some ignore a list of parts.
+    checked = {**message, "content": content or ""}
+    if "tool_calls" in message:
+        checked["tool_calls"] = _tool_calls(which, message["tool_calls"])
     return checked
+
+
+def _content(which: str, content: Any) -> str | None:
+    if isinstance(content, list):
+        return "".join(_text_part(which, part) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise input_error(f"content as a string or a list of parts in {which}", describe(content))
+    return content
 
 
 def _check_weight(which: str, message: dict[str, Any]) -> None:
