@@ -220,6 +220,10 @@ class SetUpTest(ConfigureTestCase):
         want = batches.max(1).mean() / np.mean(lengths)
         self.assertLess(abs(setup._estimated_saving(Dataset.from_list(rows), 4) - want) / want, 0.01)
         self.assertLess(abs(setup._estimated_saving(rows, 4) - want) / want, 0.1)
+        # Padding inside the samples is saved as well.
+        padded = [{"input_ids": [1] * 100, "attention_mask": [1] * n + [0] * (100 - n)} for n in lengths]
+        saved = setup._estimated_saving(Dataset.from_list(padded), 4)
+        self.assertLess(abs(saved - 100 / np.mean(lengths)) / saved, 0.01)
 
     def test_a_family_that_needs_no_patch(self):
         trainer = self.trainer(llama())

@@ -449,8 +449,8 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
 
 
 def _estimated_saving(dataset: Any, batch_size: int) -> float | None:
-    """Tokens of padded batches in random order over those without padding; `None` for a stream."""
+    """Tokens of padded batches in random order over the real ones; `None` for a stream. Samples may be padded already."""
     if not has_items(dataset) or not len(dataset):
         return None
-    lengths = sampled_lengths(dataset)
-    return mean_of_longest(lengths, batch_size) / float(lengths.mean())
+    padded = mean_of_longest(sampled_lengths(dataset, masked=True), batch_size)
+    return padded / float(sampled_lengths(dataset).mean())
