@@ -45,7 +45,7 @@ import transformers
 from fuzz_arms import Result, build, run
 from fuzz_changes import CHANGES, HOOKS
 from fuzz_data import BLOCKS, PADDED, ROWS
-from fuzz_own import EVALUATED, OWN, PER_SAMPLE, PER_TOKEN
+from fuzz_own import COUNTS, EVALUATED, OWN, PER_SAMPLE, PER_TOKEN
 from fuzz_setup import CONFIGURED, FAMILIES, GENERIC, PEFT, STOCK, Setup
 
 import transformers_packed
@@ -196,9 +196,10 @@ def _draw_evaluation(rng: random.Random, setup: Setup) -> Setup:
     if rows == "packed" and (setup.family == "qwen3_5_vl" or not explicit):
         rows = "rows"
     arguments = setup.arguments | ({"remove_unused_columns": False} if rows == "packed" else {})
-    # Trainer averages the means of batches. PackedTrainer averages over targets, and predictions have no mean.
+    # Trainer averages the means of batches. PackedTrainer averages over targets, and predictions have no mean. Outputs
+    # of batches without images lack tensors, and Trainer does not put them together with others.
     sized = (setup.way == "packed_trainer" and setup.evaluation) or setup.evaluation == "predict"
-    changes = {"eval_batch_size": size} if sized and not setup.own else {}
+    changes = {"eval_batch_size": size} if sized and not setup.own and setup.family != "qwen3_5_vl" else {}
     if explicit and setup.evaluation:
         changes |= {"eval_rows": rows, "arguments": arguments}
     return replace(setup, **changes)
@@ -262,6 +263,8 @@ def errors(actual: Result, expected: Result) -> dict[str, float]:
     for name, value in expected.figures.items():
         got = actual.figures.get(name, float("inf"))
         found[name] = abs(got - value) / max(abs(value), 1e-3)
+        if name.endswith(COUNTS) and got != value:
+            found[f"{name}: {got:g} for {value:g}"] = float("inf")
     return found
 
 

@@ -96,6 +96,10 @@ PER_SAMPLE = ("sample_loss", "sample_loss_of_instance", "sample_loss_func")
 EVALUATED = ("prediction", "evaluation")
 
 
+# Endings of figures that are numbers of samples or tokens.
+COUNTS = ("targets", "predictions", "labels", "own figures")
+
+
 def make_trainer(own: str, base: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
     """Build the Trainer of a user."""
     bases, methods, arguments = OWN[own] if own else ((), {}, {})
