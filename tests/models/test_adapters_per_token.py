@@ -3,6 +3,7 @@
 The gradient of one document's last hidden states with respect to the embeddings of another must be exactly 0.
 """
 
+import copy
 import tempfile
 import unittest
 import warnings
@@ -20,7 +21,8 @@ from peft.tuners.lora import LoraLayer, create_arrow_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from transformers_packed import patch_model
-from transformers_packed.models.lora import PER_TOKEN, VARIANTS_PER_TOKEN, acts_per_token, adapter_per_row
+from transformers_packed.models.adapters import PER_TOKEN, VARIANTS_PER_TOKEN, acts_per_token, adapter_per_row
+from transformers_packed.models.padding import why_padded
 from transformers_packed.models.registry import transformers_model
 from transformers_packed.models.verdict import judge
 
@@ -97,6 +99,17 @@ class AdaptersPerTokenTest(unittest.TestCase):
         model(inputs_embeds=embeds, position_ids=positions, use_cache=False)
         handle.remove()
         return seen[-1]
+
+    @parameterized.expand([("LORA", True), ("LILY", False)])
+    def test_padded_batches(self, kind, packs):
+        """An adapter that mixes the tokens of a row has to see the rows of the batch."""
+        stock = randomized(self.adapted(kind, "qwen3_5"), 0.3)
+        model = patch_model(copy.deepcopy(stock))
+        self.assertEqual(why_padded(model.get_base_model().model, {"use_cache": False}) == "", packs)
+        mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+        batch = {"input_ids": torch.arange(1, 19).view(2, 9), "attention_mask": mask, "use_cache": False}
+        with torch.no_grad():
+            self.assertLess(relative_error(model(**batch).logits[mask == 1], stock(**batch).logits[mask == 1]), 1e-5)
 
     def check(self, model, per_token: bool):
         """The verdict on a model, and its correctness: the leak, and each document alone."""

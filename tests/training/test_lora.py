@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import tempfile
@@ -33,6 +34,7 @@ from scripts.trainer_arms import updates_and_log
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from transformers_packed import audit_model, patch_model, registered
+from transformers_packed.models import adapters
 
 
 PRECISION = [(family, autocast) for family in ("qwen3_5", "qwen3_next") for autocast in (True, False)]
@@ -225,6 +227,7 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
             ("qwen3_5", "registered"),
             ("qwen3_5", "patched"),
             ("qwen3_5_moe", "patched"),
+            ("qwen3_5", "adapted first"),
             ("composite", "registered"),
             ("lfm2", "registered"),
         ]
@@ -241,8 +244,13 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
         with registered() if how == "registered" else contextlib.nullcontext():
             model = auto.from_pretrained(f"{folder}/base")
         model = patch_model(model) if how == "patched" else model
-        self.assertTrue(type(model).__module__.startswith("transformers_packed."))
+        if how == "adapted first":
+            # As by TRL. Another test may have made PEFT name stock classes before.
+            PeftModel._get_base_model_class = inspect.unwrap(PeftModel._get_base_model_class)
+            adapters._saving_builtin_classes.clear()
         adapted = randomized(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "out_proj"])), 0.3)
+        patch_model(adapted)
+        self.assertTrue(type(adapted.get_base_model()).__module__.startswith("transformers_packed."))
         adapted.save_pretrained(f"{folder}/adapter")
         saved = json.loads(Path(f"{folder}/adapter/adapter_config.json").read_text())["auto_mapping"]
         expected = {"base_model_class": type(stock).__name__, "parent_library": type(stock).__module__}

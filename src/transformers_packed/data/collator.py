@@ -202,9 +202,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         self, features: list[Mapping[str, Any]], return_tensors: str | None, separator_id: int | None
     ) -> dict[str, Any]:
         numbers, features = self._with_tokens(features)
-        labelled = {"labels" in feature for feature in features}
-        if len(labelled) > 1:
-            raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
         token_columns = self.token_columns
         if any(TOKEN_TYPES in feature for feature in features) and TOKEN_TYPES not in token_columns:
             # A text-only sample may lack the column: all its tokens are text.
@@ -212,48 +209,60 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             features = [{TOKEN_TYPES: [0] * len(f["input_ids"]), **f} for f in features]
         samples = [self._sample(*part, token_columns) for part in zip(numbers, features, strict=True)]
         self._note_left_out_columns(features[0])
-        scalar = [is_number(sample["labels"]) for sample in samples] if labelled == {True} else [False]
-        if any(scalar) and not all(scalar):
-            raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
-        document_labels = [sample.pop("labels") for sample in samples] if scalar[0] else None
+        document_labels = _take_document_labels(samples)
         prompt_of = None
         if any(PREFIX in sample for sample in samples):
             self._check_prefixes(features, document_labels)
             samples, prompt_of = with_prefixes_first(samples)
+        padding = self._add_padding(samples)
+        self._check_marks(len(samples))
+        batch = super().__call__(samples, return_tensors, separator_id)
+        if padding:
+            # The parent sets separator_id on the first token of every document; padding must not have a label.
+            batch["labels"][0, -padding:] = IGNORED_LABEL
+            batch["padding_tokens"] = padding
 
+        tensors = return_tensors or self.return_tensors
+        to_tensor = np.asarray if tensors == "np" else torch.as_tensor
+        if document_labels is not None:
+            batch["labels"] = to_tensor(_labels_of_documents(document_labels, bool(padding)))
+        for name in token_columns:
+            column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
+            batch[name] = to_tensor(np.pad(column, (0, padding))[None])
+        batch |= self._boundaries([len(sample["input_ids"]) for sample in samples], padding, prompt_of, tensors)
+        return self._with_vision(batch, features, [len(sample["input_ids"]) for sample in samples], tensors)
+
+    def _add_padding(self, samples: list[dict[str, Any]]) -> int:
+        """Add the padding at the end of the row as a document. Returns its length."""
         real_tokens = sum(len(sample["input_ids"]) for sample in samples)
         padding = -real_tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if padding:
             samples.append({"input_ids": [self.pad_token_id] * padding, "labels": [IGNORED_LABEL] * padding})
             for sample in samples:
                 sample.setdefault("labels", sample["input_ids"])
-        self._check_marks(len(samples))
-        batch = super().__call__(samples, return_tensors, separator_id)
-        if padding:
-            # The parent sets separator_id on the first token of every document; padding must not have a label.
-            batch["labels"][0, real_tokens:] = IGNORED_LABEL
-            batch["padding_tokens"] = padding
+        return padding
 
-        tensors = return_tensors or self.return_tensors
+    def _boundaries(
+        self, lengths: list[int], padding: int, prompt_of: list[int] | None, tensors: str
+    ) -> dict[str, Any]:
+        """The forms of boundaries that Transformers' collator does not return."""
         to_tensor = np.asarray if tensors == "np" else torch.as_tensor
-        if document_labels is not None:
-            if padding and any(isinstance(label, float) for label in document_labels):
-                expected = "integer labels with pad_to_multiple_of, which marks padding with -100"
-                raise input_error(expected, "floating-point labels", "Remove pad_to_multiple_of for regression.")
-            batch["labels"] = to_tensor(_as_array(document_labels + [IGNORED_LABEL] * bool(padding)))
-        for name in token_columns:
-            column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
-            batch[name] = to_tensor(np.pad(column, (0, padding))[None])
-        lengths = [len(sample["input_ids"]) for sample in samples]
         row = None if prompt_of is None else prompts_of_row(lengths, prompt_of)
+        found: dict[str, Any] = {}
         if self.return_cu_seqlens or row is not None:
-            batch["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
+            found["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
         if row is not None:
-            batch["prompt_of"] = to_tensor(np.array(prompt_of))
+            found["prompt_of"] = to_tensor(np.array(prompt_of))
             if self.return_position_ids:
-                batch["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())
+                found["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())
         if self.return_boundaries and tensors == "pt":
-            batch["boundaries"] = row or SequenceBoundaries.from_lengths(lengths).with_padding(padding)
+            found["boundaries"] = row or SequenceBoundaries.from_lengths(lengths).with_padding(padding)
+        return found
+
+    def _with_vision(
+        self, batch: dict[str, Any], features: list[Mapping[str, Any]], lengths: list[int], tensors: str
+    ) -> dict[str, Any]:
+        """Add the images and videos of the samples to a batch, and position ids for them."""
         for name in VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
             if parts:
@@ -328,6 +337,24 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 f"{_CALL}: the per-token columns {', '.join(left_out)} are not part of the packed row, as in "
                 f"Transformers' collator. Pass token_columns={tuple(left_out)} to flatten them as well."
             )
+
+
+def _take_document_labels(samples: list[dict[str, Any]]) -> list | None:
+    """Remove labels that are one number per sample, and return them. Labels per token stay."""
+    labelled = {"labels" in sample for sample in samples}
+    if len(labelled) > 1:
+        raise input_error("labels in all samples or in none", "labels in some", "Add or drop the column.")
+    scalar = {is_number(sample["labels"]) for sample in samples} if labelled == {True} else {False}
+    if len(scalar) > 1:
+        raise input_error("one label per token in all samples, or one number per sample in all of them", "both")
+    return [sample.pop("labels") for sample in samples] if scalar == {True} else None
+
+
+def _labels_of_documents(labels: list, padded: bool) -> np.ndarray:
+    if padded and any(isinstance(label, float) for label in labels):
+        expected = "integer labels with pad_to_multiple_of, which marks padding with -100"
+        raise input_error(expected, "floating-point labels", "Remove pad_to_multiple_of for regression.")
+    return _as_array(labels + [IGNORED_LABEL] * padded)
 
 
 def _as_array(values: list) -> np.ndarray:

@@ -25,6 +25,7 @@ from ..ops.attention import serves_packed_rows
 from ..ops.autograd import is_transformed
 from ..ops.prompts import repeat_rows
 from ..shared_prompts import Copies, SharedPrompts
+from .adapters import acts_per_token
 from .inputs import is_causal, tokens_of
 from .masks import is_padding, read_padding
 from .releases import CACHES
@@ -172,9 +173,10 @@ def shared_prompts(documents: list[np.ndarray]) -> list[tuple[list[int], int]]:
 
 
 def _layers_take_rows(model: Any) -> bool:
-    """Whether PEFT's layers get an argument for each row of the batch. PEFT hooks it into all of its layers."""
+    """Whether PEFT's layers mix the tokens of a row, or get an argument for each row, which PEFT hooks into all of them."""
     adapted = (module for module in model.layers.modules() if type(module).__module__.startswith("peft.tuners."))
-    return bool(getattr(next(adapted, None), "_forward_pre_hooks_with_kwargs", None))
+    layer = next(adapted, None)
+    return layer is not None and (not acts_per_token(layer) or bool(layer._forward_pre_hooks_with_kwargs))
 
 
 def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
@@ -218,7 +220,7 @@ def _reasons(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[bool, str]]:
     yield not causal, "attention is not causal"
     noisy = model.training and inputs.get("inputs_embeds") is None and hasattr(embedding, "neftune_noise_alpha")
     yield noisy, "NEFTune scales its noise by the padded length"
-    yield _layers_take_rows(model), "PEFT gives its layers an argument for each row"
+    yield _layers_take_rows(model), "PEFT's layers take or mix the rows of the batch"
     implementation, tokens = config._attn_implementation, tokens_of(inputs)
     device = model.device if tokens is None else tokens.device
     yield not serves_packed_rows(implementation, device), f"attn_implementation={implementation!r}"

@@ -3,7 +3,7 @@
 from copy import copy
 from typing import Any
 
-from .lora import AdapterMixin
+from .adapters import AdapterMixin
 
 
 # The projections to the decay and the write strength of the delta rule, and the gate of the shared expert.

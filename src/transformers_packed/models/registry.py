@@ -24,6 +24,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
+from .adapters import save_builtin_classes
 from .families import FAMILIES, ISOLATED, REFUSED, family_of
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
@@ -89,6 +90,7 @@ def has_our_classes(model: torch.nn.Module) -> bool:
 
 def become(module: torch.nn.Module, cls: type) -> None:
     """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
+    save_builtin_classes()
     module.__class__ = cls
     # Transformers looks up recordable outputs by the model. An existing entry stays.
     if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(recorder_key(module)):

@@ -14,8 +14,8 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
 
 from ..errors import input_error
+from .adapters import adapter_per_row
 from .families import UNPACKED, family_of
-from .lora import adapter_per_row as adapter_per_row
 from .registry import has_our_classes, transformers_model
 
 

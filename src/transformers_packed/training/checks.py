@@ -22,11 +22,11 @@ from ..data.documents import first_sample, is_packed
 from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..errors import input_error
+from ..models.adapters import adapter_per_row
 from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of
 from ..models.registry import check_patch, transformers_model
 from ..models.verdict import (
     SEPARATE,
-    adapter_per_row,
     cache_error,
     cache_setting,
     first_label_error,

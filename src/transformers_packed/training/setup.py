@@ -22,6 +22,7 @@ from ..errors import input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
 from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
 from ..models.float8 import use_float8
+from ..models.inputs import warn_of_rope
 from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.resume import PackingPlanCallback
@@ -200,6 +201,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
         dataset, packed = _packed_dataset(trainer, packed, options), True
     collator = _collator(trainer)
     own = overridden(trainer)
+    warn_of_rope(transformers_model(trainer.model).config)
     prepare: list[Callable[[torch.nn.Module], Any]] = [partial(_prepare, args.use_cache)]
     prepare += [_keep_logits] * bool(own) + [_in_float8] * options.float8
     if options.cuda_graphs:
