@@ -195,6 +195,8 @@ def _draw_evaluation(rng: random.Random, setup: Setup) -> Setup:
     explicit = setup.mode in ("padding_free", "pack") and not setup.own and not setup.mask
     if rows == "packed" and (setup.family == "qwen3_5_vl" or not explicit):
         rows = "rows"
+    if rows == "rows" and setup.arguments.get("train_sampling_strategy") == "group_by_length":
+        rows = "samples"  # Trainer sorts the rows to evaluate as well, and reads no length of a list
     arguments = setup.arguments | ({"remove_unused_columns": False} if rows == "packed" else {})
     # Trainer averages the means of batches. PackedTrainer averages over targets, and predictions have no mean. Outputs
     # of batches without images lack tensors, and Trainer does not put them together with others.
@@ -355,7 +357,9 @@ def _is_refusal(setup: Setup, error: Exception) -> bool:
     """Check whether an error is a refusal by `errors.input_error`, or a refusal by a stock model."""
     where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     package = Path(transformers_packed.__file__).parent
-    if not isinstance(error, ValueError):
+    # Logits that mixed precision lost. `configure_packing` knows the user's loss, `patch_model` cannot.
+    lost = isinstance(error, AttributeError) and setup.own and setup.way not in CONFIGURED
+    if not isinstance(error, ValueError) and not lost:
         return False
     if not where.is_relative_to(package):
         return setup.way == "stock" and "can't keep packed sequences apart" in str(error)

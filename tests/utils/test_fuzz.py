@@ -186,6 +186,12 @@ class FuzzTest(unittest.TestCase):
         self.assertEqual(outcome.kind, "failed")
         self.assertIn("automatic packing is on", outcome.why)
 
+    def test_lost_logits(self):
+        # `patch_model` does not know the loss of the user, so the error names the fix.
+        setup = replace(PLAIN, steps=1, bf16=True, own="loss")
+        self.assertEqual(check(setup).kind, "refused")
+        self.assertEqual(check(replace(setup, bf16=False)), Outcome("equal"))
+
     def test_off_with_a_reason(self):
         outcome = check(Setup(3, way="configure", mode="auto", batch_size=1))
         self.assertEqual(outcome.kind, "off")
