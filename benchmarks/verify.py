@@ -95,7 +95,8 @@ def train(arm: str, config: dict, args) -> dict:
             model,
             options,
             train_dataset=samples,
-            eval_dataset=samples if args.evaluate else None,
+            # Few and short, because Trainer also evaluates after the last step.
+            eval_dataset=sorted(samples, key=lambda sample: len(sample["input_ids"]))[:5] if args.evaluate else None,
             compute_metrics=(lambda prediction: {}) if args.evaluate else None,
         )
         clock = Clock(args.device)

@@ -327,8 +327,8 @@ def mask_targets_across_documents(
         return labels
     shift_labels = kwargs.get("shift_labels")
     ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
-    ends[boundaries.cu_seqlens[1:].long() - 1] = True
-    ends = ends[None, kept_tokens(logits_to_keep)]
+    # An assignment would copy the value from the host and wait for the GPU.
+    ends = ends.index_fill_(0, boundaries.cu_seqlens[1:].long() - 1, True)[None, kept_tokens(logits_to_keep)]
     for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
         if targets is not None and targets.shape != ends.shape:
             expected = f"{name} of shape {tuple(ends.shape)}, one for each token that logits_to_keep keeps"
