@@ -6,8 +6,8 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
   respect to the embeddings of every other document. Hidden states and not the loss, because trainers of preferences have
   no loss per document, and a router's loss couples documents by design.
 * Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
-  padded batch of the same documents, which the user's own collator makes and the model does not pack. Trainers of
-  preferences compare log-probabilities, because their first loss is a constant.
+  padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
+  Trainers of preferences compare log-probabilities, because their first loss is a constant.
 * Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
   the last batch is not full.
 
@@ -19,7 +19,7 @@ import copy
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
 from .setup import Setup
-from .warm_up import as_before, drop_gradients, make_row
+from .warm_up import as_before, compiles_kernels, drop_gradients, make_row
 
 
 logger = logging.get_logger(__name__)
@@ -242,7 +242,11 @@ class VerifyCallback(TrainerCallback):
             documents, why = _documents_to_verify(loader)
             if why is not None:
                 return f"Not verified: {why}."
-            words = _verify_rows(trainer, model, loader, documents, self.setup)
+            row = loader.collate_fn([documents] if is_packed(trainer.train_dataset) else documents)
+            places = _places(row, documents)
+            if places is None:
+                return "Not verified: the collator changes the tokens of samples."
+            words = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
             return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
 
 
@@ -252,13 +256,9 @@ def _updates_in_backward(trainer: Trainer) -> bool:
     return hooked or "lomo" in str(trainer.args.optim).lower()
 
 
-def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: Setup) -> str:
-    """Compare a row of documents with each of them, and with their padded batch."""
+def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup) -> str:
+    """Compare the documents in a row with one another, and the row with their padded batch."""
     packed = trainer.data_collator
-    row = loader.collate_fn([documents] if is_packed(trainer.train_dataset) else documents)
-    places = _places(row, documents)
-    if places is None:
-        return "no token of another document, because the collator changes tokens"
     leak = leak_between(model, lambda: _loss(trainer, model, row), row, places)
     _check_leak(leak, len(documents))
     columns = getattr(packed, "token_columns", ())
@@ -267,7 +267,8 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, setup: S
         found["row"] = _step(trainer, model, row, places)
         with _replaced(loader, packed, setup.padded or PaddedSamples(columns)):
             batch = _collate_padded(loader, documents, columns)
-        with _not_packing(model):
+        # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
+        with nullcontext() if compiles_kernels(trainer.args.device) else _not_packing(model):
             found["padded"] = _step(trainer, model, batch, _places(batch, documents) or [])
         same = _compare(*found["row"], *found["padded"], _precision(model, trainer.args))
         if same is not None and not _compare_is_random(trainer, model, row, places, found["row"][0]):
