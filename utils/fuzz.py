@@ -175,7 +175,9 @@ def _draw_samples(rng: random.Random, setup: Setup) -> Setup:
     padding, empty = rng.random() < 0.1, rng.random() < 0.08 and setup.batch_size > 1
     if setup.mask or setup.way == "stock":
         return setup
-    return replace(setup, padding=rng.choice(["left", "right"]) if padding else "", empty=empty)
+    # On the left, padding moves positions. Layers see their differences only, unless the rotation itself is changed.
+    side = "right" if any("rotary" in name for _, name in setup.changes) else rng.choice(["left", "right"])
+    return replace(setup, padding=side if padding else "", empty=empty)
 
 
 def _draw_own(rng: random.Random, setup: Setup) -> Setup:
@@ -197,14 +199,17 @@ def _draw_evaluation(rng: random.Random, setup: Setup) -> Setup:
         rows = "rows"
     if rows == "rows" and setup.arguments.get("train_sampling_strategy") == "group_by_length":
         rows = "samples"  # Trainer sorts the rows to evaluate as well, and reads no length of a list
-    arguments = setup.arguments | ({"remove_unused_columns": False} if rows == "packed" else {})
+    arguments = {name: value for name, value in setup.arguments.items() if name != "dataloader_drop_last"}
+    if rows == "packed" and explicit:
+        arguments["remove_unused_columns"] = False
     # Trainer averages the means of batches. PackedTrainer averages over targets, and predictions have no mean. Outputs
     # of batches without images lack tensors, and Trainer does not put them together with others.
     sized = (setup.way == "packed_trainer" and setup.evaluation) or setup.evaluation == "predict"
     changes = {"eval_batch_size": size} if sized and not setup.own and setup.family != "qwen3_5_vl" else {}
     if explicit and setup.evaluation:
-        changes |= {"eval_rows": rows, "arguments": arguments}
-    return replace(setup, **changes)
+        changes["eval_rows"] = rows
+    # Trainer would drop batches of the evaluation that are not full.
+    return replace(setup, **changes, arguments=arguments) if setup.evaluation else setup
 
 
 @cache
