@@ -249,12 +249,13 @@ class EvaluationTest(SetupTestCase):
 
     @parameterized.expand(["class", "instance"])
     def test_a_prediction_step_of_the_user(self, how):
-        """An exact match per sample."""
+        """An exact match per sample, also if only the loss is asked for."""
         trainer = self.own("prediction_step", how, eval_dataset=Samples(6), compute_metrics=self.metrics)
+        self.assertEqual(overridden(trainer, "prediction_step"), ["prediction_step"])
         said(configure_packing, trainer)
         self.assertEqual(trainer.evaluate()["eval_rows"], 6)
         trainer.compute_metrics = None
-        trainer.evaluate()
+        self.assertEqual(len(next(iter(trainer.get_eval_dataloader()))["input_ids"]), 6)
 
     def test_generation(self):
         samples = [{"input_ids": row["input_ids"][:6], "labels": row["labels"][:6]} for row in Samples(7).rows]

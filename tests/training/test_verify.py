@@ -10,9 +10,10 @@ from common.records import MARKED, assistant, make_tokenizer, user
 from common.trl_trainers import HAS_TRL, SGD, build_model
 from mixins.configure import ConfigureTestCase, llama, said
 from parameterized import parameterized
+from scripts.configured_arms import tokenizer
 from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, collate_padded
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, TrainerCallback
 
 from transformers_packed import (
     DataCollatorWithFlattening,
@@ -137,6 +138,37 @@ class FindsTest(VerifyTestCase):
                         said(trainer.train)
                 else:
                     self.check_undone(trainer, "the padded batch of the same documents")
+
+    @parameterized.expand(["auto", "padding_free"])
+    def test_a_step_that_stops(self, mode):
+        """A method of the user, set after `configure_packing`, needs what a row does not have."""
+        trainer = self.trainer(collator=DataCollatorForSeq2Seq(tokenizer()))
+        said(configure_packing, trainer, mode)
+        step = trainer.training_step
+
+        def training_step(model, inputs, *args, **kwargs):
+            inputs["attention_mask"].sum()
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.training_step = training_step
+        message = "expected a step of training on packed rows, got KeyError: 'attention_mask'"
+        if mode == "auto":
+            self.assertIn(f"Packing off, training is unchanged: {message}", said(trainer.train)[0])
+            self.assertEqual((trainer.state.global_step, trainer.training_step), (1, training_step))
+        else:
+            with self.assertRaisesRegex(ValueError, message):
+                said(trainer.train)
+
+    def test_a_collator_around_ours(self):
+        """It cannot be undone, so a difference is an error in auto mode too."""
+        trainer = self.trainer()
+        said(configure_packing, trainer)
+        unpatch_model(trainer.model)
+        collate = trainer.data_collator
+        names = ("input_ids", "labels", "position_ids")
+        trainer.data_collator = lambda features: {name: collate(features)[name] for name in names}
+        with self.assertRaisesRegex(ValueError, "no gradient between the 3 documents"):
+            said(trainer.train)
 
     def evaluated(self, **options):
         args = {"eval_strategy": "steps", "eval_steps": 1, **options.pop("args", {})}
@@ -264,6 +296,12 @@ class QuietTest(VerifyTestCase):
         said(configure_packing, trainer)
         self.assertIn("Verified", said(trainer.train)[0])
         self.assertNotIn("Verified", said(trainer.train)[0])
+
+    def test_a_model_that_draws_random_numbers(self):
+        trainer = self.trainer()
+        layer = trainer.model.model.layers[0].mlp
+        layer.register_forward_hook(lambda module, args, output: output * (10 * torch.rand(())))
+        self.check_quiet(trainer, "differs from run to run")
 
     def test_an_optimizer_that_steps_in_backward(self):
         trainer = self.trainer()

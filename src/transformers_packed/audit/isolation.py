@@ -14,13 +14,17 @@ import torch
 from ..models.registry import transformers_model
 
 
+class UnseenError(RuntimeError):
+    """A model does not show what a measurement needs."""
+
+
 def leak_between(model, forward: Callable[[], Any], batch: Mapping[str, Any], places: list[torch.Tensor]) -> float:
     """The largest gradient of a document's last hidden states at other documents, relative to the largest at its own."""
     with watch(model) as seen:
         forward()
     embeddings, hidden = seen.embeddings, seen.hidden
     if embeddings is None or hidden is None:
-        raise RuntimeError("the model shows no embeddings or no last hidden states")
+        raise UnseenError("the model shows no embeddings or no last hidden states")
     of_input, of_output = (indices_of(x, batch, places) for x in (embeddings, hidden))
     weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
     largest = inside = 0.0
@@ -37,7 +41,7 @@ def leak_between(model, forward: Callable[[], Any], batch: Mapping[str, Any], pl
     for parameter in model.parameters():
         parameter.grad = None
     if not inside:
-        raise RuntimeError("no hidden state depends on an embedding")
+        raise UnseenError("no hidden state depends on an embedding")
     return largest / inside
 
 
@@ -48,7 +52,7 @@ def indices_of(states: torch.Tensor, batch: Mapping[str, Any], places: list[torc
         return places
     real = batch["attention_mask"].flatten().bool().cpu()
     if states.shape[:2] != (1, int(real.sum())):
-        raise RuntimeError(f"states of shape {tuple(states.shape)} for tokens of shape {tuple(ids.shape)}")
+        raise UnseenError(f"states of shape {tuple(states.shape)} for tokens of shape {tuple(ids.shape)}")
     ranks = real.cumsum(0) - 1
     return [ranks[place] for place in places]
 

@@ -326,6 +326,14 @@ def mask_targets_across_documents(
             raise input_error("shift_labels in addition to labels for a shard of a row", "labels alone", fix)
         return labels
     shift_labels = kwargs.get("shift_labels")
+    if isinstance(logits_to_keep, int) and not logits_to_keep:
+        # Reads neither a value nor the length of the row, as compiled graphs need.
+        if labels is not None:
+            labels = labels.index_fill(1, boundaries.cu_seqlens[:-1].long().to(labels.device), -100)
+        if shift_labels is not None:
+            ends = boundaries.cu_seqlens[1:].long() - 1
+            kwargs["shift_labels"] = shift_labels.index_fill(1, ends.to(shift_labels.device), -100)
+        return labels
     ends = torch.zeros(boundaries.total_length, dtype=torch.bool, device=boundaries.cu_seqlens.device)
     # An assignment would copy the value from the host and wait for the GPU.
     ends = ends.index_fill_(0, boundaries.cu_seqlens[1:].long() - 1, True)[None, kept_tokens(logits_to_keep)]

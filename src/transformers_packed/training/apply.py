@@ -30,6 +30,9 @@ def undo(trainer: Trainer, setup: Setup) -> None:
         if isinstance(before, list):
             # Callbacks, some of which the user may have added since.
             before = [x for x in getattr(target, name) if x in before or x not in value]
+        elif getattr(target, name) is not value:
+            # The user has replaced it since.
+            continue
         if before is Change:
             delattr(target, name)
         else:

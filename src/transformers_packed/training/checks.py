@@ -135,9 +135,9 @@ def overridden(trainer: Trainer, *names: str) -> list[str]:
 
     With `names`, only these are looked at. A `compute_loss_func` of the user counts as one.
     """
-    names = names or tuple(name for name in dir(Trainer) if not name.startswith("__"))
-    methods = [name for name in names if not name.lstrip("_").startswith(_APART) and callable(getattr(Trainer, name))]
-    found = [name for name in methods if not _is_known(getattr(trainer, name))]
+    every = (name for name in dir(Trainer) if not name.startswith("__") and callable(getattr(Trainer, name)))
+    names = names or tuple(name for name in every if not name.lstrip("_").startswith(_APART))
+    found = [name for name in names if not _is_known(getattr(trainer, name))]
     loss = trainer.compute_loss_func
     return found + ["compute_loss_func"] * (loss is not None and not _is_known(loss))
 

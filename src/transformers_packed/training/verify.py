@@ -20,22 +20,20 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from ..audit.isolation import indices_of, leak_between, quiet, watch
-from ..data.dataset import PackingDataset
+from ..audit.isolation import UnseenError, indices_of, leak_between, quiet, watch
 from ..data.documents import PaddedSamples, is_packed
+from ..data.excerpts import count_targets, cut_around_target, excerpts, places_of, targets_of
 from ..data.prefixes import documents_of
-from ..data.samples import IGNORED_LABEL, VISION_COLUMNS, cut_sample, has_items, real_sample
-from ..data.streaming import IterablePackingDataset
+from ..data.samples import IGNORED_LABEL, has_items
 from ..errors import input_error
 from ..models.inputs import resolve_boundaries
 from ..models.registry import transformers_model
@@ -50,8 +48,6 @@ logger = logging.get_logger(__name__)
 
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS = (20, 48, 32)
-# Samples that are looked at for them, and the tokens before the first target of a document.
-_LOOKED_AT, _CONTEXT = 16, 12
 # Containers of a Trainer with more elements are data, not counters or metrics.
 _LARGE = 10_000
 _PADDED = "Use padded batches, or pass verify=False to train anyway."
@@ -219,7 +215,11 @@ class VerifyCallback(TrainerCallback):
 
     def _refuse(self, difference: ValueError, loader: Any) -> None:
         trainer, setup = self.trainer, self.setup
-        if setup.options.mode != "auto":
+        ours = next(
+            (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
+        )
+        # A collator that the user has set since may contain ours.
+        if setup.options.mode != "auto" or trainer.data_collator is not ours:
             raise difference
         packed, callbacks = trainer.data_collator, trainer.callback_handler.callbacks
         undo(trainer, setup)
@@ -239,11 +239,11 @@ class VerifyCallback(TrainerCallback):
         with _as_before(model), _same_trainer(trainer):
             if self.setup.mode == "batches":
                 return _verify_batches(trainer, model, loader)
-            documents, why = _documents_to_verify(loader)
+            documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
             if why is not None:
                 return f"Not verified: {why}."
             row = loader.collate_fn([documents] if is_packed(trainer.train_dataset) else documents)
-            places = _places(row, documents)
+            places = places_of(row, documents)
             if places is None:
                 return "Not verified: the collator changes the tokens of samples."
             words = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
@@ -258,30 +258,37 @@ def _updates_in_backward(trainer: Trainer) -> bool:
 
 def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup) -> str:
     """Compare the documents in a row with one another, and the row with their padded batch."""
-    packed = trainer.data_collator
-    leak = leak_between(model, lambda: _loss(trainer, model, row), row, places)
-    _check_leak(leak, len(documents))
+    packed, words = trainer.data_collator, "gradients between documents are 0"
     columns = getattr(packed, "token_columns", ())
     found = {}
+    try:
+        if trainer.is_fsdp_enabled:
+            words = "gradients between documents were not looked at, because FSDP frees weights"
+        else:
+            _check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
+        with quiet(model):
+            found["row"] = _step(trainer, model, row, places)
+    except (DifferenceError, UnseenError):
+        raise
+    except Exception as error:
+        # The first step would stop too.
+        got = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise DifferenceError(str(input_error("a step of training on packed rows", got, _PADDED))) from error
     with quiet(model):
-        found["row"] = _step(trainer, model, row, places)
         with _replaced(loader, packed, setup.padded or PaddedSamples(columns)):
             batch = _collate_padded(loader, documents, columns)
         # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
         with nullcontext() if compiles_kernels(trainer.args.device) else _not_packing(model):
-            found["padded"] = _step(trainer, model, batch, _places(batch, documents) or [])
-        same = _compare(*found["row"], *found["padded"], _precision(model, trainer.args))
-        if same is not None and not _compare_is_random(trainer, model, row, places, found["row"][0]):
-            raise DifferenceError(f"{same} {_PADDED}")
+            found["padded"] = _step(trainer, model, batch, places_of(batch, documents) or [])
+        precision = _precision(model, trainer.args)
+        different = _compare(*found["row"], *found["padded"], precision)
+        # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
+        changes = different and _compare(*_step(trainer, model, row, places), *found["row"], precision)
+        if different and not changes:
+            raise DifferenceError(f"{different} {_PADDED}")
     (loss, _), (padded, _) = found["row"], found["padded"]
-    random_loss = ", which is random" if same is not None else ""
-    return f"gradients between documents are 0; loss {loss:.4f}, padded {padded:.4f}{random_loss}"
-
-
-def _compare_is_random(trainer: Trainer, model, row: dict, places: list, loss: float) -> bool:
-    """Whether the loss of the same row differs from run to run, because something draws random numbers."""
-    again, _ = _step(trainer, model, row, places)
-    return not abs(again - loss) <= _BARS[_precision(model, trainer.args)][0] * abs(loss)
+    note = ", which differs from run to run" if changes else ""
+    return f"{words}; loss {loss:.4f}, padded {padded:.4f}{note}"
 
 
 def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
@@ -353,7 +360,7 @@ def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
         lengths = (40, 24, 40, 32)
         row = make_row(model, list(lengths), PaddedSamples(), device)
         return {name: row[name] for name in ("input_ids", "attention_mask")}
-    samples = sorted((loader.dataset[at] for at in range(min(_LOOKED_AT, len(loader.dataset)))), key=_size)
+    samples = sorted((loader.dataset[at] for at in range(min(16, len(loader.dataset)))), key=_size)
     return trainer._prepare_inputs(loader.collate_fn(samples[:2]))
 
 
@@ -383,10 +390,10 @@ def _verify_evaluation(trainer: Trainer) -> str:
     if not has_items(dataset):
         return "; evaluation not verified, because its samples are a stream"
     rows = [dataset[at] for at in range(min(2 * args.world_size + 1, len(dataset)))]
-    rows = [[_cut(sample, _LENGTHS[0]) for sample in documents_of(row)] for row in rows]
+    rows = [[cut_around_target(sample, _LENGTHS[0]) for sample in documents_of(row)] for row in rows]
     documents = list(chain.from_iterable(rows))
     found = _evaluate(trainer, rows if is_packed(dataset) else documents)
-    expected = {"documents": len(documents), "targets": sum(map(_targets, documents))}
+    expected = {"documents": len(documents), "targets": sum(map(targets_of, documents))}
     if found["targets"] is None or not expected["targets"]:
         del expected["targets"], found["targets"]
     wanted, got = (" and ".join(f"{number} {what}" for what, number in x.items()) for x in (expected, found))
@@ -408,7 +415,7 @@ def _evaluate(trainer: Trainer, dataset: list) -> dict[str, int | None]:
     small = {"per_device_eval_batch_size": 2, "dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
     vars(trainer.args).update(small, dataloader_persistent_workers=False)
     trainer.evaluation_loop(trainer.get_eval_dataloader(dataset), "Verification")
-    targets = [_count(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
+    targets = [count_targets(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
     return {"documents": sum(len(x) for x, _ in seen), "targets": sum(targets) if targets else None}
 
 
@@ -417,67 +424,6 @@ def _first(value: Any) -> Any:
     while isinstance(value, tuple | list | dict):
         value = next(iter(value.values() if isinstance(value, dict) else value), None)
     return value
-
-
-def _count(labels: np.ndarray) -> int:
-    return int((labels[..., 1:] != IGNORED_LABEL).sum()) if labels.ndim > 1 else int((labels != IGNORED_LABEL).sum())
-
-
-def _targets(sample: Mapping[str, Any]) -> int:
-    labels = np.asarray(sample.get("labels", []))
-    return _count(labels[None] if labels.ndim == 1 else labels.reshape(-1))
-
-
-def _documents_to_verify(loader: Any) -> tuple[list, str | None]:
-    """A few documents of the training data, cut to different lengths, or the reason why there are none."""
-    dataset = getattr(loader, "dataset", None)
-    while type(dataset).__module__.startswith("accelerate.") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    if isinstance(dataset, PackingDataset | IterablePackingDataset):
-        dataset = dataset.dataset
-    if has_items(dataset) and not isinstance(dataset, IterableDataset):
-        numbers = np.unique(np.linspace(0, len(dataset) - 1, _LOOKED_AT).astype(int)).tolist()
-        rows: Any = (dataset[number] for number in numbers)
-    elif type(dataset).__module__.startswith("datasets."):
-        rows = islice(dataset, _LOOKED_AT)
-    else:
-        # Reading from other streams may consume them.
-        return [], "samples come from a stream that can be read only once"
-    documents: list = []
-    for document in (document for row in rows for document in documents_of(row)):
-        cut = _cut(document, _LENGTHS[len(documents)])
-        if len(cut["input_ids"]) > 1 and ("labels" not in cut or _targets(cut)):
-            documents.append(cut)
-        if len(documents) == len(_LENGTHS):
-            break
-    return documents, None if len(documents) > 1 else "fewer than two samples have a target"
-
-
-def _cut(sample: Mapping[str, Any], length: int) -> Mapping[str, Any]:
-    """A part of a sample around its first target. Images cannot be cut."""
-    sample = real_sample(sample)
-    if any(sample.get(name) is not None for name in VISION_COLUMNS) or len(sample["input_ids"]) <= length:
-        return sample
-    labels = np.asarray(sample.get("labels", sample["input_ids"]))
-    targets = np.flatnonzero(labels != IGNORED_LABEL) if labels.ndim == 1 else np.zeros(1, int)
-    start = max(int(targets[0]) - _CONTEXT, 0) if len(targets) else 0
-    return cut_sample(sample, start, min(length, len(sample["input_ids"]) - start))
-
-
-def _places(batch: Mapping[str, Any], documents: list) -> list[torch.Tensor] | None:
-    """The indices of each document's tokens in the flattened batch, or `None` if a document is not in it."""
-    rows = batch["input_ids"].tolist()
-    flat, width = [token for row in rows for token in row], len(rows[0])
-    places, cursor = [], 0
-    for document in documents:
-        ids = torch.as_tensor(document["input_ids"]).tolist()
-        starts = (at for at in range(cursor, len(flat) - len(ids) + 1) if flat[at : at + len(ids)] == ids)
-        start = next((at for at in starts if at // width == (at + len(ids) - 1) // width), None)
-        if start is None:
-            return None
-        places.append(torch.arange(start, start + len(ids)))
-        cursor = start + len(ids)
-    return places
 
 
 def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
