@@ -1,4 +1,5 @@
 import pickle
+import copy
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,9 @@ class RegisterTest(unittest.TestCase):
 
     @parameterized.expand(CONFIGS)
     def test_every_layer_is_ours_and_parameters_are_the_builtins(self, family):
-        builtin = AutoModelForCausalLM.from_config(CONFIGS[family])
+        builtin = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
         with transformers_packed.registered():
-            ours = AutoModelForCausalLM.from_config(CONFIGS[family])
+            ours = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
         self.assertEqual(
             {n: p.shape for n, p in ours.named_parameters()}, {n: p.shape for n, p in builtin.named_parameters()}
         )
@@ -118,13 +119,13 @@ class RegisterTest(unittest.TestCase):
         before = [dict(mapping._extra_content) for mapping in mappings]
         transformers_packed.register()
         transformers_packed.register()
-        ours = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])
+        ours = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))
         transformers_packed.unregister()
         transformers_packed.unregister()
         self.assertEqual([dict(mapping._extra_content) for mapping in mappings], before)
 
         # Both kinds keep working in one process, including recorded outputs.
-        builtin = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])
+        builtin = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))
         self.assertTrue(type(builtin).__module__.startswith("transformers."))
         builtin.load_state_dict(ours.state_dict())
         input_ids = torch.randint(1, VOCAB_SIZE, (1, 9))
@@ -142,7 +143,7 @@ class RegisterTest(unittest.TestCase):
         transformers_packed.register()
         with transformers_packed.registered():
             pass
-        self.assertIn("transformers_packed", type(AutoModel.from_config(CONFIGS["qwen3_next"])).__module__)
+        self.assertIn("transformers_packed", type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_next"]))).__module__)
 
     @unittest.skipIf(RELEASE < Version("5.20"), "this release registers no class for its own configurations")
     def test_another_class_is_not_overwritten(self):
@@ -154,9 +155,9 @@ class RegisterTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "expected no other class .* Qwen3_5TextConfig, got .*"):
                 transformers_packed.register()
             # Nothing was registered partially, and unregister keeps the foreign class.
-            self.assertTrue(type(AutoModel.from_config(CONFIGS["qwen3_5"])).__module__.startswith("transformers."))
+            self.assertTrue(type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))).__module__.startswith("transformers."))
             transformers_packed.unregister()
-            self.assertIs(type(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"])), Qwen3_5ForCausalLM)
+            self.assertIs(type(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))), Qwen3_5ForCausalLM)
         finally:
             del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
 

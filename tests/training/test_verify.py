@@ -35,6 +35,7 @@ if HAS_TRL:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
+_FSDP = "torch.distributed.fsdp._fully_shard"
 STEP = {"max_steps": 1, "logging_steps": 1}
 
 
@@ -424,6 +425,13 @@ class OwnLoopTest(unittest.TestCase):
             self.assertRaisesRegex(ValueError, "expected the loss .* of the documents alone, got"),
         ):
             verify_packing(model, batch)
+
+    def test_a_sharded_model(self):
+        """A backward from hidden states would read weights that FSDP has freed."""
+        model = patch_model(self.model)
+        model.model.layers[0].__class__ = type("Sharded", (type(model.model.layers[0]),), {"__module__": _FSDP})
+        with self.assertRaisesRegex(ValueError, "expected a model without FSDP"):
+            verify_packing(model, self.batch)
 
     def test_no_row(self):
         with self.assertRaisesRegex(ValueError, "expected a packed row of several documents, got no boundaries"):

@@ -19,6 +19,7 @@ from transformers_packed import (
     PackingPlan,
     PackingStateCallback,
     SequenceBoundaries,
+    Verified,
     audit_model,
     configure_packing,
     pack_dataset,
@@ -33,6 +34,7 @@ from transformers_packed import (
     unregister,
     use_cuda_graphs,
     use_float8,
+    verify_packing,
     warm_up,
 )
 
@@ -52,6 +54,7 @@ def models(model: LlamaForCausalLM) -> None:
         for compiled in warm_up(model, 2048, max_documents=8, loss=lambda model, batch: model(**batch).loss)
     ]
     assert_type(seconds, list[float])
+    assert_type(verify_packing(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)}), Verified)
     report = audit_model(model, lengths=[3, 4], inputs=("position_ids",))
     assert_type(report, AuditReport)
     assert_type(report.ok, bool)
