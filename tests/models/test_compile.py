@@ -3,6 +3,7 @@
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 from mixins.model import block_mask, gradients, packed_batch, padded_batch, relative_error, total_relative_error
 from mixins.vision import TINY
@@ -44,15 +45,22 @@ class CompileTest(unittest.TestCase):
         set_seed(0)
         return cls._from_config(config, attn_implementation="sdpa").train()
 
+    @parameterized.expand([(*FAMILIES[1], ["all", "cu_seqlens"], (70, 2, 9))])
+    def test_packed(self, _, cls, config, sources, second):
+        self.check_packed(cls, config, sources, second)
+
     @parameterized.expand(
         [
             # Another row with the same numbers of documents and tokens runs without retracing.
             (*FAMILIES[0], ["all"], (2, 130, 60, 7)),
-            (*FAMILIES[1], ["all", "cu_seqlens"], (70, 2, 9)),
             (*FAMILIES[2], ["all"], (70, 2, 9)),
         ]
     )
-    def test_packed(self, _, cls, config, sources, second):
+    @pytest.mark.slow
+    def test_packed_in_other_families(self, _, cls, config, sources, second):
+        self.check_packed(cls, config, sources, second)
+
+    def check_packed(self, cls, config, sources, second):
         """The result is the same as without a compiler, with graph breaks only at the sequence mixers."""
         model, ops = self.model(cls, config), set()
 

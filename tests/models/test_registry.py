@@ -1,5 +1,5 @@
-import pickle
 import copy
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -143,7 +143,9 @@ class RegisterTest(unittest.TestCase):
         transformers_packed.register()
         with transformers_packed.registered():
             pass
-        self.assertIn("transformers_packed", type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_next"]))).__module__)
+        self.assertIn(
+            "transformers_packed", type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_next"]))).__module__
+        )
 
     @unittest.skipIf(RELEASE < Version("5.20"), "this release registers no class for its own configurations")
     def test_another_class_is_not_overwritten(self):
@@ -155,9 +157,13 @@ class RegisterTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "expected no other class .* Qwen3_5TextConfig, got .*"):
                 transformers_packed.register()
             # Nothing was registered partially, and unregister keeps the foreign class.
-            self.assertTrue(type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))).__module__.startswith("transformers."))
+            self.assertTrue(
+                type(AutoModel.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))).__module__.startswith("transformers.")
+            )
             transformers_packed.unregister()
-            self.assertIs(type(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))), Qwen3_5ForCausalLM)
+            self.assertIs(
+                type(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["qwen3_5"]))), Qwen3_5ForCausalLM
+            )
         finally:
             del AutoModelForCausalLM._model_mapping._extra_content[Qwen3_5TextConfig]
 
@@ -182,7 +188,7 @@ class RegisterTest(unittest.TestCase):
             with self.assertRaisesRegex(ImportError, expected):
                 transformers_packed.register()
             with self.assertRaisesRegex(ImportError, "argument window"):
-                transformers_packed.patch_model(modeling_qwen3_5.Qwen3_5ForCausalLM(CONFIGS["qwen3_5"]))
+                transformers_packed.patch_model(modeling_qwen3_5.Qwen3_5ForCausalLM(copy.deepcopy(CONFIGS["qwen3_5"])))
         # A method that another package has put there says nothing about the release.
         forward.__module__ = "another_package"
         with mock.patch.object(modeling_qwen3_5.Qwen3_5GatedDeltaNet, "forward", forward):

@@ -76,10 +76,10 @@ class WholeModelTest(unittest.TestCase):
             pass
 
         with registered():
-            self.check_whole(transformers.Qwen3NextForTokenClassification(CONFIGS["qwen3_next"]))
-            self.check_whole(transformers.Qwen3_5TextForSequenceClassification(CONFIGS["qwen3_5"]))
+            self.check_whole(transformers.Qwen3NextForTokenClassification(copy.deepcopy(CONFIGS["qwen3_next"])))
+            self.check_whole(transformers.Qwen3_5TextForSequenceClassification(copy.deepcopy(CONFIGS["qwen3_5"])))
             # This cannot become ours, and says so when it is to be packed.
-            model = Head(CONFIGS["qwen3_5"])
+            model = Head(copy.deepcopy(CONFIGS["qwen3_5"]))
         self.assertFalse(has_our_classes(model))
         with self.assertRaisesRegex(ValueError, "subclass or copy of a stock class, .*Head"):
             check_patch(model)

@@ -75,6 +75,7 @@ class ExpertLoadTest(unittest.TestCase):
         # Each entry shows the steps since the one before.
         self.assertNotEqual(log[0]["expert_load_max"], log[1]["expert_load_max"])
 
+    @pytest.mark.slow
     def test_compiled(self):
         _, counted, log = self.train(torch_compile=True, torch_compile_backend="aot_eager")
         self.check_log(log, counted)
