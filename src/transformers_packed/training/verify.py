@@ -127,18 +127,22 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     with _as_before(inner):
         leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
         _check_leak(leak, len(places))
-        labels = batch.get("labels")
-        if labels is None or labels.shape != batch["input_ids"].shape:
-            return Verified(len(places), leak)
-        with quiet(inner), torch.no_grad():
-            row = inner(**batch).loss.item()
-            parts = [_alone(inner, batch, labels, place) for place in places]
-        counts = sum(count for _, count in parts)
-        alone = sum(loss * count for loss, count in parts) / max(counts, 1)
-    bar = _BARS[_precision(inner)][0]
-    if counts and not abs(row - alone) <= bar * abs(alone):
-        raise DifferenceError(f"{_difference('the documents alone', row, alone)} {_PADDED}")
-    return Verified(len(places), leak, row, alone)
+        losses = _losses(inner, batch, places)
+    if None not in losses and not abs(losses[0] - losses[1]) <= _BARS[_precision(inner)][0] * abs(losses[1]):
+        raise DifferenceError(f"{_difference('the documents alone', *losses)} {_PADDED}")
+    return Verified(len(places), leak, *losses)
+
+
+def _losses(model: torch.nn.Module, batch: Mapping[str, Any], places: list) -> tuple[float | None, float | None]:
+    """The loss of a row, and the mean of the losses of its documents alone, if it has a label for each token."""
+    labels = batch.get("labels")
+    if labels is None or labels.shape != batch["input_ids"].shape:
+        return None, None
+    with quiet(model), torch.no_grad():
+        row = model(**batch).loss.item()
+        parts = [_alone(model, batch, labels, place) for place in places]
+    counts = sum(count for _, count in parts)
+    return row, sum(loss * count for loss, count in parts) / counts if counts else None
 
 
 def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor, place: torch.Tensor):
