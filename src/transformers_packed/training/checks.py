@@ -51,28 +51,10 @@ PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 _KNOWN = ("transformers", "trl", "transformers_packed", "contextlib")
 # What no row depends on: how parameters are updated, what is logged and saved, and the samples of a batch. Evaluation
 # reads batches of the user wherever it needs more than the loss of known methods.
-_APART = (
-    "create_",
-    "get_optimizer",
-    "get_decay",
-    "get_learning",
-    "log",
-    "save",
-    "load",
-    "store_flos",
-    "push",
-    "init_hf",
-)
-_APART += ("prediction_step", "get_eval_dataloader", "get_test_dataloader", "get_train_sampler", "get_eval_sampler")
-_APART += (
-    "add_callback",
-    "pop_callback",
-    "remove_callback",
-    "is_",
-    "maybe_log",
-    "call_model",
-    "hyperparameter",
-    "hp_",
+_APART = tuple(
+    "create_ get_optimizer get_decay get_learning log save load store_flos push init_hf prediction_step get_eval_dataloader "
+    "get_test_dataloader get_train_sampler get_eval_sampler add_callback pop_callback remove_callback is_ maybe_log "
+    "call_model hyperparameter hp_".split()
 )
 _EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
@@ -147,11 +129,6 @@ def _is_known(part: Any) -> bool:
     function = getattr(part, "__func__", part)
     home = getattr(function, "__globals__", {"__name__": type(part).__module__})["__name__"]
     return home.partition(".")[0] in _KNOWN
-
-
-def has_own_loss(trainer: Trainer) -> bool:
-    """Whether the loss of a batch is code of the user."""
-    return bool(overridden(trainer, "compute_loss", "training_step"))
 
 
 def _of_patch(trainer: Trainer, padded: bool) -> Iterator[ValueError]:

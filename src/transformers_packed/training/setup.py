@@ -95,8 +95,6 @@ class Setup:
             What the user reads.
         options ([`Options`]):
             What the user asked for.
-        reason (`ValueError`, *optional*):
-            Why the Trainer is not packed, if it is not.
         models (`tuple`):
             The models to prepare: the policy, and a reference model before it.
         prepare (`tuple[Callable]`):
@@ -110,7 +108,6 @@ class Setup:
     mode: str
     line: str
     options: Options
-    reason: ValueError | None = None
     models: tuple[torch.nn.Module, ...] = ()
     prepare: tuple[Callable[[torch.nn.Module], Any], ...] = ()
     changes: tuple[Change, ...] = ()
@@ -131,7 +128,7 @@ def decide(trainer: Trainer, options: Options) -> Setup:
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
-        return _off(trainer, options, why, reason)
+        return _off(trainer, options, why)
     return (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options)
 
 
@@ -165,7 +162,7 @@ def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
     return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
 
 
-def _off(trainer: Trainer, options: Options, why: str, reason: ValueError | None = None) -> Setup:
+def _off(trainer: Trainer, options: Options, why: str) -> Setup:
     """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
     args = trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
@@ -178,7 +175,7 @@ def _off(trainer: Trainer, options: Options, why: str, reason: ValueError | None
         changes += liger + _of_model_init(trainer, prepare)
         unchanged = f"batches are unchanged{_FLOAT8}{kept}"
     line = f"Packing off, {unchanged}: {why}"
-    return Setup("off", line, options, reason, (trainer.model,), prepare, tuple(changes))
+    return Setup("off", line, options, (trainer.model,), prepare, tuple(changes))
 
 
 def _of_batches(trainer: Trainer, options: Options) -> Setup:
@@ -191,7 +188,7 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
     line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
     changes = Change.of(trainer.args, packing=False, padding_free=True) + liger
-    return Setup("batches", line, options, None, models, prepare, tuple(changes))
+    return Setup("batches", line, options, models, prepare, tuple(changes))
 
 
 def _of_rows(trainer: Trainer, options: Options) -> Setup:
@@ -217,9 +214,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
     changes += _of_callbacks(trainer, dataset, packed, options.cuda_graphs is None, checks)
     mode = "pack" if packed else "padding_free"
-    return Setup(
-        mode, line, options, None, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer)
-    )
+    return Setup(mode, line, options, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer))
 
 
 def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
@@ -246,10 +241,10 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
 
 
 def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
-    padded = padded_batches_of(trainer)
     if getattr(trainer, "sequence_parallel", None) is not None:
         # No process has whole documents.
         return {}
+    padded = padded_batches_of(trainer)
     found = {name: getattr(trainer, name) for name in ("get_eval_dataloader", "get_test_dataloader")}
     methods = {name: method for name, method in found.items() if not isinstance(method, OwnBatches)}
     return {name: OwnBatches(trainer, method, packed, padded) for name, method in methods.items()}

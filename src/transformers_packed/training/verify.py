@@ -228,7 +228,7 @@ class VerifyCallback(TrainerCallback):
         # A collator that the user has set since may contain ours.
         if setup.options.mode != "auto" or trainer.data_collator is not ours:
             raise difference
-        packed, callbacks = trainer.data_collator, trainer.callback_handler.callbacks
+        callbacks = trainer.callback_handler.callbacks
         undo(trainer, setup)
         trainer.remove_callback(self)
         for callback in callbacks:
@@ -236,7 +236,7 @@ class VerifyCallback(TrainerCallback):
             if callback not in trainer.callback_handler.callbacks:
                 vars(callback)["on_train_begin"] = _say_nothing
         if setup.padded is not None:
-            _replace(loader, packed, trainer.data_collator)
+            _replace(loader, ours, trainer.data_collator)
         say(trainer, f"Packing off, training is unchanged: {difference}")
 
     def _verify(self, loader: Any) -> str:
