@@ -59,10 +59,10 @@ def cut_around_target(sample: Mapping[str, Any], length: int) -> Mapping[str, An
 def targets_of(sample: Mapping[str, Any]) -> int:
     """The number of tokens of a sample that are targets, or 1 for a sample with one label."""
     labels = np.asarray(sample.get("labels", []))
-    return count_targets(labels[None] if labels.ndim == 1 else labels.reshape(-1))
+    return targets_in(labels[None] if labels.ndim == 1 else labels.reshape(-1))
 
 
-def count_targets(labels: np.ndarray) -> int:
+def targets_in(labels: np.ndarray) -> int:
     """The number of targets in labels `[B, T]`, of which no token predicts the first, or in one label per sample `[B]`."""
     return int((labels[..., 1:] != IGNORED_LABEL).sum()) if labels.ndim > 1 else int((labels != IGNORED_LABEL).sum())
 

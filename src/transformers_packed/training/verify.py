@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..audit.isolation import UnseenError, indices_of, leak_between, quiet, watch
 from ..data.documents import PaddedSamples, is_packed
-from ..data.excerpts import count_targets, cut_around_target, excerpts, places_of, targets_of
+from ..data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
 from ..data.prefixes import documents_of
 from ..data.samples import IGNORED_LABEL, has_items
 from ..errors import input_error
@@ -422,7 +422,7 @@ def _evaluate(trainer: Trainer, dataset: list) -> dict[str, int | None]:
     small = {"per_device_eval_batch_size": 2, "dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
     vars(trainer.args).update(small, dataloader_persistent_workers=False)
     trainer.evaluation_loop(trainer.get_eval_dataloader(dataset), "Verification")
-    targets = [count_targets(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
+    targets = [targets_in(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
     return {"documents": sum(len(x) for x, _ in seen), "targets": sum(targets) if targets else None}
 
 
