@@ -254,7 +254,7 @@ def _listen_to_noise(base: nn.Module, recorder: Recorder, result: Result) -> Non
             return
         states = next(tensors([args, kwargs]))
         states = real(states.detach(), batch, False)
-        ids = real(batch["input_ids"], batch, False)
+        ids = batch["input_ids"][batch["input_ids"] != 0]
         sizes = lengths(batch)
         noise = states - nn.functional.embedding(ids, embed.weight.detach())
         for part, token in zip(noise.split(sizes), ids.split(sizes), strict=True):

@@ -158,7 +158,7 @@ def collator(setup: Setup, ours: bool, model: nn.Module) -> Callable | None:
 
 
 def real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
-    """Return `[real tokens of the batch, ...]`, or `x` itself if it has no token dimension."""
+    """Return `[real tokens of the batch, features]`, or `x` itself if it has no token dimension."""
     mask = batch["input_ids"] != 0
     tokens = int(mask.sum())
     if channels_first and x.ndim == 3:
@@ -166,7 +166,7 @@ def real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
     for rows in (mask, mask.new_ones(1, tokens)):  # our model may pack a padded batch
         size = rows.numel()
         if x.shape[:2] == rows.shape:
-            return x[rows]
+            return x[rows].reshape(int(rows.sum()), -1)
         if x.ndim > 1 and x.shape[0] % size == 0 and x.shape[0]:
             return x.reshape(size, -1)[rows.flatten()]
     return x
