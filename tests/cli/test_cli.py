@@ -88,7 +88,6 @@ class CommandLineTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("all", ["audit", "--all", "--types", "llama", "--jobs", "2"], "error: --all .*utils/audit_all.py"),
             ("no_model", ["audit"], "arguments are required: MODEL_OR_TYPE"),
         ]
     )

@@ -1,4 +1,4 @@
-"""`transformers-packed memory`, and its old name `plan --gpus`."""
+"""`transformers-packed memory`."""
 
 import contextlib
 import io
@@ -42,9 +42,6 @@ class MemoryCommandTest(unittest.TestCase):
         self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
-        deprecated = "transformers-packed plan --gpus is deprecated: use transformers-packed memory\n"
-        self.assertEqual(self.command("plan", "--gpus", 8, *options), (0, expected, deprecated))
-        self.assertEqual(self.command("plan", "--gpus=8", *options), (0, expected, deprecated))
 
     def test_lora(self):
         options = ("--model", self.path, "--max-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
@@ -62,10 +59,9 @@ class MemoryCommandTest(unittest.TestCase):
             ((*fits, "--seed", 3), 2, "unrecognized arguments: --seed"),
             ((*fits, "--data", "x"), 2, "unrecognized arguments: --data"),
         ):
-            for command in ("memory", "plan"):
-                status, stdout, stderr = self.command(command, *arguments)
-                self.assertEqual((status, stdout), (expected, ""), stderr)
-                self.assertIn(part, stderr)
+            status, stdout, stderr = self.command("memory", *arguments)
+            self.assertEqual((status, stdout), (expected, ""), stderr)
+            self.assertIn(part, stderr)
         arguments = ("plan", "--data", "x", "--max-length", 9, "--weights", "float32")
         self.assertIn("unrecognized arguments: --weights", self.command(*arguments)[2])
         self.assertIn("arguments are required: --data", self.command("plan", "--max-length", 9)[2])

@@ -20,10 +20,6 @@ def main(argv: list[str] | None = None) -> int:
         argv (`list[str]`, *optional*):
             The arguments, by default those of the process. As in `argparse`, invalid arguments exit with status 2.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["plan"] and any(argument.partition("=")[0] == "--gpus" for argument in argv):
-        print("transformers-packed plan --gpus is deprecated: use transformers-packed memory", file=sys.stderr)
-        argv = ["memory", *argv[1:]]
     parser = Parser(
         prog="transformers-packed",
         description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",

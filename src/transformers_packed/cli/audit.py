@@ -29,7 +29,6 @@ def add_parser(subparsers) -> Parser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or name on the Hub), or model type, built tiny")
-    add("--all", nargs=0, action=_Moved, help=argparse.SUPPRESS)
     add("--stock", action="store_true", help="audit Transformers' class even if this package has one")
     parser.add_shared("--attn", "--seed", "--trust-remote-code")
     dtypes = ("float32", "bfloat16", "float16")
@@ -42,11 +41,6 @@ def add_parser(subparsers) -> Parser:
     add("--plot", type=output_file, metavar="FILE", help="plot the influence between documents (needs matplotlib)")
     add("--json", type=output_file, metavar="FILE", help="write the report as JSON")
     return parser
-
-
-class _Moved(argparse.Action):
-    def __call__(self, parser, *_):
-        parser.error("--all was replaced by a script: run make support-matrix or python utils/audit_all.py in a clone")
 
 
 def hide_gpu_packages() -> list[str]:

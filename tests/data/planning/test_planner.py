@@ -1,7 +1,6 @@
 import dataclasses
 import tempfile
 import unittest
-import warnings
 import zipfile
 from bisect import bisect_left, insort
 from itertools import pairwise
@@ -356,7 +355,6 @@ class ErrorsTest(unittest.TestCase):
             ("a fractional world", {"world_size": 2.0}, "world_size"),
             ("no accumulation", {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
             ("a negative seed", {"seed": -1}, "seed"),
-            ("another strategy", {"strategy": "bfd"}, "strategy 'best_fit', got 'bfd'"),
             ("another overlong", {"overlong": "cut"}, "overlong 'error' or"),
             ("another side", {"truncation_side": "middle"}, "truncation_side"),
             ("fewer samples than ranks", {"lengths": [3, 3], "world_size": 4}, "at least 4 documents"),
@@ -367,15 +365,6 @@ class ErrorsTest(unittest.TestCase):
     def test_plan_packing(self, _, arguments, message):
         with self.assertRaisesRegex(ValueError, f"^expected .*{message}"):
             plan_packing(**{"lengths": [3, 4], "max_length": 10, **arguments})
-
-    def test_the_one_strategy_is_deprecated(self):
-        # `assertWarns` looks into every module, and some releases of Transformers then import torchvision.
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            plan = plan_packing([3, 4], 10, strategy="best_fit")
-        texts = [str(one.message) for one in caught if one.category is DeprecationWarning]
-        self.assertTrue(any("one strategy" in text for text in texts), texts)
-        assert_same(self, plan, plan_packing([3, 4], 10))
 
     def test_the_plan(self):
         plan = plan_packing([3, 4, 5, 6], 10, world_size=2)

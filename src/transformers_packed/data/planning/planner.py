@@ -6,7 +6,6 @@ rows, and mixes their documents (`mixing.py`). The time of the search depends on
 other work is a sort by length and array operations over the samples.
 """
 
-import warnings
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +39,6 @@ def plan_packing(
     gradient_accumulation_steps: int = 1,
     balance: bool | PackingCost | Any = True,
     seed: int = 0,
-    strategy: str | None = None,
 ) -> PackingPlan:
     """Plan packed rows of at most `max_length` tokens over all samples.
 
@@ -74,8 +72,6 @@ def plan_packing(
             rows.
         seed (`int`, *optional*, defaults to 0):
             Seed of all random choices. The same arguments and seed give the same plan.
-        strategy (`str`, *optional*):
-            Deprecated. Must be `"best_fit"`, best-fit decreasing over the whole dataset.
 
     Raises:
         `ValueError`: malformed lengths or arguments, a sample that is too long with `overlong="error"`, or too few
@@ -93,10 +89,6 @@ def plan_packing(
 
     ```
     """
-    if strategy is not None:
-        warnings.warn("plan_packing has one strategy; do not pass strategy", DeprecationWarning, stacklevel=2)
-        if strategy != "best_fit":
-            raise input_error("strategy 'best_fit'", repr(strategy))
     check_settings(max_length, overlong, truncation_side)
     check_count("world_size", world_size)
     check_count("gradient_accumulation_steps", gradient_accumulation_steps)
