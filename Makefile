@@ -10,13 +10,13 @@ TESTS ?= tests
 PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 # Tensors, data, one family of models and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
-NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_guard.py tests/data/test_neftune.py
+NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_collator_checks.py
 # torchao's compiled extensions need CUDA. On a CPU, each process would log that they cannot be loaded.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
 # Model families with dedicated classes, how they take the stock classes' place, and the trainers.
 CORE := tests/test_boundaries.py tests/models/qwen3_5 tests/models/qwen3_next tests/models/qwen3_5_moe \
 	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py checkpoints.py shared_prompts.py verdict.py) \
-	$(addprefix tests/data/test_,collator.py guard.py) \
+	$(addprefix tests/data/test_,collator.py collator_checks.py) \
 	$(addprefix tests/training/test_,checks.py configure.py trainer.py stock_trainer.py lora.py)
 RELEASES ?= 5.16.1 5.17.0 5.18.0 5.19.0 5.20.2 5.21.1 5.22.2 5.23.0
 SEED ?= 0

@@ -24,7 +24,6 @@ LATE_IMPORTS = (
     ("models/trl_head.py", "ops"),  # the compiler of torch, for models that a trainer of TRL has changed
     ("models/inputs.py", "ops.dispatch"),  # the compiler of torch, for compiled models
     ("models/masks.py", "ops.autograd"),  # the compiler of torch, for masks in transforms
-    ("data/collator.py", "data.guard"),  # a collator without model= adds a callback to every Trainer
 )
 # Ways to read state that was not passed as an argument.
 HIDDEN = {

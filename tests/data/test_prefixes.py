@@ -222,8 +222,8 @@ class RefusalsTest(unittest.TestCase):
             shard_batch(batch, 0, 2)
 
     def test_neftune(self):
-        from transformers_packed.data.neftune import document_lengths
         from transformers_packed.models.inputs import resolve_boundaries
+        from transformers_packed.training.callbacks.neftune import document_lengths
 
         batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8])])
         with self.assertRaisesRegex(ValueError, "neftune_noise_alpha to None"):

@@ -25,10 +25,6 @@ def build(model_type: str = "qwen3_5"):
     return AutoModelForCausalLM.from_config(config)
 
 
-def judge_with_cache(model):
-    return verdict.judge(model, "position_ids", cache=verdict.cache_setting(model))
-
-
 class CacheTest(unittest.TestCase):
     """The verdict on a cache matches the effect of a changed first document on the second."""
 
@@ -57,14 +53,14 @@ class CacheTest(unittest.TestCase):
                 model(input_ids=row[None], position_ids=torch.arange(12).repeat(2)[None]).logits[0, 12:]
                 for row in rows
             )
-        leak, _ = judge_with_cache(model)
-        self.assertEqual(leak is not None, bool((first - second).abs().max() > 1e-6), str(leak))
+        leaks = bool((first - second).abs().max() > 1e-6)
+        self.assertEqual(verdict.cache_setting(model) is not None, leaks)
 
     def test_flash_attention_needs_no_mask(self):
         model = build("llama")
-        self.assertIsNotNone(judge_with_cache(model)[0])
+        self.assertIsNotNone(verdict.cache_setting(model))
         model.config._attn_implementation_internal = "flash_attention_2"
-        self.assertIsNone(judge_with_cache(model)[0])
+        self.assertIsNone(verdict.cache_setting(model))
 
 
 class JudgeTest(unittest.TestCase):
@@ -78,11 +74,9 @@ class JudgeTest(unittest.TestCase):
             "ours": {"position_ids": {"verdict": ours}, "all": {"verdict": ours}},
         }
         model = model or build()
-        # As set by Trainer, and as in the audits.
-        model.config.use_cache = model.config.get_text_config().use_cache = False
         collator = DataCollatorWithFlattening(**options, on_leak="ignore")
         with mock.patch.object(verdict, "measurements", return_value={model_type: entry}):
-            leak, doubt = verdict.judge(model, **collator.given(), cache=verdict.cache_setting(model))
+            leak, doubt = verdict.judge(model, **collator.given())
         return str(leak or ""), doubt or ""
 
     leaks = {"verdict": "leaks", "module": "Qwen3_5Attention", "kind": "attention"}

@@ -78,16 +78,14 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         model (`PreTrainedModel` or `PreTrainedConfig`, *optional*):
             The model to train. The collator checks at once whether the model keeps the documents of its batches apart.
             It warns about a stock model with a cache, because only `Trainer` turns the cache off. Without a model, or
-            with a configuration, a `Trainer` callback checks the model before the first step, and the collator issues
-            a `FutureWarning`. With a vision-language model or its configuration, rows with images or videos get
-            position ids `[4, 1, T]` (text, time, height, width) that restart in every sample. Otherwise the model
-            computes them.
+            with a configuration, nothing is checked, and the log says so once. With a vision-language model or its
+            configuration, rows with images or videos get position ids `[4, 1, T]` (text, time, height, width) that
+            restart in every sample. Otherwise the model computes them.
         on_leak (`str`, *optional*, defaults to `"error"`):
             Action for a model that is known to leak between the documents of these batches, or for an adapter that
-            acts once per row (PEFT prompt learning): `"error"`, `"warn"` or `"ignore"`. `"ignore"` skips the check and
-            adds no callback. The callback also raises an error for `label_smoothing_factor` where `Trainer` does not
-            shift the labels, and scales NEFTune noise per document. If you pass `model=`, [`configure_packing`] does
-            both.
+            acts once per row (PEFT prompt learning): `"error"`, `"warn"` or `"ignore"`, which skips the check. Only
+            [`configure_packing`] also refuses `label_smoothing_factor` where `Trainer` does not shift the labels, and
+            scales NEFTune noise per document.
 
     Keyword Args:
         return_position_ids (`bool`, *optional*, defaults to `True`):
@@ -106,8 +104,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     Raises:
         `ValueError`: a batch without tokens, a sample without tokens that has a label of its own, a sample of several documents (`position_ids` that restart), columns of
             different lengths, documents without any boundaries, `pad_to_multiple_of` without `pad_token_id`, an unknown
-            `on_leak`, or a `model` that leaks or does not shift labels. Without `model`, `Trainer.train` or
-            `Trainer.evaluate` raises the last one.
+            `on_leak`, or a `model` that leaks or does not shift labels.
 
     Example:
 
@@ -162,10 +159,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def _judge(self, model: Any) -> None:
         if not isinstance(model, torch.nn.Module):
-            # A late import: it also imports Trainer.
-            from .guard import install_guard
-
-            install_guard()
+            logger.warning_once(f"{_CALL}: no model is checked. Pass model=model, or call configure_packing(trainer).")
             return
         inner, (leak, doubt) = transformers_model(model), judge(model, **self.given())
         complain(model, leak, doubt, self.on_leak)

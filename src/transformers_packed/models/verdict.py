@@ -60,7 +60,7 @@ def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
 
 
 def judge(
-    model: torch.nn.Module, source: str | None, *, cu_seqlens: bool = False, cache: str | None = None
+    model: torch.nn.Module, source: str | None, *, cu_seqlens: bool = False
 ) -> tuple[ValueError | None, str | None]:
     """Decide whether a model mixes the documents of packed rows.
 
@@ -72,8 +72,6 @@ def judge(
             `"+seq_idx"` or `"+cu_seq_lens"`, or `"all"`.
         cu_seqlens (`bool`, *optional*, defaults to `False`):
             Whether the model also receives `cu_seqlens`.
-        cache (`str`, *optional*):
-            The setting that makes the model create a cache, from [`cache_setting`].
 
     Returns:
         `tuple`: an error if the model mixes documents or loses their first labels, else `None`; and the reason if the
@@ -106,8 +104,6 @@ def judge(
             return None, f"the audit of its type failed with {found['reason']}"
         return _leak(name, entry, source, "later tokens change earlier ones"), None
     if found["verdict"] != "leaks":
-        if cache is not None:
-            return cache_error(model, cache), None
         inside = model_type != model.config.model_type
         return None, f"its type was not audited, only {model_type}" if inside else None
     path = next((path for path, module in model.named_modules() if type(module).__name__ == found["module"]), None)
@@ -143,26 +139,19 @@ def complain(model: torch.nn.Module, leak: ValueError | None, doubt: str | None,
         )
 
 
-def cache_setting(model: torch.nn.Module, training: bool = False) -> str | None:
+def cache_setting(model: torch.nn.Module) -> str | None:
     """Return the setting that makes a stock model create a cache for packed rows, so that its mask ignores documents.
 
-    `training` tells whether the model is in training mode, where gradient checkpointing disables the cache.
+    In training, gradient checkpointing disables the cache, but evaluation creates it.
     """
     text = text_config(model)
-    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if is_flash_attention_requested(text) or (training and checkpointing):
+    if is_flash_attention_requested(text):
         return None
     configs = {id(text): "config.get_text_config()", id(model.config): "config"}
     # The outermost forward that reads `use_cache` from its configuration passes it on. Most models have only one.
     reading = (m.config for m in model.modules() if id(getattr(m, "config", None)) in configs and _reads_config(m))
     config = next((c for c in reading if getattr(c, "use_cache", None) is not None), text)
     return f"{configs[id(config)]}.use_cache" if getattr(config, "use_cache", False) else None
-
-
-def cache_error(model: torch.nn.Module, setting: str) -> ValueError:
-    """Create the error for a setting from [`cache_setting`]."""
-    got = f"{type(model).__name__} with {setting}=True, and with a cache its attention mask ignores documents"
-    return input_error(SEPARATE, got, f"Set model.{setting} = False.")
 
 
 def _reads_config(module: torch.nn.Module) -> bool:

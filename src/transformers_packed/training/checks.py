@@ -14,12 +14,12 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.dataset import find_unusable
 from ..data.documents import first_sample, is_packed
-from ..data.guard import unshifted_smoothing
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
@@ -27,7 +27,6 @@ from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, famil
 from ..models.registry import check_patch, transformers_model
 from ..models.verdict import (
     SEPARATE,
-    cache_error,
     cache_setting,
     first_label_error,
     judge,
@@ -231,7 +230,11 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
         yield input_error(expected, f"{name}, which is not a Transformers model", _PADDED)
     per_row, other = adapter_per_row(trainer.model), not name.endswith(LANGUAGE_MODELS)
     yield from refused((per_row, "adapters that act per document", per_row, _PADDED))
-    yield from filter(None, [unshifted_smoothing(trainer.args, model)])
+    # Trainer decides by the name of the class.
+    shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or not name.endswith(LANGUAGE_MODELS)
+    smoothing = f"label_smoothing_factor with {name}, whose labels Trainer does not shift"
+    unshifted = bool(trainer.args.label_smoothing_factor) and not shifts
+    yield from refused((unshifted, "labels shifted by one token", smoothing, "Set label_smoothing_factor=0."))
     classifies = f"sequence classification ({name}), which needs one label per sample instead of one per token"
     other |= getattr(model.config, "is_encoder_decoder", False)
     patched = ((measured(model)[1] or {}).get("ours") or {}).get("all") or {}
@@ -268,7 +271,11 @@ def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Itera
 def check_cache(model: torch.nn.Module) -> ValueError | None:
     """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
     ours = families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}
-    return cache_error(model, setting) if not ours and (setting := cache_setting(model)) else None
+    setting = None if ours else cache_setting(model)
+    if setting is None:
+        return None
+    got = f"{type(model).__name__} with {setting}=True, and with a cache its attention mask ignores documents"
+    return input_error(SEPARATE, got, f"Set model.{setting} = False.")
 
 
 def _of_collator(trainer: Trainer) -> Iterator[ValueError]:

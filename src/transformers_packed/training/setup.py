@@ -13,7 +13,6 @@ from transformers.utils import logging
 from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
 from ..data.dataset import PackingDataset, sampled_lengths
 from ..data.documents import is_packed
-from ..data.neftune import DocumentNoise
 from ..data.planning.rows import mean_of_longest
 from ..data.samples import has_items
 from ..data.streaming import IterablePackingDataset
@@ -25,6 +24,7 @@ from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
 from .callbacks.metrics import PackingMetricsCallback, known_cost
+from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
 from .checks import (

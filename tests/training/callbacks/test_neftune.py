@@ -2,7 +2,6 @@
 
 import tempfile
 import unittest
-import warnings
 
 import peft
 import torch
@@ -21,16 +20,15 @@ from transformers import (
 )
 
 from transformers_packed import (
-    DataCollatorWithFlattening,
     PackedTrainer,
     SequenceBoundaries,
     configure_packing,
     patch_model,
 )
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.data.neftune import document_lengths
 from transformers_packed.models.releases import checkpointing_argument
 from transformers_packed.parallel.shard import RowShard
+from transformers_packed.training.callbacks.neftune import document_lengths
 
 
 ALPHA = 5.0
@@ -137,15 +135,6 @@ class NeftuneTest(unittest.TestCase):
     def test_sft(self):
         trainer = build("sft", directory=self.directory, neftune_noise_alpha=ALPHA, max_steps=2)
         self.check_documents(configure_packing(trainer))
-
-    @parameterized.expand(["qwen3_5", "llama"])
-    def test_collator_in_a_plain_trainer(self, model_type):
-        model = make(model_type)
-        model = patch_model(model) if model_type == "qwen3_5" else model
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DataCollatorWithFlattening", FutureWarning)
-            collator = DataCollatorWithFlattening()
-        self.check_documents(self.trainer(model, collator))
 
     @parameterized.expand(["qwen3_5", "llama", "gpt_oss"])
     def test_documents_alone_get_the_built_in_noise(self, model_type):

@@ -10,8 +10,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from ..boundaries import SequenceBoundaries
-from ..models.inputs import resolve_boundaries
+from ...boundaries import SequenceBoundaries
+from ...models.inputs import resolve_boundaries
 
 
 class DocumentNoise(TrainerCallback):
