@@ -160,6 +160,14 @@ class FindsTest(VerifyTestCase):
             with self.assertRaisesRegex(ValueError, message):
                 said(trainer.train)
 
+    def test_a_loss_that_reads_logits_under_mixed_precision(self):
+        """Set after `configure_packing`. The wrapped model keeps its classes, but has to return what the stock one does."""
+        trainer = self.trainer(collator=DataCollatorForSeq2Seq(tokenizer()), args={"bf16": True})
+        said(configure_packing, trainer)
+        trainer.compute_loss = lambda model, inputs, **_: model(**inputs, use_cache=False).logits.square().mean()
+        self.assertIn("Packing off, training is unchanged: expected a step of training", said(trainer.train)[0])
+        self.assertEqual(trainer.state.global_step, 1)
+
     def test_a_collator_around_ours(self):
         """It cannot be undone, so a difference is an error in auto mode too."""
         trainer = self.trainer()

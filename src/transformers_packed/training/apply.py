@@ -48,4 +48,4 @@ def _unpatch(models: list[torch.nn.Module] | tuple[torch.nn.Module, ...]) -> Non
             unpatch_model(model)
         except ValueError:
             inner = transformers_model(model)
-            inner.packs_padding = False
+            inner.packs_padding = inner.skips_logits = False
