@@ -37,6 +37,7 @@ EXTRAS["dev"] = [
     "triton; platform_system == 'Linux'",
     "hypothesis>=6.100",
     "import-linter>=2.16",
+    "jinja2>=3.1",
     "libcst>=1.5",
     "liger-kernel>=0.8.5; platform_system == 'Linux'",
     "mypy==2.4.1",

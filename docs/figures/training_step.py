@@ -8,8 +8,8 @@ from svg import GREEN, MUTED, Picture
 
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "utils" / "cards"))
-from peers import gpu, grouped, label  # noqa: E402
+sys.path.insert(0, str(ROOT / "utils" / "measured"))
+from other_tools import gpu, grouped, label  # noqa: E402
 
 
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"

@@ -1,6 +1,5 @@
 """The runs of the launch lines: what they read from a launch and compare, and a few launches on a CPU."""
 
-import importlib.util
 import json
 import math
 import os
@@ -17,14 +16,15 @@ from parameterized import parameterized
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
 import launch_checks as checks
 import launch_lines
 import launches
+import write
 from launches import compared, interrupt, passed, select
 
 
 ROOT = Path(__file__).resolve().parents[2]
-CARDS = ROOT / "utils" / "cards"
 PRINTED = """12 samples (messages) with 753 tokens.
 step 5/10, epoch 0.50: loss 1.5431
 step 10/10, epoch 1.00: loss nan
@@ -175,14 +175,7 @@ class LinesTest(unittest.TestCase):
 
 def page(report: dict) -> str:
     """The text of the page of a report."""
-    # Its module has the name of the benchmark.
-    spec = importlib.util.spec_from_file_location("launches_card", CARDS / "launches.py")
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", [*sys.path, str(CARDS)]):
-        card = importlib.import_module("card")
-    with mock.patch.object(card, "LAUNCHES", ("0123456", "2026-11-24"), create=True):
-        spec.loader.exec_module(module)
-    return module.launches({"launches.json": report}).page({"results": "results"})
+    return write.pages({"launches": report}, only="launches")["launches.md"]
 
 
 class EndTest(unittest.TestCase):
@@ -197,7 +190,7 @@ class EndTest(unittest.TestCase):
         self.assertNotEqual(process.returncode, 0)
 
 
-class CardTest(unittest.TestCase):
+class PageTest(unittest.TestCase):
     def setUp(self):
         one = {"name": "trainer/one", "command": "python examples/trainer.py", "status": "ok", "losses": {5: 2.0}}
         one["checks"] = {"losses are finite": {"passed": True}}

@@ -20,10 +20,11 @@ from transformers_packed import patch_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "peers"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "cards"))
-import peers
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
+import other_tools
 import shapes
 import train
+import write
 
 
 SMALL = ["--tokens", "48", "--documents", "3", "--warmup", "1", "--steps", "1", "--device", "cpu"]
@@ -59,7 +60,7 @@ class TrainTest(unittest.TestCase):
         ours, padded = self.runs("tiny", [[*SMALL, "--tool", tool] for tool in ("ours", "padded")])
         self.assertAlmostEqual(ours["losses"]["1"], padded["losses"]["1"], delta=2e-3)
         self.assertEqual((ours["shapes"], ours["forwards_per_step"]), ([[1, 48]], 1))
-        self.assertTrue(ours["padding_free"] and peers.isolated(ours))
+        self.assertTrue(ours["padding_free"] and other_tools.isolated(ours))
         self.assertFalse(padded["padding_free"])
         self.assertEqual(len(ours["steps_ms"]), 1)
         self.assertGreater(ours["first_step_seconds"], 0)
@@ -159,9 +160,9 @@ class IsolationTest(unittest.TestCase):
         self.assertEqual(ours["changed"], 0)
 
 
-class CardTest(unittest.TestCase):
+class PageTest(unittest.TestCase):
     def page(self, *runs: dict) -> str:
-        return peers.peers({"peers.json": {"runs": list(runs)}}).page({"results": "results"})
+        return write.pages({"peers": {"runs": list(runs)}}, only="peers")["peers.md"]
 
     def words(self, *runs: dict) -> str:
         return " ".join(self.page(*runs).split())

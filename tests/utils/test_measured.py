@@ -1,0 +1,89 @@
+"""The pages of measurements and the figures match their scripts and the committed results."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from shutil import copytree
+
+from parameterized import parameterized
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils" / "measured"))
+import write
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs" / "figures"
+PICTURES = [path.stem for path in FIGURES.glob("*.svg")]
+
+
+class MeasuredPagesTest(unittest.TestCase):
+    def check(self, results: Path, *options: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "utils/measured/write.py", "--check", "--results", str(results), *options]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    def test_the_pages_have_the_numbers_of_the_results(self):
+        result = self.check(ROOT / "benchmarks" / "results")
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_another_number_is_noticed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copytree(ROOT / "benchmarks" / "results", folder, dirs_exist_ok=True)
+            path = Path(folder, "cpu_step.json")
+            results = json.loads(path.read_text(encoding="utf-8"))
+            results["results"]["median_seconds"]["packed"] += 1
+            path.write_text(json.dumps(results), encoding="utf-8")
+            result = self.check(Path(folder))
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("cpu_step.md: differs from benchmarks/", result.stderr)
+
+    @parameterized.expand([("{{ cpu_step.results.ration }}", "ration"), ("{{ cpu_stop.command }}", "cpu_stop")])
+    def test_a_figure_that_no_result_has(self, slot, name):
+        with tempfile.TemporaryDirectory() as folder:
+            copytree(ROOT / "benchmarks" / "pages", folder, dirs_exist_ok=True)
+            with Path(folder, "cpu_step.md").open("a", encoding="utf-8") as page:
+                page.write(slot)
+            result = self.check(ROOT / "benchmarks" / "results", "--templates", folder)
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("cpu_step.md", result.stderr)
+        self.assertRegex(result.stderr, f"UndefinedError: .*{name}")
+
+    def test_paragraphs_are_wrapped_and_nothing_else(self):
+        line = "word " * 40
+        code = f"```bash\n{line}\n```"
+        parts = write.wrapped(f"# {line}\n\n\n| {line}|\n\n{line}\nmore\n\n{code}").split("\n\n")
+        self.assertEqual([len(part.split("\n")) for part in parts], [1, 1, 2, 4])
+        self.assertTrue(parts[2].endswith(" word more"))
+
+    def test_formats(self):
+        for name, value, text in (
+            ("fixed", 1234.5, "1,235"),
+            ("ms", 0.5, "1 ms"),
+            ("gib", 24.25, "24.3 GiB"),
+            ("times", 0.9481, "0.948 x"),
+            ("percent", 0.835, "84 %"),
+            ("span", [0.0017, 0.0035], "0.17 to 0.35 %"),
+            ("span", [0.0017, 0.0017], "0.17 %"),
+            ("error", 0.016, "1.6e-2"),
+        ):
+            with self.subTest(format=name):
+                self.assertEqual(write.figures.FORMATS[name](value), text)
+        self.assertEqual(write.figures.change(99.5, 100), "−0.50 %")
+
+    @parameterized.expand(PICTURES)
+    def test_pictures_are_up_to_date(self, name):
+        with tempfile.TemporaryDirectory() as folder:
+            copytree(ROOT / "docs" / "figures", Path(folder, "docs", "figures"))
+            copytree(ROOT / "benchmarks" / "results", Path(folder, "benchmarks", "results"))
+            copytree(ROOT / "utils" / "measured", Path(folder, "utils", "measured"))
+            picture = Path(folder, "docs", "figures", f"{name}.svg")
+            picture.unlink()
+            subprocess.run([sys.executable, str(picture.with_suffix(".py"))], check=True)
+            self.assertEqual(picture.read_bytes(), (FIGURES / f"{name}.svg").read_bytes())
+
+
+if __name__ == "__main__":
+    unittest.main()
