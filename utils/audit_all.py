@@ -116,15 +116,10 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
 
 def unpacking_cause(model: Any) -> str | None:
     """Return the reason why the patched model unpacks its rows, or `None` if it computes the row directly."""
-    from transformers import PreTrainedModel
+    from transformers_packed.models.families import families_of
+    from transformers_packed.models.family import Unpacked
 
-    from transformers_packed.models import families
-
-    # Packed classes derive from stock classes, whose modules are named after the family.
-    modules = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    homes = (base.__module__ for module in modules for base in type(module).__mro__)
-    names = (home.split(".")[-2] for home in homes if home.startswith("transformers.models."))
-    return next((families.UNPACKED[name].cause for name in names if name in families.UNPACKED), None)
+    return next((family.apart.cause for family in families_of(model, Unpacked)), None)
 
 
 def verdict_of(report: Any, source: str) -> dict[str, str]:

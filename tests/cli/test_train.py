@@ -159,12 +159,12 @@ class CommandTest(unittest.TestCase):
             vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
         )
         self.save("llama", AutoModelForCausalLM.from_config(config))
-        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*LlamaConfig", model="llama")
+        self.check_error("a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, got .*LlamaConfig", model="llama")
         (self.root / "unknown").mkdir()
         (self.root / "unknown" / "config.json").write_text('{"model_type": "abacus"}')
-        self.check_error("a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next, got .*abacus", model="unknown")
+        self.check_error("a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE, got .*abacus", model="unknown")
         (self.root / "empty").mkdir()
-        self.check_error("a checkpoint of qwen3_5, .*, got .*/empty: .*[^.][.]$", model="empty")
+        self.check_error("a checkpoint of Qwen3-Next, .*, got .*/empty: .*[^.][.]$", model="empty")
         self.check_error(
             "expected a local directory or a model on the Hub, got '.*/nothing': no such", model="nothing"
         )

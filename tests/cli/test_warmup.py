@@ -130,7 +130,7 @@ class WarmupCommandTest(unittest.TestCase):
         LlamaConfig().save_pretrained(self.path)
         status, _, stderr = self.command("--max-length", 24)
         self.assertEqual(status, 1)
-        self.assertIn("--model: expected a checkpoint of qwen3_5, qwen3_5_moe, qwen3_next", stderr)
+        self.assertIn("--model: expected a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE", stderr)
 
     def test_ctrl_c(self):
         def stopped(*args, **kwargs):

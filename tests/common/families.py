@@ -1,4 +1,4 @@
-"""Tiny models of the families in `families.MIXERS` and `families.UNPACKED`, each with every kind of its layers."""
+"""Tiny models of the families with `Mixers` or `Unpacked`, each with every kind of its layers."""
 
 import inspect
 

@@ -12,7 +12,6 @@ from scripts.trainer_arms import CONFIGS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, patch_model
-from transformers_packed.models.families import MIXERS
 from transformers_packed.parallel import shard_batch
 from transformers_packed.training.losses import per_document_loss
 
@@ -163,7 +162,7 @@ class RefusalsTest(unittest.TestCase):
     def test_collators(self):
         samples = [group([5, 6], [8])]
         stock = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]())
-        other = patch_model(tiny_model(next(iter(MIXERS))))
+        other = patch_model(tiny_model("bailing_hybrid"))
         for options, got in (
             ({"on_leak": "ignore"}, "a model without classes"),
             ({"model": stock, "on_leak": "ignore"}, "a model without classes"),
@@ -207,7 +206,7 @@ class RefusalsTest(unittest.TestCase):
         self.check(DataCollatorWithFlattening(model=self.model), samples, "got one label per sample")
 
     def test_other_families(self):
-        model = patch_model(tiny_model(next(iter(MIXERS))))
+        model = patch_model(tiny_model("bailing_hybrid"))
         batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 2, 4])}
         with self.assertRaisesRegex(ValueError, "documents that do not share prompts.*Use a family with classes"):
             model(**batch, prompt_of=torch.tensor([-1, 0]))

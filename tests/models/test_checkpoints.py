@@ -36,7 +36,7 @@ HEADS = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"}
 CASES = [
     (f"{config}_{auto_name}_{'unfused' if unfused else 'as_is'}", family, composite, unfused, auto_name)
     for family, composite, unfused in STORED
-    for config, classes in FAMILIES[family].items()
+    for config, classes in FAMILIES[family].auto_classes.items()
     if composite == (config in ("Qwen3_5Config", "Qwen3_5MoeConfig"))
     for auto_name in sorted(HEADS & set(classes))
 ]

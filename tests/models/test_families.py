@@ -1,4 +1,4 @@
-"""Every family of `families.MIXERS` and `families.UNPACKED`. The oracle is the stock class."""
+"""Every family with `Mixers` or `Unpacked`. The oracle is the stock class."""
 
 import contextlib
 import copy
@@ -39,18 +39,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import transformers_packed
 from transformers_packed import SequenceBoundaries, audit_model, patch_model, unpatch_model
 from transformers_packed.models import families, generic, inputs
-from transformers_packed.models.families import FAMILIES as FAMILIES_OF_OURS
-from transformers_packed.models.families import ISOLATED, REFUSED
+from transformers_packed.models.families import family_of
+from transformers_packed.models.family import Isolated, Mixers, Refused, Unpacked
 from transformers_packed.models.inputs import check_config
 from transformers_packed.models.registry import check_patch
 from transformers_packed.models.verdict import measurements
 
 
 # Transformers 5.20 lacks some families.
-MIXERS, UNPACKED = (
-    {family: entry for family, entry in table.items() if find_spec(f"transformers.models.{family}")}
-    for table in (families.MIXERS, families.UNPACKED)
-)
+RECORDS = {name: family for name, family in families.FAMILIES.items() if find_spec(f"transformers.models.{name}")}
+MIXERS = {name: family.mixers for name, family in RECORDS.items() if isinstance(family.apart, Mixers)}
+UNPACKED = {name: family.apart for name, family in RECORDS.items() if isinstance(family.apart, Unpacked)}
 FAMILIES = [*MIXERS, *UNPACKED]
 # One unpacked family of each kind, for tests that do not depend on the family.
 SOME = [*MIXERS, "bart", "bloom", "gpt_oss", "opt"]
@@ -66,7 +65,7 @@ NOT_MEASURED = {
     "musicgen": "REFUSED: its loss is over several audio codes per step",
     "musicgen_melody": "REFUSED: its loss is over several audio codes per step",
 }
-# Families in `UNPACKED` whose stock class keeps documents apart from a release on.
+# Families with `Unpacked` whose stock class keeps documents apart from a release on.
 ISOLATED_SINCE = {"falcon": "5.24"}
 BOUNDARIES = ("seq_idx", "cu_seqlens")
 
@@ -488,28 +487,28 @@ class RefusalTest(unittest.TestCase):
         """The tables are maintained by hand, the matrix is written by `make support-matrix`."""
         measured = {name: entry for name, entry in measurements().items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
         for name, entry in measured.items():
-            family = generic.family_of(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]))
-            with self.subTest(name, family=family):
+            family = family_of(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]))
+            with self.subTest(name, family=family.name):
                 self.assertEqual("not_built" in entry, name in NOT_MEASURED)
                 if name in NOT_MEASURED:
                     continue
                 builtin = {found["verdict"] for found in entry["builtin"].values()}
                 ours = {found["verdict"] for found in entry["ours"].values()}
-                if family in ISOLATED:
+                if isinstance(family.apart, Isolated):
                     self.assertEqual((builtin, ours), ({"isolated"}, {"isolated"}))
-                elif family in REFUSED:
+                elif isinstance(family.apart, Refused):
                     self.assertNotIn("isolated", builtin)
                     self.assertEqual(ours, {"refused"})
-                elif family in ISOLATED_SINCE:
+                elif family.name in ISOLATED_SINCE:
                     self.assertEqual((builtin, ours), ({"isolated"}, {"isolated by unpacking"}))
                 else:
                     # With metadata, position ids leak or are refused.
                     self.assertIn("leaks", builtin)
                     self.assertNotIn("isolated", builtin)
-                    self.assertEqual(ours, {"isolated by unpacking" if family in UNPACKED else "isolated"})
+                    self.assertEqual(ours, {"isolated by unpacking" if family.name in UNPACKED else "isolated"})
 
     def test_a_family_has_one_place(self):
-        names = [*families.MIXERS, *families.UNPACKED, *ISOLATED, *REFUSED, *FAMILIES_OF_OURS]
-        self.assertEqual(len(names), len(set(names)))
+        names = [family.name for family in families.OWN] + [name for table in families._TABLES for name in table]
+        self.assertEqual(sorted(names), sorted(families.FAMILIES))
         for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            self.assertIn(generic.family_of(getattr(transformers, name)), names, "a family in no table")
+            self.assertIsNotNone(family_of(getattr(transformers, name)).apart, f"{name} in no table")

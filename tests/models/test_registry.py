@@ -47,8 +47,8 @@ BY_NAME["Qwen3_5Config"] = Qwen3_5Config(**vision_config(TINY))
 BY_NAME["Qwen3_5MoeConfig"] = Qwen3_5MoeConfig(**vision_config({**TINY, **EXPERTS}))
 REGISTERED = [
     (f"{config}_{auto_name}", family, config, auto_name, class_name)
-    for family, configs in families.FAMILIES.items()
-    for config, classes in configs.items()
+    for family, record in families.FAMILIES.items()
+    for config, classes in record.auto_classes.items()
     for auto_name, class_name in classes.items()
 ]
 

@@ -8,7 +8,7 @@ import unittest
 import torch
 from parameterized import parameterized
 
-from transformers_packed.models.families import FAMILIES
+from transformers_packed.models.families import FAMILIES, OWN
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
 from transformers_packed.models.registry import REPLACEMENTS, modeling_module
@@ -26,10 +26,10 @@ ADDED = {
 
 
 def methods():
-    for family in FAMILIES:
-        modeling_module(family)
-    for family in BY_TABLE:
-        announce(family)
+    for family in OWN:
+        modeling_module(family.name)
+    for name in BY_TABLE:
+        announce(FAMILIES[name])
     for builtin, ours in REPLACEMENTS.items():
         for name, method in vars(ours).items():
             original = getattr(builtin, name, None)

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, registered, unpatch_model
 from transformers_packed.models import families
+from transformers_packed.models.family import Mixers, Unpacked
 from transformers_packed.models.generic import language_models
 from transformers_packed.models.registry import check_patch, has_our_classes
 
@@ -151,14 +152,13 @@ class WholeModelTest(unittest.TestCase):
 
     def test_every_auto_class(self):
         """Each Auto class builds ours, or the class itself becomes ours when its text model does."""
-        ours = {*families.FAMILIES, *families.MIXERS, *families.UNPACKED}
         missing = []
         with registered():
             for name, auto in vars(modeling_auto).items():
                 mapping = getattr(auto, "_model_mapping", None) if isinstance(auto, type) else None
                 for model_type, cls in mapping._model_mapping.items() if mapping else ():
-                    family = transformers.models.auto.configuration_auto.model_type_to_module_name(model_type)
-                    if family in ours - {*families.FAMILIES} and cls in language_models(family):
+                    family = families.family_of(model_type)
+                    if isinstance(family.apart, Mixers | Unpacked) and cls in language_models(family):
                         config = getattr(transformers, modeling_auto.CONFIG_MAPPING_NAMES[model_type])
                         if not mapping[config].__module__.startswith("transformers_packed."):
                             missing.append((name, model_type, cls))

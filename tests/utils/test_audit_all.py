@@ -18,6 +18,8 @@ import transformers
 from parameterized import parameterized
 
 from transformers_packed.models import families
+from transformers_packed.models.families import families_of
+from transformers_packed.models.family import Family, Unpacked
 from transformers_packed.models.verdict import SUPPORT_MATRIX
 
 
@@ -232,8 +234,9 @@ class SupportMatrixTest(unittest.TestCase):
 
     def test_unpacking_is_told_apart(self):
         """For an isolated model whose family runs document by document, the matrix has this and the cause."""
-        unpacked = families.Unpacked("Qwen3_5TextModel", "no kernel takes boundaries")
-        with mock.patch.object(families, "UNPACKED", families.UNPACKED | {"qwen3_5": unpacked}):
+        unpacked = Family("qwen3_5", Unpacked("Qwen3_5TextModel", "no kernel takes boundaries"))
+        told = lambda model, *apart: {unpacked for family in families_of(model) if family.name == unpacked.name}  # noqa: E731
+        with mock.patch.object(families, "families_of", told):
             entry = audit_type("qwen3_5_text")
             self.assertEqual(audit_type("qwen3_next")["ours"]["all"], {"verdict": "isolated"})
         for found in entry["ours"].values():

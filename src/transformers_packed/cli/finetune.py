@@ -25,7 +25,7 @@ from transformers import (
 
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
-from ..models.families import FAMILIES
+from ..models.families import TITLES, family_of
 from ..models.float8 import use_float8
 from ..models.registry import registered
 from ..models.releases import checkpointing_argument
@@ -136,12 +136,6 @@ def supported_config(source: str) -> PreTrainedConfig:
 
 
 def _supported_config(source: str) -> PreTrainedConfig:
-    supported = {
-        name: family
-        for family in FAMILIES
-        for name, ours in FAMILIES[family].items()
-        if "AutoModelForCausalLM" in ours
-    }
     try:
         # Our classes need no code of the checkpoint.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -150,9 +144,9 @@ def _supported_config(source: str) -> PreTrainedConfig:
         raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
-    if type(config).__name__ not in supported:
-        families = ", ".join(sorted(set(supported.values())))
-        raise input_error(f"a checkpoint of {families}", f"{source}: {found}", option="--model")
+    ours = {} if config is None else family_of(config).auto_classes.get(type(config).__name__, {})
+    if "AutoModelForCausalLM" not in ours:
+        raise input_error(f"a checkpoint of {TITLES}", f"{source}: {found}", option="--model")
     return config
 
 

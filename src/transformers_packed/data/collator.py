@@ -10,7 +10,8 @@ from transformers.utils import logging
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..models.families import FAMILIES, families_of
+from ..models.families import families_of
+from ..models.family import Own
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
@@ -145,9 +146,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
                 )
         self.on_leak = on_leak
         inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
-        self.model_shares_prompts = (
-            inner is not None and has_our_classes(inner) and not families_of(inner).isdisjoint(FAMILIES)
-        )
+        self.model_shares_prompts = inner is not None and has_our_classes(inner) and bool(families_of(inner, Own))
         self.config = getattr(model if inner is None else inner, "config", model)
         self.return_cu_seqlens = return_cu_seqlens
         self.return_boundaries = return_boundaries

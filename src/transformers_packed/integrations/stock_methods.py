@@ -12,7 +12,8 @@ import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..models.families import FAMILIES, MIXERS, UNPACKED, families_of
+from ..models.families import OWN, families_of
+from ..models.family import PATCHED
 from ..models.registry import REPLACEMENTS, modeling_module, patch_model
 
 
@@ -26,8 +27,8 @@ def _methods(cls: type) -> dict[str, FunctionType]:
     return {name: method for name, method in vars(cls).items() if isinstance(method, FunctionType)}
 
 
-for family in FAMILIES:
-    modeling_module(family)
+for family in OWN:
+    modeling_module(family.name)
 # Frameworks import their plugins when they read the configuration, before they change any class.
 STOCK = {stock: _methods(stock) for stock in REPLACEMENTS}
 
@@ -59,7 +60,7 @@ class Framework:
             `ValueError`: the model cannot be packed, or a method was changed by another module, or before this module
                 was imported.
         """
-        needs_boundaries = not families_of(model).isdisjoint({*FAMILIES, *MIXERS, *UNPACKED})
+        needs_boundaries = bool(families_of(model, *PATCHED))
         if needs_boundaries:
             self._restore(model)
         patch_model(model)

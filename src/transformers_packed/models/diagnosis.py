@@ -18,7 +18,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..errors import input_error
 from ..ops.attention import serves_packed_rows
 from ..ops.availability import availability, is_kernel
-from .families import FAMILIES, MIXERS, REFUSED, UNPACKED, families_of
+from .families import families_of
+from .family import Mixers, Own, Refused, Unpacked
 from .padding import why_padded
 from .registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
 from .verdict import judge, text_config
@@ -115,10 +116,9 @@ def diagnose(
         attention = attention or text_config(model)._attn_implementation
         judged = list(_of_model(model, name))
         found.findings += judged
-        families = families_of(model)
-        ours = bool(families & set(FAMILIES))
-        found.model = _describe(model, families, isolated=all(finding.level != "problem" for finding in judged))
-        found.findings += _of_padding(model) if ours else _of_masks(model, families, attention, device)
+        ours = bool(families_of(model, Own))
+        found.model = _describe(model, isolated=all(finding.level != "problem" for finding in judged))
+        found.findings += _of_padding(model) if ours else _of_masks(model, attention, device)
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
         found.findings += _of_ops(found.ops, device)
@@ -172,7 +172,7 @@ def _of_model(model: PreTrainedModel, name: str) -> Iterator[Finding]:
     try:
         patch_model(model)
     except ValueError as error:
-        known = families_of(model) & set(REFUSED)
+        known = families_of(model, Refused)
         yield Finding("problem", f"patch_model: {error}", "" if known else f"transformers-packed audit {name}")
         return
     if leak is not None:
@@ -188,32 +188,33 @@ def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
                 yield Finding("warning", f"Padded batches are computed with their padding: {why}.")
 
 
-def _describe(model: PreTrainedModel, families: set[str], isolated: bool) -> dict[str, object]:
+def _describe(model: PreTrainedModel, isolated: bool) -> dict[str, object]:
     ours = set(REPLACEMENTS.values())
     classes = {type(module) for module in model.modules()}
     stock = {cls for cls in classes - ours if cls.__module__.startswith("transformers.")}
     return {
         "class": type(model).__name__,
         "parameters": model.num_parameters(),
-        "support": _support(families) if isolated else "none",
+        "support": _support(model) if isolated else "none",
         "ours": sorted(cls.__name__ for cls in classes & ours),
         "stock": sorted(cls.__name__ for cls in stock),
     }
 
 
-def _support(families: set[str]) -> str:
-    if families & set(FAMILIES):
+def _support(model: PreTrainedModel) -> str:
+    if families_of(model, Own):
         return "classes of this package with fused ops"
-    for family in sorted(families & set(UNPACKED)):
-        return f"the base model computes the documents as padded batches, because {UNPACKED[family].cause}"
-    if families & set(MIXERS):
+    for way in (family.apart for family in families_of(model)):
+        if isinstance(way, Unpacked):
+            return f"the base model computes the documents as padded batches, because {way.cause}"
+    if families_of(model, Mixers):
         return "modules that mix along the row run on each document, or on the row if their kernels take boundaries"
     return "Transformers' own classes keep documents apart"
 
 
-def _of_masks(model: PreTrainedModel, families: set[str], attention: str, device: torch.device) -> Iterator[Finding]:
+def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> Iterator[Finding]:
     """Yield a finding if attention mixes documents, or applies a mask over the whole row."""
-    if families & set(UNPACKED):
+    if families_of(model, Unpacked):
         return
     if not serves_packed_rows(attention, device):
         yield Finding("problem", f"Attention {attention} {_UNKNOWN} on {device.type}.", _SDPA)

@@ -14,6 +14,7 @@ from ..ops import experts
 from ..ops.dispatch import record
 from ..ops.moe import verify_triton
 from ..ops.projection import Adapter
+from .families import OWN
 from .lora import adapter_of_parameter, lora_class
 from .releases import has_post_expert_norm
 from .untouched import is_untouched
@@ -23,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 NAME = "transformers_packed"
 _DEFAULT = "grouped_mm"
-_CLASSES = ("Qwen3NextExperts", "Qwen3_5MoeExperts")
+_CLASSES = [family.experts for family in OWN if family.experts]
 
 
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:

@@ -1,82 +1,25 @@
-"""Support for packed rows by model family: how each family keeps documents apart, or why it cannot.
+"""The records of all model families: how each keeps documents apart, or why it cannot.
 
-A family is a modeling module, `transformers.models.<family>.modeling_<family>`. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE
-have dedicated classes (`FAMILIES`). Every other family is in one of four tables:
-
-* `MIXERS`: token mixers that ignore document boundaries run on each document separately.
-* `UNPACKED`: the whole model runs on the documents as a right-padded batch.
-* `ISOLATED`: the stock model keeps documents apart when position ids restart. It needs no change.
-* `REFUSED`: the model cannot compute packed rows correctly.
+Families with classes of their own have their record beside them. For each other family, one line in a table is enough.
 """
 
-from dataclasses import dataclass
+from typing import overload
 
 import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+from .family import Family, Isolated, Mixer, Mixers, Refused, Unpacked
+from .qwen3_5.family import QWEN3_5
+from .qwen3_5_moe.family import QWEN3_5_MOE
+from .qwen3_next.family import QWEN3_NEXT
 
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-# Families with dedicated classes: for each configuration, the class that each Auto class builds.
-FAMILIES = {
-    "qwen3_next": {
-        "Qwen3NextConfig": {
-            "AutoModel": "Qwen3NextModel",
-            "AutoModelForCausalLM": "Qwen3NextForCausalLM",
-            "AutoModelForSequenceClassification": "Qwen3NextForSequenceClassification",
-            "AutoModelForTokenClassification": "Qwen3NextForTokenClassification",
-            "AutoModelForQuestionAnswering": "Qwen3NextForQuestionAnswering",
-        },
-    },
-    "qwen3_5": {
-        "Qwen3_5TextConfig": {
-            "AutoModel": "Qwen3_5TextModel",
-            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
-            "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
-            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
-        },
-        "Qwen3_5Config": {
-            "AutoModel": "Qwen3_5Model",
-            "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
-            "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
-            "AutoModelForSequenceClassification": "Qwen3_5ForSequenceClassification",
-            "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
-        },
-    },
-    "qwen3_5_moe": {
-        "Qwen3_5MoeTextConfig": {
-            "AutoModel": "Qwen3_5MoeTextModel",
-            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
-        },
-        "Qwen3_5MoeConfig": {
-            "AutoModel": "Qwen3_5MoeModel",
-            "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
-            "AutoModelForImageTextToText": "Qwen3_5MoeForConditionalGeneration",
-        },
-    },
-}
-
-
-@dataclass(frozen=True)
-class Mixer:
-    """How a token mixer runs on a packed row: on each document separately, or on the whole row if its kernels allow.
-
-    Args:
-        outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
-            If the module returns a tuple, the indices of the elements with one entry per token. The other elements
-            become `None`.
-        masked (`bool`, *optional*, defaults to `False`):
-            Whether the module is attention and needs a causal mask for the documents it runs on.
-        keywords (`tuple[str]`, *optional*):
-            The keyword arguments (from `SequenceBoundaries.layer_kwargs`) that pass the boundaries to its kernels.
-        kernels (`tuple[str]`, *optional*):
-            The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
-    """
-
-    outputs: tuple[int, ...] = (0,)
-    masked: bool = False
-    keywords: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-
+# Families with classes of this package, and their names in texts.
+OWN = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+TITLES = f"{', '.join(family.title for family in OWN[:-1])} or {OWN[-1].title}"
 
 _PLAIN = Mixer()
 _ATTENTION = Mixer(masked=True)
@@ -89,8 +32,7 @@ _GATED_DELTA = Mixer(
 )
 _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_fn", "chunk_kimi_delta_attention"))
 
-# Mixer classes by family.
-MIXERS: dict[str, dict[str, Mixer]] = {
+_MIXERS: dict[str, dict[str, Mixer]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
     "bamba": {"BambaMixer": _MAMBA2},
     "falcon_h1": {"FalconH1Mixer": _MAMBA2},
@@ -128,29 +70,10 @@ MIXERS: dict[str, dict[str, Mixer]] = {
     "zaya": {"ZayaCCAProjection": Mixer(outputs=(0, 1, 2))},
 }
 
-
-@dataclass(frozen=True)
-class Unpacked:
-    """A family whose base model runs on each document separately.
-
-    Args:
-        base (`str`):
-            The stock class of the base model.
-        cause (`str`):
-            The reason why the stock class mixes documents.
-        shifts_labels (`bool`, *optional*, defaults to `True`):
-            Whether the loss compares a token's logits with the next label. Otherwise no target crosses a boundary.
-    """
-
-    base: str
-    cause: str
-    shifts_labels: bool = True
-
-
 _MASKS = "its attention mask ignores position ids"
 _DECODER = "the decoder creates masks and positions without position ids"
 
-UNPACKED: dict[str, Unpacked] = {
+_UNPACKED = {
     "afmoe": Unpacked("AfmoeModel", _MASKS),
     "bart": Unpacked("BartDecoder", _DECODER, shifts_labels=False),
     "bigbird_pegasus": Unpacked("BigBirdPegasusDecoder", _DECODER, shifts_labels=False),
@@ -175,25 +98,22 @@ UNPACKED: dict[str, Unpacked] = {
 }
 
 # Measured with `audit_model` on tiny models.
-ISOLATED = frozenset(
-    """
-    apertus apertus1p5 arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe
-    cohere_compass ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama dory dots1 dots3_note
-    emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4
-    gemma4_unified git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox
-    gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jetmoe kolibri1 laguna llama
-    llama4 longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
-    mllama modernbert_decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3
-    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma whisper youtu
-    """.split()
-)
+_ISOLATED = """
+apertus apertus1p5 arcee aria axk1 axk2 beam bitnet codegen cohere cohere2 cohere2_moe
+cohere_compass ctrl cwm dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama dory dots1 dots3_note
+emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4
+gemma4_unified git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox
+gpt_neox_japanese gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jetmoe kolibri1 laguna llama
+llama4 longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral
+mllama modernbert_decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+starcoder2 vaultgemma whisper youtu
+""".split()
 
 _BOTH_WAYS = "its attention is bidirectional unless it is configured as a decoder, which was never audited"
 
-# Reasons by family.
-REFUSED: dict[str, str] = {
+_REFUSED = {
     **dict.fromkeys(
         """
         bert bert_generation big_bird camembert data2vec electra ernie megatron_bert rembert roberta
@@ -213,16 +133,56 @@ REFUSED: dict[str, str] = {
     "xlnet": "its attention is bidirectional",
 }
 
+_TABLES = (
+    {name: Mixers(classes) for name, classes in _MIXERS.items()},
+    _UNPACKED,
+    dict.fromkeys(_ISOLATED, Isolated()),
+    {name: Refused(why) for name, why in _REFUSED.items()},
+)
+# All records, by name.
+FAMILIES: dict[str, Family] = {family.name: family for family in OWN} | {
+    name: Family(name, apart) for table in _TABLES for name, apart in table.items()
+}
 
-def family_of(cls: type) -> str | None:
-    """Return the family of a Transformers class, which is the name of its modeling module."""
+
+def family_named(name: str) -> Family:
+    """Return the record of the family with a name, which says no more than the name if nobody has measured it."""
+    return FAMILIES.get(name) or Family(name)
+
+
+@overload
+def family_of(asked: PreTrainedConfig | str) -> Family: ...
+@overload
+def family_of(asked: torch.nn.Module | type) -> Family | None: ...
+def family_of(asked: torch.nn.Module | PreTrainedConfig | type | str) -> Family | None:
+    """Return the family of a model, a configuration, a model type or a class.
+
+    That of a class is that of the first stock class which it derives from, and `None` without one.
+    """
+    if isinstance(asked, str):
+        return family_named(model_type_to_module_name(asked))
+    if isinstance(asked, PreTrainedConfig):
+        return family_of(asked.model_type)
+    return next(iter(families_of_class(asked if isinstance(asked, type) else type(asked))), None)
+
+
+def families_of_class(cls: type) -> list[Family]:
+    """Return the families of the stock classes that a class derives from, the closest first."""
+    return list(filter(None, map(stock_family, cls.__mro__)))
+
+
+def stock_family(cls: type) -> Family | None:
+    """Return the family of a class of Transformers itself, or `None` for any other class."""
     parts = cls.__module__.split(".")
-    if parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_"):
-        return parts[-2]
-    return None
+    is_stock = parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_")
+    return family_named(parts[-2]) if is_stock else None
 
 
-def families_of(model: torch.nn.Module) -> set[str]:
-    """Return the families of all modules of a model and of their base classes."""
+def families_of(model: torch.nn.Module, *apart: type) -> set[Family]:
+    """Return the families of all modules of a model and of their base classes.
+
+    With `apart`, such as `Own` or `Mixers`, only those which keep documents apart in one of these ways.
+    """
     bases = {base for module in model.modules() for base in type(module).__mro__}
-    return {family for base in bases if (family := family_of(base)) is not None}
+    families = {family for base in bases if (family := stock_family(base)) is not None}
+    return {family for family in families if isinstance(family.apart, apart)} if apart else families

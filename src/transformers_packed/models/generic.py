@@ -1,9 +1,9 @@
 """Generic support for all families of Transformers without dedicated classes, whose layers do not pass boundaries on.
 
-The first use of a family derives classes from its stock classes, following the tables in `families`:
+The first use of a family derives classes from its stock classes, following its record in `families`:
 
 * A model (`root_class`) accepts the packing keywords, resolves the boundaries, and runs the stock forward with
-  position ids that restart, no mask and no cache. A model in `UNPACKED` runs it on each document separately.
+  position ids that restart, no mask and no cache. A base model that is `Unpacked` runs it on each document separately.
 * A token mixer (`mixer_class`) runs the stock forward on each document separately, or once on the whole row if its
   kernels accept boundaries.
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -33,7 +33,8 @@ from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, Seque
 from ..errors import input_error
 from ..ops.dispatch import record
 from ..ops.per_document import per_document
-from .families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, Mixer, families_of, family_of
+from .families import LANGUAGE_MODELS, TITLES, families_of, family_named, family_of, stock_family
+from .family import PATCHED, Family, Mixer, Mixers, Own, Unpacked
 from .inputs import (
     check_config,
     forward_like,
@@ -58,18 +59,19 @@ _KEYWORDS = [
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
-def announce(family: str) -> None:
-    """Add our classes for a family of `MIXERS` or `UNPACKED` to `registry.REPLACEMENTS`, once."""
-    for name in (*MIXERS.get(family, ()), *language_models(family)):
+def announce(family: Family) -> None:
+    """Add our classes for a family with `Mixers` or `Unpacked` to `registry.REPLACEMENTS`, once."""
+    for name in (*family.mixers, *language_models(family)):
         _replace(family, name)
 
 
 def announce_families_of(model: torch.nn.Module) -> None:
     """Add our classes for the families of `model` to `registry.REPLACEMENTS`."""
-    families = families_of(model) & {*MIXERS, *UNPACKED, *FAMILIES}
-    for family in families - {*FAMILIES}:
-        check_other_families(family)
-        announce(family)
+    families = families_of(model, *PATCHED)
+    for family in families:
+        if not isinstance(family.apart, Own):
+            check_other_families(family.name)
+            announce(family)
     # An enclosing model, such as a vision-language model, masks targets and creates position ids.
     texts = tuple(_text_model(family) for family in families)
     for outer in model.modules() if families else ():
@@ -79,14 +81,15 @@ def announce_families_of(model: torch.nn.Module) -> None:
 
 def class_around(cls: type) -> type | None:
     """Return our class for a stock class around a text model, or `None` if it only passes its arguments on."""
-    if cls not in REPLACEMENTS and family_of(cls) and "input_ids" in inspect.signature(cls.forward).parameters:
-        packed_class(family_of(cls), cls.__name__)
+    family = stock_family(cls)
+    if family is not None and cls not in REPLACEMENTS and "input_ids" in inspect.signature(cls.forward).parameters:
+        packed_class(family, cls.__name__)
     return REPLACEMENTS.get(cls)
 
 
-def packed_class(family: str, name: str) -> type:
-    """Return our class for a stock class. The stock class may also enclose a model of one of the families."""
-    if family in MIXERS or family in UNPACKED:
+def packed_class(family: Family, name: str) -> type:
+    """Return our class for a stock class. The stock class may also enclose a model of another family."""
+    if isinstance(family.apart, Mixers | Unpacked):
         announce(family)
     return _replace(family, name)
 
@@ -96,16 +99,16 @@ def auto_entries() -> Iterator[tuple]:
     mappings = (getattr(cls, "_model_mapping", None) for cls in vars(modeling_auto).values() if isinstance(cls, type))
     for mapping in filter(None, mappings):
         for model_type, class_name in mapping._model_mapping.items():
-            family = model_type_to_module_name(model_type)
-            if (family in MIXERS or family in UNPACKED) and class_name in language_models(family):
+            family = family_of(model_type)
+            if isinstance(family.apart, Mixers | Unpacked) and class_name in language_models(family):
                 # Not from CONFIG_MAPPING, because importing flash-linear-attention registers its own Mamba there.
                 config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
                 yield mapping, config, packed_class(family, class_name)
 
 
-def language_models(family: str) -> dict[str, type]:
+def language_models(family: Family) -> dict[str, type]:
     """Return the stock models of a family that accept text, by name."""
-    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    module = import_module(family.stock)
     return {
         name: cls
         for name, cls in vars(module).items()
@@ -115,28 +118,25 @@ def language_models(family: str) -> dict[str, type]:
     }
 
 
-def _text_model(family: str) -> type:
+def _text_model(family: Family) -> type:
     """Return the stock base model of a family, or its text model if the family supports images."""
     models = {name: cls for name, cls in language_models(family).items() if "For" not in name}
-    if family in UNPACKED:
-        return models[UNPACKED[family].base]
+    if isinstance(family.apart, Unpacked):
+        return models[family.apart.base]
     return next((cls for name, cls in models.items() if name.endswith("TextModel")), next(iter(models.values())))
 
 
-def _is_unpacked(family: str, name: str) -> bool:
-    return family in UNPACKED and UNPACKED[family].base == name
+def _is_unpacked(family: Family, name: str) -> bool:
+    return isinstance(family.apart, Unpacked) and family.apart.base == name
 
 
-def _replace(family: str, name: str) -> type:
-    builtin = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+def _replace(family: Family, name: str) -> type:
+    builtin = getattr(import_module(family.stock), name)
     ours = REPLACEMENTS.get(builtin)
     if ours is None:
-        mixers = MIXERS.get(family, {})
-        if name in mixers:
-            ours = mixer_class(builtin, mixers[name])
-        else:
-            ours = root_class(Root(builtin, family))
-        ours.__module__, ours.__qualname__ = __name__, f"{family}__{name}"
+        mixer = family.mixers.get(name)
+        ours = root_class(Root(builtin, family)) if mixer is None else mixer_class(builtin, mixer)
+        ours.__module__, ours.__qualname__ = __name__, f"{family.name}__{name}"
         REPLACEMENTS[builtin] = ours
     return ours
 
@@ -144,7 +144,7 @@ def _replace(family: str, name: str) -> type:
 def __getattr__(name: str) -> type:
     family, _, cls = name.partition("__")
     if family and cls:
-        return packed_class(family, cls)
+        return packed_class(family_named(family), cls)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -212,20 +212,19 @@ class Root:
             The stock model class. Its name determines whether it is a base model, a head with one result per token, a
             language model or another head. A language model masks the targets across documents. Other heads reject
             packed rows.
-        family (`str`):
+        family ([`Family`]):
             Its family.
     """
 
-    def __init__(self, builtin: type, family: str):
+    def __init__(self, builtin: type, family: Family):
         # An unpacked base model runs on each document separately.
         self.builtin, self.unpacked = builtin, _is_unpacked(family, builtin.__name__)
-        mixers = MIXERS.get(family, {})
         # Whether layers would ignore a mask for attention.
-        self.mixes = bool(mixers)
+        self.mixes = bool(family.mixers)
         # Whether it can return attention weights over the row.
-        self.has_attention_weights = not (self.unpacked or any(mixer.masked for mixer in mixers.values()))
+        self.has_attention_weights = not (self.unpacked or any(mixer.masked for mixer in family.mixers.values()))
         # Whether the loss compares a token's logits with the next label, as in most models.
-        self.shifts_labels = family not in UNPACKED or UNPACKED[family].shifts_labels
+        self.shifts_labels = not isinstance(family.apart, Unpacked) or family.apart.shifts_labels
         parameters = inspect.signature(builtin.forward).parameters
         self.known = tuple(parameters)[1:]
         # Whether the stock forward accepts arguments that it does not name, and may pass them on.
@@ -279,7 +278,7 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
     if boundaries is None:
         return root.run_builtin(model, inputs)
     if boundaries.shares_prompts:
-        boundaries.check_whole("Use a family with classes of this package (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE).")
+        boundaries.check_whole(f"Use a family with classes of this package ({TITLES}).")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)
     _complete(inputs, model, root, boundaries)
@@ -313,7 +312,7 @@ def _complete(inputs: dict[str, Any], model: torch.nn.Module, root: Root, bounda
 
 def _has_text_model_of_ours(model: torch.nn.Module) -> bool:
     """Whether an enclosing model has a text model that takes boundaries as an argument."""
-    return model_type_to_module_name(model.config.get_text_config().model_type) in FAMILIES
+    return isinstance(family_of(model.config.get_text_config()).apart, Own)
 
 
 def _check_root(model, root: Root, boundaries: SequenceBoundaries, inputs: dict[str, Any], tokens) -> None:

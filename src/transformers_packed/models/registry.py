@@ -25,7 +25,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
 from .adapters import save_builtin_classes
-from .families import FAMILIES, ISOLATED, REFUSED, family_of
+from .families import OWN, families_of_class, family_of
+from .family import Isolated, Own, Refused
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
 from .releases import check_names, check_signatures, recorder_key, supports_other_families
@@ -185,7 +186,7 @@ class PackedModelMixin(QuantizationMixin):
         return _builtin(cls)._can_set_experts_implementation()
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        if _builtin(type(self)).__module__.split(".")[-2] in FAMILIES:
+        if isinstance(family_of(type(self)).apart, Own):
             requested_experts = _experts().NAME if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
 
@@ -198,8 +199,8 @@ def _builtin(cls: type) -> type:
 def register() -> None:
     """Make `AutoModel`, `AutoModelForCausalLM` and the other Auto classes build this package's models.
 
-    After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE and
-    the families in `families.MIXERS` and `families.UNPACKED`. Our classes have the same names, parameters and results
+    After this call, `from_pretrained` and `from_config` return our classes for Qwen3-Next, Qwen3.5, Qwen3.5-MoE and all
+    other families of `models/families.py` that mix documents. Our classes have the same names, parameters and results
     as the stock classes, and they keep the documents of a packed row apart. A stock class that creates its text model
     by an Auto class gets a model of ours around it too, also if you call the class directly. Registering again has no
     effect.
@@ -275,9 +276,9 @@ def registered() -> Iterator[None]:
 
 def _entries() -> Iterator[tuple]:
     """Yield (mapping of an Auto class, configuration class, our model class) for every registration."""
-    for family, configs in FAMILIES.items():
-        modeling = modeling_module(family)
-        for config_name, classes in configs.items():
+    for family in OWN:
+        modeling = modeling_module(family.name)
+        for config_name, classes in family.auto_classes.items():
             for auto_name, class_name in classes.items():
                 mapping = getattr(modeling_auto, auto_name)._model_mapping
                 yield mapping, getattr(transformers, config_name), getattr(modeling, class_name)
@@ -286,7 +287,7 @@ def _entries() -> Iterator[tuple]:
 
 
 def modeling_module(family: str) -> ModuleType:
-    """Import the generated modeling file of one of `FAMILIES`, which adds its classes to `REPLACEMENTS`."""
+    """Import the generated modeling file of a family of `OWN`, which adds its classes to `REPLACEMENTS`."""
     return import_module(f"{__package__}.{family}.modeling_{family}")
 
 
@@ -303,8 +304,8 @@ def _experts() -> ModuleType:
 def check_transformers() -> None:
     """Import our classes. Raise an `ImportError` unless the installed Transformers has what they need, and no more."""
     check_names()
-    for family in FAMILIES:
-        modeling_module(family)
+    for family in OWN:
+        modeling_module(family.name)
     check_signatures(REPLACEMENTS)
 
 
@@ -314,7 +315,7 @@ def patch_model(model: Model) -> Model:
     Every stock module with a replacement in this package changes its class. No tensor is copied, moved or replaced.
     In a stock model, the default `experts_implementation` of Transformers becomes `"transformers_packed"`. Others are
     kept. Qwen3-Next, Qwen3.5 and Qwen3.5-MoE have dedicated classes. Other Transformers families that mix documents
-    get classes from the tables in `models/families.py`. A causal language model that already keeps documents apart,
+    get classes by their records in `models/families.py`. A causal language model that already keeps documents apart,
     with position ids that restart and without a cache, stays unchanged.
 
     The model may be inside another one (PEFT, `torch.compile`, DistributedDataParallel, your own class), use gradient
@@ -407,11 +408,11 @@ def _check_isolated(model: torch.nn.Module) -> None:
     outermost = transformers_model(model)
     got, fix = type(model).__name__, "Only Transformers models can be patched."
     if outermost is not None:
-        families = list(filter(None, map(family_of, type(outermost).__mro__)))
+        ways = [family.apart for family in families_of_class(type(outermost))]
         got, fix = type(outermost).__name__, "Run audit_model to check whether it needs a patch."
-        if any(family in ISOLATED for family in families):
+        if any(isinstance(way, Isolated) for way in ways):
             return
-        reasons = [REFUSED[family] for family in families if family in REFUSED]
+        reasons = [way.why for way in ways if isinstance(way, Refused)]
         if reasons:
             got, fix = f"{got}: {reasons[0]}", "Use padded batches."
     raise input_error("a causal language model of a family that can be packed", got, fix)

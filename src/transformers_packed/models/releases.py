@@ -18,9 +18,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
+from .families import OWN
 
 
-# The parts of the stock modules that our methods use. Without them a model would fail in the middle of a forward.
+# The parts of Transformers' modules that our methods use. Without them a model would fail in the middle of a forward.
 _REQUIRED = {
     "transformers.cache_utils": (
         "Cache.update_conv_state",
@@ -31,25 +32,7 @@ _REQUIRED = {
     "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
-    "transformers.models.qwen3_next.modeling_qwen3_next": (
-        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
-    "transformers.models.qwen3_5.modeling_qwen3_5": (
-        "Qwen3_5ForSequenceClassification",
-        "Qwen3_5GatedDeltaNet",
-        "Qwen3_5Model.compute_3d_position_ids",
-        "Qwen3_5Model.get_image_features",
-        "Qwen3_5Model.get_rope_index",
-        "Qwen3_5Model.get_video_features",
-        "Qwen3_5TextForSequenceClassification",
-        "apply_mask_to_padding_states",
-        "apply_rotary_pos_emb",
-        "eager_attention_forward",
-    ),
-    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
+    **{family.stock: family.required for family in OWN},
 }
 # The first release with which the families without dedicated classes are tested.
 OTHER_FAMILIES = "5.20"
@@ -168,7 +151,7 @@ def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
 
 
 def supports_other_families() -> bool:
-    """Whether this release is new enough for the families in `families.MIXERS` and `families.UNPACKED`."""
+    """Whether this release is new enough for the families without dedicated classes."""
     return Version(transformers.__version__) >= Version(OTHER_FAMILIES)
 
 

@@ -15,7 +15,8 @@ from transformers.utils.generic import is_flash_attention_requested, merge_with_
 
 from ..errors import input_error
 from .adapters import adapter_per_row
-from .families import UNPACKED, family_of
+from .families import families_of_class
+from .family import Unpacked
 from .registry import has_our_classes, transformers_model
 
 
@@ -119,8 +120,8 @@ def judge(
 def first_label_error(model: torch.nn.Module) -> ValueError | None:
     """The error for a loss that reads the label of a document's first token, which collators leave out."""
     name = type(model).__name__
-    family = next((UNPACKED[f] for f in map(family_of, type(model).__mro__) if f in UNPACKED), None)
-    if not name.endswith("ForTokenClassification") and (family is None or family.shifts_labels):
+    unpacked = (family.apart for family in families_of_class(type(model)) if isinstance(family.apart, Unpacked))
+    if not name.endswith("ForTokenClassification") and all(way.shifts_labels for way in unpacked):
         return None
     got = f"{name}, whose loss does not shift labels, so the first token of each document would be lost"
     return input_error("labels of the next tokens", got, "Train on padded batches.")

@@ -23,7 +23,8 @@ from ..data.documents import first_sample, is_packed
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
-from ..models.families import FAMILIES, LANGUAGE_MODELS, MIXERS, UNPACKED, families_of
+from ..models.families import LANGUAGE_MODELS, TITLES, families_of, family_of
+from ..models.family import PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, transformers_model
 from ..models.verdict import (
     SEPARATE,
@@ -177,8 +178,8 @@ def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     """The isolation mechanism of this Trainer's model after patching, and an error if there is none."""
     model = transformers_model(trainer.model)
-    config, families = text_config(model), families_of(model)
-    if families & set(UNPACKED):
+    config = text_config(model)
+    if families_of(model, Unpacked):
         return "running the model on each document alone", None
     attention = config._attn_implementation
     delta, heads = getattr(config, "linear_key_head_dim", None) or 128, getattr(config, "head_dim", None) or 128
@@ -190,14 +191,14 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
         got = f'attn_implementation="{attention}" ({"; ".join(" ".join(words) for words in refused)})'
         fix = f"Load the model with {_SDPA}."
         return "", input_error("an attention implementation that keeps documents apart", got, fix)
-    if families & set(FAMILIES):
+    if families_of(model, Own):
         # The reference of the fused convolution to heads is the convolution itself.
         to_heads = planned["causal_conv1d_qkv"][0]
         convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
         rule = planned["gated_delta_rule"][0]
         return f"{rule} (gated delta rule), {convolution} (causal convolution), {name} (attention)", None
     way = f"{attention} attention with {'cumulative lengths' if flash else 'a mask made from position_ids'}"
-    return f"running recurrent modules on each document alone, {way}" if families & set(MIXERS) else way, None
+    return f"running recurrent modules on each document alone, {way}" if families_of(model, Mixers) else way, None
 
 
 def _compute_dtype(trainer: Trainer) -> torch.dtype:
@@ -250,8 +251,8 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
 def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
     """Reasons why the model of a trainer of preferences cannot pack its padded batches."""
     args, got = trainer.args, type(model or trainer.model).__name__
-    if model is None or not families_of(model) & set(FAMILIES):
-        yield input_error("a model that packs padded batches (Qwen3-Next, Qwen3.5 or Qwen3.5-MoE)", got)
+    if model is None or not families_of(model, Own):
+        yield input_error(f"a model that packs padded batches ({TITLES})", got)
     per_row, config = adapter_per_row(trainer.model), text_config(model)
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     compiled = "torch_compile=True, with which the model computes padding"
@@ -270,7 +271,7 @@ def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Itera
 
 def check_cache(model: torch.nn.Module) -> ValueError | None:
     """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
-    ours = families_of(model) & {*FAMILIES, *MIXERS, *UNPACKED}
+    ours = families_of(model, *PATCHED)
     setting = None if ours else cache_setting(model)
     if setting is None:
         return None
@@ -337,7 +338,7 @@ def _of_columns(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
 
 def _takes_images(model: torch.nn.Module) -> bool:
     """Whether the packed rows of a vision-language model may hold images."""
-    return hasattr(model.config, "vision_config") and model.config.model_type in ("qwen3_5", "qwen3_5_moe")
+    return hasattr(model.config, "vision_config") and family_of(model.config).takes_images
 
 
 def excludes_graphs(trainer: Trainer) -> str | None:

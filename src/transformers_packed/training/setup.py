@@ -19,7 +19,8 @@ from ..data.streaming import IterablePackingDataset
 from ..data.usual_rows import Rows
 from ..errors import input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
-from ..models.families import FAMILIES, LANGUAGE_MODELS, families_of
+from ..models.families import LANGUAGE_MODELS, TITLES, families_of
+from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
 from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
@@ -140,7 +141,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
     repeats = "Set model.shares_prompts = True if your own padded batches repeat prompts."
     why = _excludes_graphs(trainer, mode) if options.cuda_graphs else None
-    graphs = "packed rows of a Qwen3-Next or Qwen3.5 model, without shards, for cuda_graphs=True"
+    graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
     for error in refused(
         (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
@@ -158,7 +159,7 @@ def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
     if mode == "off" or is_preference_trainer(trainer):
         return f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
     inner = transformers_model(trainer.model)
-    other = inner is None or families_of(inner).isdisjoint(FAMILIES)
+    other = inner is None or not families_of(inner, Own)
     return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
 
 
@@ -226,7 +227,7 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
     if doubt is not None:
         logger.warning(f"configure_packing: it is unknown whether the model keeps documents apart: {doubt}.")
     model = transformers_model(trainer.model)
-    fused = bool(families_of(model) & set(FAMILIES))
+    fused = bool(families_of(model, Own))
     # Compiled models read no lengths on the host, and a loss of the user may cut the row.
     on_host = fused and not trainer.args.torch_compile and not overridden(trainer, "compute_loss")
     options = {**options, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
@@ -355,7 +356,7 @@ def _trains_in_each_step(trainer: Trainer) -> bool:
     model, inner = trainer.model, transformers_model(trainer.model)
     used = inner.base_model, inner.get_output_embeddings() or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
-    text = bool(families_of(inner) & set(FAMILIES)) and getattr(inner.config, "vision_config", None) is None
+    text = bool(families_of(inner, Own)) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
     plain = len(getattr(model, "peft_config", {})) < 2 and not overridden(trainer, "compute_loss", "training_step")
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)

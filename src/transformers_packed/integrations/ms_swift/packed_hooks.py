@@ -23,7 +23,8 @@ from swift.model.register import ModelLoader
 from swift.template import Template
 
 from ...errors import input_error
-from ...models.families import FAMILIES
+from ...models.families import family_of
+from ...models.family import Own
 from ...models.outputs import CausalLMOutputWithoutLogits, MoeCausalLMOutputWithoutLogits
 from ..stock_methods import Framework
 
@@ -47,7 +48,6 @@ _REQUIRED = {
     "tuner_backend": "peft",
     "use_liger_kernel": False,
 }
-_TYPES = {getattr(transformers, config).model_type for configs in FAMILIES.values() for config in configs}
 
 
 def _replace(cls: type, name: str, arguments: tuple[str, ...], replacement: Callable[[Callable], Callable]) -> None:
@@ -72,7 +72,7 @@ def _patch_loaded(load: Callable) -> Callable:
 def _check_options(check_padding_free: Callable) -> Callable:
     def check(self: Any) -> None:
         settings, _ = transformers.PreTrainedConfig.get_config_dict(self.model_info.model_dir)
-        if settings.get("model_type") not in _TYPES:
+        if not isinstance(family_of(settings.get("model_type", "")).apart, Own):
             return check_padding_free(self)
         for name, value in _REQUIRED.items():
             if (got := getattr(self, name)) != value:

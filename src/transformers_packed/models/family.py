@@ -1,0 +1,129 @@
+"""`Family`, one record per model family: what anyone may ask about it. `families.py` has the records and finds them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Own:
+    """The family has classes of this package, which take boundaries as an argument.
+
+    Args:
+        classes (`Mapping`):
+            For each configuration class, the class that each Auto class builds.
+    """
+
+    classes: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """How a token mixer runs on a packed row: on each document separately, or on the whole row if its kernels allow.
+
+    Args:
+        outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
+            If the module returns a tuple, the indices of the elements with one entry per token. The other elements
+            become `None`.
+        masked (`bool`, *optional*, defaults to `False`):
+            Whether the module is attention and needs a causal mask for the documents it runs on.
+        keywords (`tuple[str]`, *optional*):
+            The keyword arguments (from `SequenceBoundaries.layer_kwargs`) that pass the boundaries to its kernels.
+        kernels (`tuple[str]`, *optional*):
+            The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
+    """
+
+    outputs: tuple[int, ...] = (0,)
+    masked: bool = False
+    keywords: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """Token mixers that ignore document boundaries run on each document separately.
+
+    Args:
+        classes (`Mapping[str, Mixer]`):
+            The stock classes, by name. Without any, disabling the cache of the text model is enough.
+    """
+
+    classes: Mapping[str, Mixer]
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """The base model runs on the documents as a right-padded batch.
+
+    Args:
+        base (`str`):
+            The stock class of the base model.
+        cause (`str`):
+            The reason why the stock class mixes documents.
+        shifts_labels (`bool`, *optional*, defaults to `True`):
+            Whether the loss compares a token's logits with the next label. Otherwise no target crosses a boundary.
+    """
+
+    base: str
+    cause: str
+    shifts_labels: bool = True
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """The stock model keeps documents apart when position ids restart. It needs no change."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The model cannot compute packed rows correctly, for this reason."""
+
+    why: str
+
+
+# The ways for which a model gets classes of this package.
+PATCHED = (Own, Mixers, Unpacked)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model family of Transformers. Its name is that of the modeling module.
+
+    Args:
+        name (`str`):
+            The stock classes are in `transformers.models.<name>.modeling_<name>`.
+        apart (*optional*):
+            How its documents stay apart in a packed row, or why they cannot. `None` if nobody has measured it.
+        title (`str`, *optional*):
+            Its name in texts.
+        required (`tuple[str]`, *optional*):
+            The parts of the stock module that classes of this package use.
+        experts (`str`, *optional*):
+            The stock class of a mixture's experts, which this package's op computes.
+        sensitive (`tuple[str]`, *optional*):
+            The names of linear layers whose errors grow along a document, so they stay in full precision.
+        takes_images (`bool`, *optional*, defaults to `False`):
+            Whether packed rows of its vision-language models may hold images.
+    """
+
+    name: str
+    apart: Own | Mixers | Unpacked | Isolated | Refused | None = None
+    title: str = ""
+    required: tuple[str, ...] = ()
+    experts: str = ""
+    sensitive: tuple[str, ...] = ()
+    takes_images: bool = False
+
+    @property
+    def stock(self) -> str:
+        """The name of the stock module."""
+        return f"transformers.models.{self.name}.modeling_{self.name}"
+
+    @property
+    def auto_classes(self) -> Mapping[str, Mapping[str, str]]:
+        """The classes of [`Own`], empty for other families."""
+        return self.apart.classes if isinstance(self.apart, Own) else {}
+
+    @property
+    def mixers(self) -> Mapping[str, Mixer]:
+        """The classes of [`Mixers`], empty for other families."""
+        return self.apart.classes if isinstance(self.apart, Mixers) else {}

@@ -1,0 +1,41 @@
+"""The record of Qwen3.5."""
+
+from ..family import Family, Own
+
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    Own(
+        {
+            "Qwen3_5TextConfig": {
+                "AutoModel": "Qwen3_5TextModel",
+                "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+                "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
+                "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+            },
+            "Qwen3_5Config": {
+                "AutoModel": "Qwen3_5Model",
+                "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
+                "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
+                "AutoModelForSequenceClassification": "Qwen3_5ForSequenceClassification",
+                "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
+            },
+        }
+    ),
+    title="Qwen3.5",
+    required=(
+        "Qwen3_5ForSequenceClassification",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5Model.compute_3d_position_ids",
+        "Qwen3_5Model.get_image_features",
+        "Qwen3_5Model.get_rope_index",
+        "Qwen3_5Model.get_video_features",
+        "Qwen3_5TextForSequenceClassification",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+    # The projections to the decay and the write strength of the delta rule.
+    sensitive=("in_proj_a", "in_proj_b"),
+    takes_images=True,
+)

@@ -1,0 +1,27 @@
+"""The record of Qwen3.5-MoE."""
+
+from ..family import Family, Own
+
+
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe",
+    Own(
+        {
+            "Qwen3_5MoeTextConfig": {
+                "AutoModel": "Qwen3_5MoeTextModel",
+                "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+            },
+            "Qwen3_5MoeConfig": {
+                "AutoModel": "Qwen3_5MoeModel",
+                "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
+                "AutoModelForImageTextToText": "Qwen3_5MoeForConditionalGeneration",
+            },
+        }
+    ),
+    title="Qwen3.5-MoE",
+    required=("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
+    experts="Qwen3_5MoeExperts",
+    # Those of Qwen3.5, and the gate of the shared expert.
+    sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),
+    takes_images=True,
+)

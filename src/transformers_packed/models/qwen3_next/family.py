@@ -1,0 +1,29 @@
+"""The record of Qwen3-Next."""
+
+from ..family import Family, Own
+
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    Own(
+        {
+            "Qwen3NextConfig": {
+                "AutoModel": "Qwen3NextModel",
+                "AutoModelForCausalLM": "Qwen3NextForCausalLM",
+                "AutoModelForSequenceClassification": "Qwen3NextForSequenceClassification",
+                "AutoModelForTokenClassification": "Qwen3NextForTokenClassification",
+                "AutoModelForQuestionAnswering": "Qwen3NextForQuestionAnswering",
+            },
+        }
+    ),
+    title="Qwen3-Next",
+    required=(
+        "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
+        "apply_mask_to_padding_states",
+        "apply_rotary_pos_emb",
+        "eager_attention_forward",
+    ),
+    experts="Qwen3NextExperts",
+    # The projection to the decay and the write strength of the delta rule, and the gate of the shared expert.
+    sensitive=("in_proj_ba", "shared_expert_gate"),
+)
