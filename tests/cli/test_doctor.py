@@ -19,9 +19,10 @@ from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwe
 from transformers_packed import SequenceBoundaries
 from transformers_packed.cli import env, main
 from transformers_packed.models import diagnosis
-from transformers_packed.ops import availability
+from transformers_packed.ops import example
 from transformers_packed.ops.backends import fla, flash_qla, triton
 from transformers_packed.ops.dispatch import Implementation, always
+from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS
 
 
 NO_FLASH_QLA = "cannot be imported: No module named 'flash_qla' (pip install flash-qla)"
@@ -48,8 +49,8 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (env, "gpus", lambda: ["cuda:0 (a GPU)"]),
-            (availability, "torch", SimpleNamespace(zeros=zeros, **fake)),
-            (availability.SequenceBoundaries, "from_lengths", lambda *args, **kwargs: boundaries),
+            (example, "torch", SimpleNamespace(zeros=zeros, **fake)),
+            (example.SequenceBoundaries, "from_lengths", lambda *args, **kwargs: boundaries),
             (fla, "importable", lambda module, name: (name not in missing, f"is not installed (pip install {name})")),
             (fla, "_backward_problem", lambda: ""),
             (flash_qla, "_problem", lambda: flash_qla_problem),
@@ -122,7 +123,7 @@ class MachineTest(unittest.TestCase):
         self.assertEqual((install_fla, install_triton), ("pip install flash-linear-attention", "pip install triton"))
         self.assertTrue(for_fla.startswith("No kernel for gated_delta_rule, causal_conv1d: fla is not installed."))
         self.assertRegex(
-            for_triton, "^No kernel for causal_conv1d_qkv, gated_delta_gates, rms_norm.*: triton needs triton"
+            for_triton, "^No kernel for gated_delta_gates, causal_conv1d_qkv, rms_norm.*: triton needs triton"
         )
         # Graphs would not help with a gated delta rule in PyTorch.
         self.assertNotIn("use_cuda_graphs", stdout)
@@ -176,7 +177,7 @@ class MachineTest(unittest.TestCase):
     def test_what_would_run_is_what_the_verifiers_say(self):
         refuses = Implementation(run=None, verify=lambda *args, **kwargs: (False, "needs a reason"))
         table = {"a": refuses, "b": Implementation(run=None, verify=always), "c": refuses}
-        with gpu(), mock.patch.object(availability, "GATED_DELTA_RULE", table):
+        with gpu(), mock.patch.dict(IMPLEMENTATIONS, table, clear=True):
             stdout = doctor()[1]
         rows = sections(stdout)["On cuda, bfloat16, a packed row would train with"]
         self.assertEqual(rows[0].split(), ["b", "gated_delta_rule"])

@@ -8,10 +8,9 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
 from transformers.integrations import finegrained_fp8, moe
-from transformers.utils import logging
 
 from ..ops import experts
-from ..ops.dispatch import record
+from ..ops.dispatch import ran
 from ..ops.moe import verify_triton
 from ..ops.projection import Adapter
 from .families import OWN
@@ -19,8 +18,6 @@ from .lora import adapter_of_parameter, lora_class
 from .releases import has_post_expert_norm
 from .untouched import is_untouched
 
-
-logger = logging.get_logger(__name__)
 
 NAME = "transformers_packed"
 _DEFAULT = "grouped_mm"
@@ -76,7 +73,7 @@ def run_experts(
             gate_up, down = adapters
             return experts(*call, gate_up_adapter=gate_up, down_adapter=down, shared=(shared, shared_gate))
         if any(adapters):
-            record("experts_lora", "peft", [reason], logger.info)
+            ran("experts_lora", "peft", [reason])
     return module(hidden_states, top_k_index, top_k_weights) + torch.sigmoid(shared_gate) * shared
 
 
@@ -90,7 +87,7 @@ def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, list[Adapter
     while wrapper is not None and type(module) is wrapper:
         adapter = adapter_of_parameter(module)
         if isinstance(adapter, str):
-            record("experts_lora", "peft", [adapter], logger.info)
+            ran("experts_lora", "peft", [adapter])
             return module, None
         if adapter is not None and module.parameter_name in found:
             return module, None
@@ -120,7 +117,7 @@ def experts_forward(
     reason = _problem(self, hidden_states, top_k_index, top_k_weights)
     if not reason:
         return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
-    record("experts", _DEFAULT, [reason], logger.info)
+    ran("experts", _DEFAULT, [reason])
     return moe.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -31,7 +31,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
-from ..ops.dispatch import record
+from ..ops.dispatch import ran
 from ..ops.per_document import per_document
 from .families import LANGUAGE_MODELS, TITLES, families_of, family_named, family_of, stock_family
 from .family import PATCHED, Family, Mixer, Mixers, Own, Unpacked
@@ -391,7 +391,7 @@ def mixer_class(builtin: type, mixer: Mixer) -> type:
         if boundaries is None:
             return builtin.forward(module, **arguments)
         with_kernels = _has_kernels(builtin, mixer, arguments)
-        record(type(module).__name__, "kernels" if with_kernels else "per_document", [], lambda _: None)
+        ran(type(module).__name__, "kernels" if with_kernels else "per_document")
         # Modules inside this one receive either documents or the boundaries as arguments.
         with _boundaries_set_to(None):
             if not with_kernels:

@@ -4,7 +4,7 @@ import torch
 from transformers.utils import logging
 
 from ..ops.backends import triton
-from ..ops.dispatch import record
+from ..ops.dispatch import ran
 from ..ops.float8 import DTYPE
 from ..ops.linear import fused_linears, product_dtype
 from ..ops.projection import Projection, QuantizedWeight
@@ -48,7 +48,7 @@ def projection_of(
 
 def _record_peft(reason: str) -> None:
     """Record that a LoRA layer runs PEFT's own forward, and log each reason once."""
-    record("linear_lora", "peft", [], logger.info)
+    ran("linear_lora", "peft")
     logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
 
 

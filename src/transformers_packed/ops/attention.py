@@ -10,18 +10,22 @@ Without boundaries, the call goes to Transformers' attention interface unchanged
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
+from types import SimpleNamespace
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_flash_attn_4_available
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .autograd import autocast_dtype
-from .dispatch import Implementation, always, logger, record, run
+from .dispatch import Implementation, always, ran, run
+from .example import Call, Setting
 from .per_document import per_document
 
 
@@ -118,7 +122,7 @@ def attention_with_earlier_keys(
     kernel = kernel_for_earlier_keys(module, query, **options)
     if kernel is None:
         return None
-    record("attention", kernel, [], logger.info)
+    ran("attention", kernel)
     function = _varlen_attn if kernel == "varlen_attn" else _flash_attention
     return function(module, query, key, value, boundaries=boundaries, keys=keys, **options)[0]
 
@@ -265,4 +269,30 @@ IMPLEMENTATIONS = {
     },
     "eager": {"per_document(eager)": Implementation(_per_document, always)},
     "flex_attention": {"flex_attention": Implementation(_flex_attention, _verify_flex_attention)},
+}
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The call of a layer with each implementation of Transformers, for [`availability`]."""
+    heads, found = setting.zeros(1, 2, 3, setting.head_dim), {}
+    for name, table in IMPLEMENTATIONS.items():
+        module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+        found[f"attention {name}"] = Call(table, (module, heads, heads, heads), setting.row())
+    # Transformers checks these when it loads a model. The op itself has no check.
+    for name, is_available in _FLASH_ATTENTION.items():
+        verify = partial(_verify_flash_attention, is_available)
+        found[f"attention {name}"] = Call({"its own kernel": Implementation(_flash_attention, verify)}, (heads,))
+    return found
+
+
+def _verify_flash_attention(is_available, query):
+    if not query.is_cuda or query.dtype == torch.float32:
+        return False, "needs CUDA tensors in float16 or bfloat16"
+    return is_available(), "is not installed"
+
+
+_FLASH_ATTENTION = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
 }

@@ -18,6 +18,7 @@ from ..errors import input_error
 from .backends import causal_conv1d as compiled
 from .backends import fla, triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .norm import widened
 
 
@@ -252,3 +253,14 @@ QUERY_KEY_VALUE = {
     "triton": Implementation(triton_qkv, verify_triton_qkv),
     "reference": Implementation(_reference_qkv, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The calls of a layer, for [`availability`]."""
+    row, channels = setting.row(), 2 * setting.key_dim + setting.value_dim
+    heads = {"key_heads": 1, "key_dim": setting.key_dim, "value_dim": setting.value_dim}
+    call = setting.zeros(1, 3, channels), setting.zeros(channels, 4), None, "silu"
+    return {
+        "causal_conv1d": Call(IMPLEMENTATIONS, (setting.zeros(1, 3, 16), setting.zeros(16, 4), None, "silu"), row),
+        "causal_conv1d_qkv": Call(QUERY_KEY_VALUE, call, row | heads),
+    }

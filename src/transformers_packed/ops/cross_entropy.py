@@ -22,6 +22,7 @@ from ..errors import input_error
 from .autograd import autocast_dtype, first_order
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .norm import widened
 
 
@@ -330,3 +331,9 @@ IMPLEMENTATIONS = {
     "torch": Implementation(_torch, always),
     "reference": Implementation(_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The call of a model's loss, for [`availability`]."""
+    call = setting.zeros(3, 256), setting.zeros(8, 256), torch.zeros(3), None
+    return {"linear_cross_entropy": Call(IMPLEMENTATIONS, call)}

@@ -6,7 +6,7 @@ implementation, or raises an error with the reason why it does not support the c
 [`implementations_used`] returns all of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,23 +52,29 @@ def choose(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs
     """
     if impl != "auto" and impl not in table:
         raise input_error(f'impl="auto" or one of {sorted(table)}', f'"{impl}"', 'Use "auto" or a listed name.')
-    reasons: list[str] = []
-    compiled = impl == "auto" and "reference" in table and op not in _NOT_TO_COMPILE and torch.compiler.is_compiling()
+    reference_only = _why_reference_only(op, impl) if "reference" in table else ""
+    refused: list[str] = []
     for name in table if impl == "auto" else (impl,):
-        if compiled and name != "reference":
-            ok, reason = False, "torch.compile fuses the reference instead"
-        else:
+        ok, reason = False, reference_only
+        if not reason or name == "reference":
             ok, reason = table[name].verify(*args, **kwargs)
-        if name != "reference" and "reference" in table and is_transformed():
-            ok, reason = False, "does not support torch.func transforms"
         if ok:
             # Warn on a GPU, where the reference is many times slower than any kernel.
-            slow = name == "reference" and impl == "auto" and any(getattr(x, "is_cuda", False) for x in args)
-            record(op, name, reasons, logger.warning if slow else logger.info)
+            may_warn = name == "reference" and impl == "auto"
+            ran(op, name, refused, args if may_warn else ())
             return table[name].run
-        reasons.append(f"{name}: {reason}")
+        refused.append(f"{name}: {reason}")
     fix = 'Use impl="auto"' + (", install the missing package" if impl == "auto" else "") + " or change the input."
-    raise input_error(f'an input that impl="{impl}" supports', "; ".join(reasons), fix)
+    raise input_error(f'an input that impl="{impl}" supports', "; ".join(refused), fix)
+
+
+def _why_reference_only(op: str, impl: str) -> str:
+    """Return why no kernel may run an op with a reference at the moment, or an empty string."""
+    if is_transformed():
+        return "does not support torch.func transforms"
+    if impl == "auto" and torch.compiler.is_compiling() and op not in _NOT_TO_COMPILE:
+        return "torch.compile fuses the reference instead"
+    return ""
 
 
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
@@ -78,17 +84,16 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     document lengths, which differ between rows. Other calls run as their reference, which the compiler fuses,
     except ops whose reference would be slow or need much memory.
     """
-    boundaries = kwargs.get("boundaries")
-    if boundaries is not None:
-        boundaries.check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
-    if torch.compiler.is_compiling() and boundaries is not None:
-        return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
-    return _run(op, impl, table, *args, **kwargs)
+    if "boundaries" not in kwargs:
+        _of_tokens.add(op)
+    elif kwargs["boundaries"] is not None:
+        kwargs["boundaries"].check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
+        if torch.compiler.is_compiling():
+            return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
+    return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
 
 
 def _run(op, impl, table, *args, **kwargs):
-    if "boundaries" not in kwargs:
-        _of_tokens.add(op)
     return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
 
 
@@ -98,14 +103,25 @@ def outside_of_graphs(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def record(op: str, name: str, reasons: list[str], log: Callable[[str], None]) -> None:
-    """Record that `name` ran for `op`, and `log` it the first time."""
-    if torch.compiler.is_compiling():
+def ran(op: str, name: str, refused: Sequence[str] = (), may_be_slow: Sequence[Any] = ()) -> None:
+    """Record that `name` runs `op`, and log it the first time. All ops and models that choose a function call this.
+
+    Args:
+        op (`str`):
+            Name of the op.
+        name (`str`):
+            Name of the function.
+        refused (`Sequence[str]`, *optional*):
+            Why others do not run.
+        may_be_slow (`Sequence[Any]`, *optional*):
+            Arguments of a call that is slow on a GPU, and then logged as a warning.
+    """
+    names = _used.get(op)
+    if (names is not None and name in names) or torch.compiler.is_compiling():
         return
-    names = _used.setdefault(op, {})
-    if name not in names:
-        names[name] = None
-        log(f"{op}: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+    _used.setdefault(op, {})[name] = None
+    log = logger.warning if any(getattr(x, "is_cuda", False) for x in may_be_slow) else logger.info
+    log(f"{op}: {name}" + (f" ({'; '.join(refused)})" if refused else ""))
 
 
 def implementations_used(isolating: bool = False) -> dict[str, list[str]]:

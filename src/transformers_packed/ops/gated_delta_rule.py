@@ -28,6 +28,7 @@ from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
 from .backends import fla, flash_qla, triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
 
@@ -317,3 +318,13 @@ GATES = {
     "triton": Implementation(_gates_triton, triton.verify),
     "reference": Implementation(_gates_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The calls of a layer, for [`availability`]."""
+    query, value = setting.zeros(1, 3, 2, setting.key_dim), setting.zeros(1, 3, 4, setting.value_dim)
+    g, gate, vector = setting.zeros(1, 3, 4, dtype=torch.float32), setting.zeros(1, 3, 4), setting.zeros(4)
+    return {
+        "gated_delta_rule": Call(IMPLEMENTATIONS, (query, query, value, g, gate), setting.row()),
+        "gated_delta_gates": Call(GATES, (gate, gate, vector, vector)),
+    }

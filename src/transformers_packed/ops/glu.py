@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .projection import Projection, flatten
 
@@ -92,3 +93,12 @@ IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify_triton),
     "reference": Implementation(_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The calls of an MLP and of the gate after attention, for [`availability`]."""
+    row, found = setting.zeros(1, 3, 256), {}
+    for activation, name in _NAMES.items():
+        for suffix, layer in (("", None), ("_linear", setting.zeros(8, 256))):
+            found[name + suffix] = Call(IMPLEMENTATIONS, (row, row, layer, activation))
+    return found

@@ -17,8 +17,10 @@ from ..errors import input_error
 from . import float8
 from .autograd import autocast_dtype, first_order, is_transformed
 from .backends import triton
-from .dispatch import Implementation, always, logger, record, run
+from .dispatch import Implementation, always, ran, run
+from .example import Call, Setting
 from .projection import (
+    Adapter,
     Products,
     Projection,
     QuantizedWeight,
@@ -129,7 +131,7 @@ def fused_linears(
     name = _name(projections)
     if is_transformed() or (name != "linear" and not _verify_fused(hidden_states, *projections)[0]):
         return shared_input_linears(hidden_states, *projections)
-    record(name, "fused", [], logger.info)
+    ran(name, "fused")
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
@@ -261,3 +263,15 @@ IMPLEMENTATIONS = {
 }
 # The same on a CPU: the function is written for tensors of any device, and only its casts and products differ.
 FLOAT8 = {"fused": Implementation(_fused, _verify_fused)}
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The calls of a linear layer, plain, with an adapter, and in float8, for [`availability`]."""
+    row, layer = setting.zeros(1, 3, 256), setting.zeros(8, 256)
+    adapter = Adapter(setting.zeros(4, 256), setting.zeros(8, 4))
+    in_float8 = {"fused": Implementation(_fused, float8.verify)}
+    return {
+        "linear": Call(IMPLEMENTATIONS, (row, Projection(layer))),
+        "linear_lora": Call(IMPLEMENTATIONS, (row, Projection(layer, None, (adapter,)))),
+        "linear_float8": Call(in_float8, (row[0], setting.zeros(16, 256), setting.dtype)),
+    }

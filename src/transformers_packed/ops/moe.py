@@ -12,6 +12,7 @@ from ..errors import input_error
 from .autograd import autocast_dtype
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .norm import widened
 from .projection import Adapter
 
@@ -251,3 +252,12 @@ EXPERTS = {
     "triton": Implementation(_triton, verify_triton),
     "reference": Implementation(_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The call of a mixture, for [`availability`]. On a GPU without the kernel, a model calls `grouped_mm`."""
+    hidden, width = setting.hidden_size, setting.expert_width
+    matrices = setting.zeros(1, 2 * width, hidden), setting.zeros(1, hidden, width)
+    grouped_mm = Implementation(_reference, lambda hidden_states, *_: (hidden_states.is_cuda, "needs CUDA tensors"))
+    table = {"triton": EXPERTS["triton"], "grouped_mm": grouped_mm, "reference": EXPERTS["reference"]}
+    return {"experts": Call(table, (setting.zeros(3, hidden), None, None, *matrices, None, None, None))}

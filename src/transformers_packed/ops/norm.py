@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, remember_recipe, verify_layer
 from .projection import Projection, flatten
 
@@ -166,3 +167,14 @@ IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify_triton),
     "reference": Implementation(_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The calls of a layer, for [`availability`]."""
+    row, weight, layer = setting.zeros(1, 3, 256), setting.zeros(256), setting.zeros(8, 256)
+    gated = row[:, :, None], weight, 1e-6, 0.0, None, row[:, :, None]
+    return {
+        "rms_norm": Call(IMPLEMENTATIONS, (row, weight, 1e-6, 1.0, row)),
+        "gated_rms_norm": Call(IMPLEMENTATIONS, gated),
+        "gated_rms_norm_linear": Call(IMPLEMENTATIONS, (*gated, layer)),
+    }

@@ -25,7 +25,7 @@ from . import gated_delta_rule as rule
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
 from .autograd import first_order, is_transformed
 from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
-from .dispatch import logger, record
+from .dispatch import ran
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -127,7 +127,7 @@ def causal_conv1d_qkv(
     call, width = (weight, bias, activation), weight.shape[-1] - 1
     on_triton = impl in ("auto", "triton") and not is_transformed()
     if width and on_triton and verify_triton_qkv(hidden_states, *call, **heads)[0]:
-        record("causal_conv1d_qkv", "triton", [], logger.info)
+        ran("causal_conv1d_qkv", "triton")
         x, tails = _with_copies(hidden_states[0], boundaries.tails(width))
         return triton_qkv(x[None], *call, boundaries=boundaries, halo=(tails, boundaries.answer_indices), **heads)
 

@@ -5,6 +5,7 @@ import torch
 from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
+from .example import Call, Setting
 from .norm import rms_norm
 
 
@@ -115,3 +116,11 @@ IMPLEMENTATIONS = {
     "triton": Implementation(_triton, _verify),
     "reference": Implementation(_reference, always),
 }
+
+
+def example(setting: Setting) -> dict[str, Call]:
+    """The call of a layer, for [`availability`]."""
+    dim, weight = setting.head_dim, setting.zeros(setting.head_dim)
+    angles = setting.zeros(1, 3, max(2, dim // 4)).detach()
+    call = setting.zeros(1, 3, 2, 2 * dim), setting.zeros(1, 3, 1, dim), weight, weight, angles, angles, 1e-6
+    return {"qk_norm_rope": Call(IMPLEMENTATIONS, call)}

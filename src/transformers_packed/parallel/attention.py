@@ -13,7 +13,7 @@ from ..ops.attention import (
     implementations,
     kernel_for_earlier_keys,
 )
-from ..ops.dispatch import logger, record
+from ..ops.dispatch import ran
 from .collectives import all_gather, all_to_all
 from .groups import attention_method, fits_heads
 from .shard import RowShard
@@ -83,7 +83,7 @@ def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options:
         output = attention_with_earlier_keys(module, query, key, value, **lengths, **options)
         if output is not None:
             return output
-    record("attention", "mask of earlier keys", [], logger.info)
+    ran("attention", "mask of earlier keys")
     first = shard.lengths[0]
     own = query[:, :, :first], *(x[:, :, : before + first] for x in (key, value))
     outputs = [attention_of_last_queries(module, *own, **options)]

@@ -32,7 +32,7 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from ..ops.backends import fla
 from ..ops.convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
-from ..ops.dispatch import logger, record
+from ..ops.dispatch import ran
 from ..ops.gated_delta_rule import check_groups
 from .collectives import all_gather, all_to_all, tie
 from .shard import RowShard
@@ -110,7 +110,7 @@ def causal_conv1d_qkv(
     call = weight, bias, activation
     if impl == "auto" and verify_triton_qkv(hidden_states, *call, **heads)[0]:
         # The kernel takes the halo as a separate tensor, so neither the part nor the results are copied.
-        record("causal_conv1d_qkv", "triton", [], logger.info)
+        ran("causal_conv1d_qkv", "triton")
         x, halo = _halo(boundaries, hidden_states, weight.shape[-1])
         return triton_qkv(x, *call, boundaries=boundaries, halo=(halo[0], range(1)), **heads)
     x, whole, before = _with_halo(boundaries, hidden_states, weight.shape[-1])
@@ -157,7 +157,7 @@ def _by_heads(shard: RowShard, *tensors: torch.Tensor, **options: Any) -> torch.
 
 
 def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.Tensor:
-    record("gated_delta_rule", "states of cut documents", [], logger.info)
+    ran("gated_delta_rule", "states of cut documents")
     total, lengths, value = shard.total_length, shard.lengths, inputs[2]
     heads, key_dim, value_dim = value.shape[2], inputs[1].shape[-1], value.shape[-1]
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -227,7 +227,7 @@ def _by_fla(shard: RowShard, query, key, value, g, beta, **options: Any) -> torc
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    record("gated_delta_rule", "fla with cp_context", [], logger.info)
+    ran("gated_delta_rule", "fla with cp_context")
     # The package caches index tensors by the identity of its inputs, so build the context once per row.
     cu_seqlens, host, group = shard.row.cu_seqlens, shard.row.cu_seqlens_cpu, shard.processes.group
     name = f"fla context {id(group)}"
