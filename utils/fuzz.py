@@ -112,6 +112,9 @@ def draw(seed: int) -> Setup:
         "optim": rarely("adamw_torch", share=0.05),
     }
     arguments = {name: value for name, value in arguments.items() if value is not None} if loop == "trainer" else {}
+    # Only configured Trainers draw noise by document. Of a stock model with a cache, the collator can only warn.
+    unfit = ("neftune_noise_alpha",) * (not configured) + ("use_cache",) * (way == "stock")
+    arguments = {name: value for name, value in arguments.items() if name not in unfit}
     config = {"tie_word_embeddings": rarely(True), "hidden_act": rarely("gelu"), "attention_bias": rarely(True)}
     if "moe" in family or family == "qwen3_next":
         config["output_router_logits"] = rarely(True, share=0.3)

@@ -154,7 +154,8 @@ def collator(setup: Setup, ours: bool, model: nn.Module) -> Callable | None:
         return None if setup.family == "qwen3_5_vl" else DataCollatorForSeq2Seq(_tokenizer())
     if not ours or setup.mode == "padded":
         return collate
-    return DataCollatorWithFlattening(**setup.collator, model=model if setup.family == "qwen3_5_vl" else None)
+    needed = setup.family == "qwen3_5_vl" or setup.way == "stock"
+    return DataCollatorWithFlattening(**setup.collator, model=model if needed else None)
 
 
 def real(x: torch.Tensor, batch: dict, channels_first: bool) -> torch.Tensor:
