@@ -66,10 +66,13 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 		cp tests/common/torchvision_names.py $$site && echo "import torchvision_names" > $$site/torchvision_names.pth; }
 	touch $@
 
+# Of the libraries whose private parts `models/releases.py` lists, also pre-releases. --pre would take those of torch too,
+# but pip upgrades no dependency that is new enough.
 .venv-newest/.installed: setup.py
 	@$(PYTHON) $(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/pip install -q -U -e ".[dev]"
+	.venv-newest/bin/pip install -q -U --pre transformers trl peft accelerate
 	touch $@
 
 demo: .venv/.installed  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
@@ -84,7 +87,7 @@ test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, dat
 test-lowest: .venv-lowest/.installed  ## Run the test suite (CPU) on the oldest supported release of every dependency.
 	.venv-lowest/bin/python $(PYTEST) $(TESTS)
 
-test-newest: .venv-newest/.installed  ## Run the test suite (CPU) on the newest release of every dependency.
+test-newest: .venv-newest/.installed  ## Run the test suite (CPU) on the newest releases, and on pre-releases of Transformers, TRL, PEFT, accelerate.
 	.venv-newest/bin/python $(PYTEST) $(TESTS)
 
 test-matrix: .venv/.installed  ## Run the core tests (CPU) on RELEASES of Transformers (the last of 5.16 to 5.23).

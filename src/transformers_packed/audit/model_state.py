@@ -93,7 +93,7 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     before = getattr(model.config, "_experts_implementation", None)
     if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
         return
-    experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
     if experts and all(map(isolates, experts)):
         return
     try:

@@ -32,6 +32,7 @@ from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.registry import transformers_model
+from ..models.releases import has_hooks
 from ..shared_prompts import SharedPrompts
 from .locate import finite, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
@@ -118,7 +119,7 @@ def audit_model(
         raise input_error("a Transformers model, or a module that contains one", type(model).__name__)
     for name, module in inner.named_modules():
         # Weights offloaded by accelerate are also on the meta device. They are loaded when their module is called.
-        offloaded = hasattr(module, "_hf_hook") and module is not inner.get_input_embeddings()
+        offloaded = has_hooks(module) and module is not inner.get_input_embeddings()
         if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             fix = "Load or initialize its weights first, and do not offload embeddings."
             raise input_error("a model with weights", f"{name} on the meta device", fix)

@@ -8,13 +8,13 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import input_error
+from ..models.releases import auto_class
 
 
 # The settings of a tiny model, by value. A configuration gets the settings that it accepts. Indexers have 32 heads:
@@ -199,9 +199,9 @@ def load_model(
     options = {"attn_implementation": attn} if attn else {}
     if Path(name).is_dir() or name not in CONFIG_MAPPING:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
-        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-        model = auto.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options)
+        model = auto_class(config).from_pretrained(
+            name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options
+        )
     else:
         if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise input_error("a causal language model", f"the type {name}")

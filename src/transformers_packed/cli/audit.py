@@ -98,9 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 def load_model(args: argparse.Namespace, device: str) -> "PreTrainedModel":
     """The model of a checkpoint, or a tiny one of a model type."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING
 
     from ..audit import tiny
+    from ..models.releases import auto_class
     from .checkpoint import load_config, load_weights
 
     source = args.model
@@ -108,8 +109,6 @@ def load_model(args: argparse.Namespace, device: str) -> "PreTrainedModel":
         return tiny.load_model(source, attn=args.attn, dtype=args.dtype, device=device, seed=args.seed)
     expected = "a model type, a local directory or a model on the Hub"
     config = load_config("MODEL_OR_TYPE", source, args.trust_remote_code, expected)
-    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
-    auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
     options = {"attn_implementation": args.attn} if args.attn else {}
     options |= {"dtype": args.dtype or "auto", "trust_remote_code": args.trust_remote_code}
-    return load_weights("MODEL_OR_TYPE", source, auto, **options).to(device)
+    return load_weights("MODEL_OR_TYPE", source, auto_class(config), **options).to(device)

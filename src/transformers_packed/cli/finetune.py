@@ -28,7 +28,7 @@ from ..errors import input_error
 from ..models.families import TITLES, family_of
 from ..models.float8 import use_float8
 from ..models.registry import registered
-from ..models.releases import checkpointing_argument
+from ..models.releases import checkpointing_argument, use_one_gpu
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
@@ -223,7 +223,7 @@ def make_trainer(
     )
     if arguments.n_gpu > 1:
         # The Trainer would split each row over the devices.
-        arguments._n_gpu = 1
+        use_one_gpu(arguments)
         _say("Using only one GPU; start the command with torchrun --no-python to use more.")
     trainer = RunFolderTrainer(
         model,

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .releases import BASE_CLASS
+
 
 # The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
 # registry. Others may mix the tokens of a row (Lily averages its router over them), run a second model (Shadow), keep
@@ -62,16 +64,17 @@ def save_builtin_classes() -> None:
     effect on other models, without PEFT, or a second time.
     """
     cls = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if cls is None or cls in _saving_builtin_classes:
+    original = getattr(cls, BASE_CLASS, None)
+    if original is None or cls in _saving_builtin_classes:
         return
-    original, package = cls._get_base_model_class, __package__.partition(".")[0]
+    package = __package__.partition(".")[0]
 
     @wraps(original)
     def base_model_class(self: Any, *args: Any, **kwargs: Any) -> type:
         classes = original(self, *args, **kwargs).__mro__
         return next(x for x in classes if x.__module__.partition(".")[0] != package)
 
-    cls._get_base_model_class = base_model_class
+    setattr(cls, BASE_CLASS, base_model_class)
     _saving_builtin_classes.add(cls)
 
 

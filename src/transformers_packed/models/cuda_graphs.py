@@ -24,6 +24,7 @@ from ..errors import input_error
 from ..ops.autograd import autocast_dtype, first_order
 from .experts import isolates
 from .registry import Model
+from .releases import checkpoint_of
 from .untouched import hooks_of
 
 
@@ -444,7 +445,7 @@ def _reason_against_checkpointing(layers: Iterable[torch.nn.Module]) -> str:
     for layer in layers:
         if not layer.gradient_checkpointing:
             continue
-        function = layer._gradient_checkpointing_func
+        function = checkpoint_of(layer)
         options = getattr(function, "keywords", {})
         if getattr(function, "func", function) is not checkpoint or "context_fn" in options:
             return "gradient checkpointing offloads or selects what it saves"

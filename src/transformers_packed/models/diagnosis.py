@@ -22,6 +22,7 @@ from .families import families_of
 from .family import Mixers, Own, Refused, Unpacked
 from .padding import why_padded
 from .registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
+from .releases import builds, supports_flash_attention
 from .verdict import judge, text_config
 
 
@@ -136,7 +137,7 @@ def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
         `ValueError`: there is no such model, or it cannot be built.
     """
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = [auto for auto in autos if type(config) in auto._model_mapping]
+    known = [auto for auto in autos if builds(auto, config)]
     if not known and not trust_remote_code:
         raise input_error("a causal language model", f"the type {config.model_type}")
     auto = known[0] if known else AutoModelForCausalLM
@@ -218,7 +219,7 @@ def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> I
         return
     if not serves_packed_rows(attention, device):
         yield Finding("problem", f"Attention {attention} {_UNKNOWN} on {device.type}.", _SDPA)
-    elif device.type != "cpu" and attention in ("sdpa", "eager") and model._supports_flash_attn:
+    elif device.type != "cpu" and attention in ("sdpa", "eager") and supports_flash_attention(model):
         fix = 'attn_implementation="flash_attention_2"' + (
             "" if find_spec("flash_attn") else " (pip install flash-attn)"
         )

@@ -15,7 +15,7 @@ from ..ops.moe import verify_triton
 from ..ops.projection import Adapter
 from .families import OWN
 from .lora import adapter_of_parameter, lora_class
-from .releases import has_post_expert_norm
+from .releases import has_post_expert_norm, has_usual_gate
 from .untouched import is_untouched
 
 
@@ -123,7 +123,7 @@ def experts_forward(
 
 def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_adapter=None) -> str:
     """Return why the op would fail, be slow or compute something else than this module, or an empty string."""
-    if type(module)._apply_gate is not moe._default_apply_gate or not module.has_gate or not module.is_concatenated:
+    if not has_usual_gate(module) or not module.has_gate or not module.is_concatenated:
         return "their gate is computed in another way"
     if not is_untouched(module.act_fn, SiLUActivation, torch.nn.SiLU):
         return "their activation is not SiLU, or is hooked"

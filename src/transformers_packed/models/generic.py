@@ -44,7 +44,7 @@ from .inputs import (
     tokens_of,
 )
 from .registry import REPLACEMENTS, PackedModelMixin
-from .releases import CACHE, check_other_families
+from .releases import CACHE, CHECKPOINTS, FLEX, check_other_families, class_names, registered_classes
 
 
 _NO_TEXT = ("VisionModel", "AudioModel")
@@ -55,8 +55,6 @@ _EXPLICIT = (*PACKING_KEYWORDS, "boundaries")
 _KEYWORDS = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("position_ids", *LAYER_KEYWORDS)
 ]
-# The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.
-_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def announce(family: Family) -> None:
@@ -95,15 +93,14 @@ def packed_class(family: Family, name: str) -> type:
 
 
 def auto_entries() -> Iterator[tuple]:
-    """Yield (mapping of an Auto class, configuration class, our class) for all models that the Auto classes build."""
-    mappings = (getattr(cls, "_model_mapping", None) for cls in vars(modeling_auto).values() if isinstance(cls, type))
-    for mapping in filter(None, mappings):
-        for model_type, class_name in mapping._model_mapping.items():
+    """Yield (registered classes of an Auto class, configuration class, our class) for all models that they build."""
+    for auto in filter(lambda value: isinstance(value, type), list(vars(modeling_auto).values())):
+        for model_type, class_name in class_names(auto).items():
             family = family_of(model_type)
             if isinstance(family.apart, Mixers | Unpacked) and class_name in language_models(family):
                 # Not from CONFIG_MAPPING, because importing flash-linear-attention registers its own Mamba there.
                 config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-                yield mapping, config, packed_class(family, class_name)
+                yield registered_classes(auto), config, packed_class(family, class_name)
 
 
 def language_models(family: Family) -> dict[str, type]:
@@ -181,7 +178,7 @@ def _packed_row(model: torch.nn.Module, boundaries: SequenceBoundaries) -> Itera
     """
     changed = []
     for module in model.modules() if model.training else ():
-        for name in _CHECKPOINTS:
+        for name in CHECKPOINTS:
             checkpoint = vars(module).get(name)
             if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
                 changed.append((module, name, checkpoint))
@@ -261,7 +258,7 @@ def root_class(root: Root) -> type:
 
     namespace = {
         "forward": forward_like(root.builtin.forward, run, _KEYWORDS),
-        "_supports_flex_attn": root.builtin._supports_flex_attn,
+        FLEX: getattr(root.builtin, FLEX),
         "__doc__": f"[`{root.builtin.__name__}`] with support for packed rows, whose documents it keeps apart.",
     }
     return type(root.builtin.__name__, (PackedModelMixin, root.builtin), namespace)

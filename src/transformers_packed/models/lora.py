@@ -10,6 +10,7 @@ import sys
 import torch
 
 from ..ops.projection import Adapter
+from .releases import has_swapped_features
 from .untouched import is_bare_linear, is_untouched
 
 
@@ -36,8 +37,8 @@ def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
     state = vars(layer)
     if state.get("fan_in_fan_out") or not state.get("cast_input_dtype_enabled", True):
         return "its weight is transposed, or its input is not cast"
-    if state["merged_adapters"] or state["_disable_adapters"]:
-        both = state["merged_adapters"] and state["_disable_adapters"]
+    if state["merged_adapters"] or layer.disable_adapters:
+        both = state["merged_adapters"] and layer.disable_adapters
         return "its merged adapters have to be unmerged" if both else ()
     layers = [state["_modules"][name]._modules for name in ("lora_A", "lora_B", "lora_dropout")]
     found = []
@@ -84,8 +85,8 @@ def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
     if not is_untouched(layer, type(layer)):
         return "it is hooked, wrapped or compiled"
     state = vars(layer)
-    if state["merged_adapters"] or state["_disable_adapters"]:
-        both = state["merged_adapters"] and state["_disable_adapters"]
+    if state["merged_adapters"] or layer.disable_adapters:
+        both = state["merged_adapters"] and layer.disable_adapters
         return "its merged adapters have to be unmerged" if both else None
     downs, ups = (state["_modules"][name]._modules for name in ("lora_A", "lora_B"))
     active = [name for name in layer.active_adapters if name in downs]
@@ -95,6 +96,6 @@ def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
     down, up, scale = _matrix_of(downs[name]), _matrix_of(ups[name]), state["scaling"][name]
     if down is None or up is None:
         return f"adapter {name} is hooked, wrapped or not linear"
-    if not state["_did_swap_in_out_features"] or not isinstance(scale, (int, float)) or up[1] is not None:
+    if not has_swapped_features(layer) or not isinstance(scale, (int, float)) or up[1] is not None:
         return f"adapter {name} has another layout, a bias or a scale that is a tensor"
     return Adapter(down[0], up[0], scale)

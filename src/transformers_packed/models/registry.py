@@ -8,9 +8,8 @@ unchanged. `register` makes Transformers' Auto classes build our models, and `pa
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial, update_wrapper
 from importlib import import_module
-from inspect import getattr_static, getclosurevars
+from inspect import getattr_static
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ..errors import input_error
 from .adapters import save_builtin_classes
@@ -29,8 +27,19 @@ from .families import OWN, families_of_class, family_of
 from .family import Isolated, Own, Refused
 from .inputs import with_boundaries
 from .quantization import QuantizationMixin
-from .releases import check_names, check_signatures, recorder_key, supports_other_families
-from .trl_head import beside_trl, is_trl_forward, use_our_products
+from .releases import (
+    check_names,
+    check_signatures,
+    forward_inside_hooks,
+    forward_inside_trl,
+    has_hooks,
+    is_trl_forward,
+    record_outputs,
+    registered_classes,
+    supports_other_families,
+    with_hooks,
+)
+from .trl_head import beside_trl, use_our_products
 
 
 logger = logging.get_logger(__name__)
@@ -93,9 +102,7 @@ def become(module: torch.nn.Module, cls: type) -> None:
     """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
     save_builtin_classes()
     module.__class__ = cls
-    # Transformers looks up recordable outputs by the model. An existing entry stays.
-    if hasattr(module, "_can_record_outputs") and not _CAN_RECORD_REGISTRY.get(recorder_key(module)):
-        _CAN_RECORD_REGISTRY[recorder_key(module)] = module._can_record_outputs
+    record_outputs(module)
 
 
 def convert(model: torch.nn.Module) -> None:
@@ -223,25 +230,25 @@ def register() -> None:
     """
     check_transformers()
     entries = list(_entries())
-    for mapping, config, ours in entries:
-        current = mapping._extra_content.get(config, ours)
+    for classes, config, ours in entries:
+        current = classes.get(config, ours)
         if current is not ours:
             got = f"{current.__module__}.{current.__name__}"
             raise input_error(
                 f"no other class registered for {config.__name__}", got, "Remove it before calling register()."
             )
-    for mapping, config, ours in entries:
-        # `mapping.register` ignores the configurations of Transformers itself before 5.20.
-        mapping._extra_content[config] = ours
+    for classes, config, ours in entries:
+        # `register` of Auto classes ignores the configurations of Transformers itself before 5.20.
+        classes[config] = ours
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_complete))
 
 
 def unregister() -> None:
     """Undo [`register`], so that the Auto classes build the stock models. Has no effect without a registration."""
-    for mapping, config, ours in _entries():
-        if mapping._extra_content.get(config) is ours:
-            del mapping._extra_content[config]
+    for classes, config, ours in _entries():
+        if classes.get(config) is ours:
+            del classes[config]
     while _hooks:
         _hooks.pop().remove()
 
@@ -265,7 +272,7 @@ def _complete(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -
 @contextmanager
 def registered() -> Iterator[None]:
     """Context manager that calls [`register`] on entry and undoes it on exit. An earlier registration is kept."""
-    before = all(mapping._extra_content.get(config) is ours for mapping, config, ours in _entries())
+    before = all(classes.get(config) is ours for classes, config, ours in _entries())
     register()
     try:
         yield
@@ -275,13 +282,13 @@ def registered() -> Iterator[None]:
 
 
 def _entries() -> Iterator[tuple]:
-    """Yield (mapping of an Auto class, configuration class, our model class) for every registration."""
+    """Yield (registered classes of an Auto class, configuration class, our model class) for every registration."""
     for family in OWN:
         modeling = modeling_module(family.name)
         for config_name, classes in family.auto_classes.items():
             for auto_name, class_name in classes.items():
-                mapping = getattr(modeling_auto, auto_name)._model_mapping
-                yield mapping, getattr(transformers, config_name), getattr(modeling, class_name)
+                registered = registered_classes(getattr(modeling_auto, auto_name))
+                yield registered, getattr(transformers, config_name), getattr(modeling, class_name)
     if supports_other_families():
         yield from _generic().auto_entries()
 
@@ -501,7 +508,7 @@ def _apply(changes: list[_Change]) -> None:
 def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]:
     """Return the instance attributes that must change with the module's class: a `forward` bound to the old class.
 
-    accelerate's hooks set a `forward` that calls a bound `_old_forward`. Removing a hook leaves the bound method as
+    accelerate's hooks set a `forward` that calls the bound method. Removing a hook leaves the bound method as
     `forward`. TRL's trainers set a `forward` that scores tokens without logits and otherwise calls the bound method.
     """
     own, old = vars(module), type(module)
@@ -513,21 +520,13 @@ def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]
         return {}
     wrapper = own["forward"]
     theirs = getattr(wrapper, "trl_forward", wrapper)
-    if "_hf_hook" not in own and is_trl_forward(theirs):
-        # Only TRL's closure holds the forward that it wraps, so nothing else shows whether it is that of the class.
-        held = getclosurevars(theirs.__func__).nonlocals.get("original_forward")
-        if theirs is wrapper and not _is_forward_of(module, held):
+    if not has_hooks(module) and is_trl_forward(theirs):
+        if theirs is wrapper and not _is_forward_of(module, forward_inside_trl(theirs)):
             raise _set_before(name, old, "forward")
         return {"forward": beside_trl(theirs, module, cls.forward, our_products=cls in REPLACEMENTS.values())}
-    hooked = isinstance(wrapper, partial) and getattr(wrapper.func, "__module__", None) == "accelerate.hooks"
-    bound = own.get("_old_forward") if hooked else wrapper
-    if not _is_forward_of(module, bound):
+    if not _is_forward_of(module, forward_inside_hooks(module)):
         raise _set_before(name, old, "forward")
-    bound = MethodType(cls.forward, module)
-    if not hooked:
-        return {"forward": bound}
-    rewrapped = update_wrapper(partial(wrapper.func, *wrapper.args, **wrapper.keywords), bound)
-    return {"forward": rewrapped, "_old_forward": bound}
+    return with_hooks(module, MethodType(cls.forward, module))
 
 
 def _is_forward_of(module: torch.nn.Module, forward: Any) -> bool:

@@ -1,36 +1,122 @@
-"""What the package needs of a release of Transformers, and adapters to releases that lack it or name it otherwise.
+"""What the package needs of the releases of Transformers, TRL, PEFT and accelerate.
 
-Each adapter names the release that makes it unnecessary. No other module looks for a release or a missing name.
+The first half lists all private parts of these libraries, and has the only code that names them. The second half has
+adapters to releases of Transformers that lack a part or name it otherwise. Each adapter names the release that makes it
+unnecessary. No other module looks for a release, or for a private or a missing name.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, partial, update_wrapper, wraps
 from importlib import import_module
-from types import FunctionType
-from typing import Any
+from operator import attrgetter
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils import generic, logging, output_capturing
 
 from ..errors import input_error
 from .families import OWN
 
 
-# The parts of Transformers' modules that our methods use. Without them a model would fail in the middle of a forward.
+if TYPE_CHECKING:
+    # They import accelerate, and what is installed of the libraries that it serves.
+    from transformers import PreTrainedConfig, Trainer, TrainingArguments
+
+
+logger = logging.get_logger(__name__)
+
+# The newest minor releases that the tests ran on.
+TESTED = {"transformers": "5.24", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
+
+
+class Part(NamedTuple):
+    """A private part of another library.
+
+    Args:
+        where (`str`):
+            Its module and its name there, `module:name.attribute`. With `sets`, the code that sets these attributes.
+        use (`str`):
+            What needs it.
+        without (`str`, *optional*):
+            What happens without it. By default, [`check_names`] raises an `ImportError`.
+        sets (`str`, *optional*):
+            The names of attributes of instances.
+    """
+
+    where: str
+    use: str
+    without: str = ""
+    sets: str = ""
+
+
+# What `patch_model` and `register` need.
+MODELS = (
+    Part("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "output_hidden_states"),
+    Part("transformers.modeling_utils:PreTrainedModel._can_record_outputs", "output_hidden_states"),
+    Part("transformers.modeling_utils:PreTrainedModel._can_set_experts_implementation", "our op for experts"),
+    Part("transformers.modeling_utils:PreTrainedModel._supports_flex_attn", "flex_attention"),
+    Part("transformers.models.auto.modeling_auto:AutoModel._model_mapping._extra_content", "register"),
+    Part("transformers.models.auto.modeling_auto:AutoModel._model_mapping._model_mapping", "register"),
+    Part("transformers.integrations.moe:_default_apply_gate", "our op for experts"),
+    Part("transformers.utils.generic:merge_with_config_defaults", "models that read use_cache from the configuration"),
+)
+# What a Trainer needs in addition.
+TRAINING = (
+    Part("transformers:Trainer._prepare_inputs", "rows of several processes, and tried steps"),
+    Part("transformers:Trainer._get_dataloader", "rows of several processes"),
+    Part("transformers:Trainer._get_num_items_in_batch", "means over documents"),
+    Part("transformers:Trainer._get_output_dir", "checkpoints of the `train` command"),
+    Part("transformers:Trainer._save_checkpoint", "checkpoints of the `train` command"),
+)
+# What has another way without it.
+OPTIONAL = (
+    Part("transformers:Trainer.__init__", "rows of a batch", "those of the arguments", "_train_batch_size"),
+    Part("transformers:Trainer.__init__", "targets of a loss", "those of a shifted loss", "_loss_shifts_labels"),
+    Part("transformers:TrainingArguments", "`train` beside unused GPUs", "an error for DataParallel", "_n_gpu"),
+    Part("transformers:PreTrainedModel._supports_flash_attn", "`doctor`", "no advice to use FlashAttention"),
+    Part(
+        "transformers:PreTrainedModel._set_gradient_checkpointing",
+        "checkpointing in CUDA graphs, and in families without classes of their own",
+        "no graph is recorded, and layers of these families raise an error when they run again",
+        "_gradient_checkpointing_func",
+    ),
+    Part(
+        "transformers.integrations.moe:use_experts_implementation", "our op for experts", "theirs runs", "_apply_gate"
+    ),
+    Part("accelerate.hooks:add_hook_to_module", "device_map", "`patch_model` refuses it", "_hf_hook _old_forward"),
+    Part(
+        "accelerate:Accelerator.prepare_model",
+        "reference models in mixed precision",
+        "`patch_model` refuses them",
+        "_original_forward _is_accelerate_prepared",
+    ),
+    Part("accelerate:Accelerator.__init__", "models that change", "they are saved twice", "_models"),
+    Part("accelerate:Accelerator.__init__", "a tried evaluation", "its loader stays listed", "_dataloaders"),
+    Part("peft:PeftModel._get_base_model_class", "saved adapters", "they may name our class, not the stock one"),
+    Part("peft.tuners.lora.layer:ParamWrapper", "LoRA of experts", "PEFT's forward runs", "_did_swap_in_out_features"),
+    Part("trl:SFTTrainer.__init__", "images", "the error names the collator, not the images", "_is_vision_dataset"),
+    Part("trl:GRPOTrainer._get_per_token_logps_and_entropies", "the check of the first step", "it is left out"),
+    Part("trl:DPOTrainer.__init__", "the check of the first step", "it compares the loss alone", "_metrics"),
+    Part("trl.trainer.utils:_ChunkedLogProbFunction", "scores with our products", "TRL's own run"),
+    Part("trl.trainer.utils:add_fused_lm_head", "models with TRL's forward", "`patch_model` refuses them"),
+)
+
+# The public parts of Transformers' modules that our methods use. Without them a model would fail in the middle of a forward.
 _REQUIRED = {
     "transformers.cache_utils": (
         "Cache.update_conv_state",
         "Cache.update_recurrent_state",
     ),
     "transformers.integrations.accelerate": ("force_accelerate_hooks",),
-    "transformers.integrations.moe": ("_default_apply_gate", "grouped_mm_experts_forward"),
+    "transformers.integrations.moe": ("grouped_mm_experts_forward",),
     "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
-    "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY",),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
     **{family.stock: family.required for family in OWN},
 }
@@ -49,18 +135,32 @@ CACHES = ("cache", *_EARLIER_CACHES, "state")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_names() -> None:
-    """Raise an `ImportError` that lists every required name the installed Transformers lacks."""
-    missing = []
-    for module_name, paths in _REQUIRED.items():
-        for path in paths:
-            try:
-                found = import_module(module_name)
-                for part in path.split("."):
-                    found = getattr(found, part)
-            except (ImportError, AttributeError):
-                missing.append(f"{module_name}.{path}")
-    _check(missing, "lacks", "requires")
+def check_names(parts: tuple[Part, ...] = MODELS) -> None:
+    """Raise an `ImportError` that lists all of `parts` that the installed Transformers lacks.
+
+    Logs a warning, once, for each imported library that is newer than its newest tested release.
+    """
+    for library, tested in TESTED.items():
+        installed = getattr(sys.modules.get(library), "__version__", tested)
+        if Version(installed).release[:2] > Version(tested).release[:2]:
+            newer = (
+                f"{library} {installed} is newer than {tested}, the newest release tested with transformers_packed."
+            )
+            logger.warning_once(f"{newer} What it lacks is an error, but other changes may go unnoticed.")
+    names = [part.where for part in parts] + [
+        f"{module}:{name}" for module, names in _REQUIRED.items() for name in names
+    ]
+    _check([name.replace(":", ".") for name in names if not is_present(name)], "lacks", "requires")
+
+
+def is_present(where: str) -> bool:
+    """Whether a module has what `where` names, as in [`Part`]."""
+    module, _, name = where.partition(":")
+    try:
+        attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def check_signatures(replacements: Mapping[type, type]) -> None:
@@ -90,6 +190,214 @@ def _check(names: list[str], has: str, verb: str) -> None:
             f"transformers {transformers.__version__} {has} {', '.join(names)}, which transformers_packed {verb}. "
             "Install a supported release: pip install 'transformers>=5.16.1,<6'."
         )
+
+
+# Private parts of Transformers
+
+
+def registered_classes(auto: type) -> dict[type, type]:
+    """Return the classes that were registered with an Auto class, by configuration class, to change it."""
+    return auto._model_mapping._extra_content
+
+
+def class_names(auto: type) -> Mapping[str, Any]:
+    """Return the names of the classes that an Auto class builds, by model type. It is empty for a base class."""
+    return getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
+
+
+def builds(auto: type, config: "PreTrainedConfig") -> bool:
+    """Whether an Auto class builds a model for this configuration."""
+    return type(config) in auto._model_mapping
+
+
+def auto_class(config: "PreTrainedConfig") -> type:
+    """Return the Auto class of a checkpoint: that of causal language models, or that of vision-language models."""
+    causal = builds(transformers.AutoModelForCausalLM, config) or hasattr(config, "auto_map")
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+
+
+def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
+    """Return the key of a model in the registry of recordable outputs. Before 5.23 it is the name of its class."""
+    return str(type(model)) if type(output_capturing._CAN_RECORD_REGISTRY) is dict else model
+
+
+def record_outputs(module: torch.nn.Module) -> None:
+    """List a model of a new class in the registry of recordable outputs. An existing entry stays."""
+    registry, key = output_capturing._CAN_RECORD_REGISTRY, recorder_key(module)
+    if hasattr(module, "_can_record_outputs") and not registry.get(key):
+        registry[key] = module._can_record_outputs
+
+
+# The attribute of model classes that support flex_attention.
+FLEX = "_supports_flex_attn"
+# The attributes of Transformers and PyTorch with the function that runs a layer under checkpointing.
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+def checkpoint_of(layer: torch.nn.Module) -> Callable | None:
+    """Return the function that runs a layer under gradient checkpointing."""
+    return getattr(layer, CHECKPOINTS[0], None)
+
+
+def fills_in_arguments(forward: Callable | None) -> bool:
+    """Whether Transformers fills in arguments of a forward from the configuration."""
+    while forward is not None and getattr(forward, "__code__", None) is not _code_that_fills_in():
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+@cache
+def _code_that_fills_in() -> CodeType:
+    """Return the code of Transformers' wrapper. It takes the forward's name and signature, so only its code identifies it."""
+    return generic.merge_with_config_defaults(lambda self: None).__code__
+
+
+def supports_flash_attention(model: torch.nn.Module) -> bool:
+    """Whether a model declares that it supports FlashAttention."""
+    return getattr(model, "_supports_flash_attn", False)
+
+
+def has_usual_gate(experts: torch.nn.Module) -> bool:
+    """Whether experts multiply their gate as most mixtures do."""
+    # Late, because its module imports triton.
+    from transformers.integrations.moe import _default_apply_gate
+
+    return getattr(type(experts), "_apply_gate", None) is _default_apply_gate
+
+
+# The method of a Trainer that counts the targets of a step.
+COUNT_ITEMS = "_get_num_items_in_batch"
+
+
+def prepare_inputs(trainer: "Trainer", batch: Any) -> Any:
+    """Return a batch as a Trainer passes it to its loss: on the device, and with what subclasses add."""
+    return trainer._prepare_inputs(batch)
+
+
+def rows_per_batch(trainer: "Trainer") -> int:
+    """Return the number of rows in a full batch. `auto_find_batch_size` may have reduced it."""
+    return getattr(trainer, "_train_batch_size", trainer.args.train_batch_size)
+
+
+def shifts_labels(trainer: "Trainer") -> bool:
+    """Whether the loss compares a token's logits with the next label, as a Trainer decides by the model's loss."""
+    return getattr(trainer, "_loss_shifts_labels", True)
+
+
+def use_one_gpu(arguments: "TrainingArguments") -> None:
+    """Keep a Trainer in one process from splitting each row over all GPUs."""
+    arguments._n_gpu = 1
+
+
+# Private parts of accelerate
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether accelerate has put hooks around the module's forward, as for a `device_map`."""
+    return "_hf_hook" in vars(module)
+
+
+def forward_inside_hooks(module: torch.nn.Module) -> Any:
+    """Return the forward that accelerate's hooks around the module's own `forward` call, or this one without hooks."""
+    own = vars(module)
+    return own.get("_old_forward") if _calls_hooks(own["forward"]) else own["forward"]
+
+
+def with_hooks(module: torch.nn.Module, forward: Callable) -> dict[str, Any]:
+    """Return the attributes with which the module runs another forward, inside the hooks around its own if there are any."""
+    own = vars(module)["forward"]
+    if not _calls_hooks(own):
+        return {"forward": forward}
+    return {"forward": update_wrapper(partial(own.func, *own.args, **own.keywords), forward), "_old_forward": forward}
+
+
+def _calls_hooks(forward: Any) -> bool:
+    return isinstance(forward, partial) and getattr(forward.func, "__module__", None) == "accelerate.hooks"
+
+
+def undo_prepare(model: torch.nn.Module) -> bool:
+    """Undo accelerate's autocast around a model, and return whether there was one.
+
+    A wrapper of the user around it stays, and `patch_model` refuses it.
+    """
+    own = vars(model)
+    is_prepared = getattr(own.get("forward"), "__module__", "").startswith("accelerate.")
+    if not is_prepared or "_original_forward" not in own:
+        return False
+    model.forward = own.pop("_original_forward")
+    if model.forward == MethodType(type(model).forward, model):
+        del model.forward
+    return True
+
+
+def prepare_again(accelerator: Any, model: torch.nn.Module) -> None:
+    """Let accelerate put its autocast around a model of which it was undone."""
+    # With this mark, accelerate would leave it as it is. It would also save a model that it lists twice again.
+    vars(model).pop("_is_accelerate_prepared", None)
+    listed = getattr(accelerator, "_models", [])
+    listed[:] = [other for other in listed if other is not model]
+    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+
+def dataloaders_of(accelerator: Any) -> list:
+    """Return the loaders of which accelerate sets the epochs, to change it."""
+    return getattr(accelerator, "_dataloaders", [])
+
+
+# Private parts of PEFT
+
+
+# The method of `PeftModel` that returns the class of the model to save in an adapter.
+BASE_CLASS = "_get_base_model_class"
+
+
+def has_swapped_features(layer: torch.nn.Module) -> bool:
+    """Whether PEFT's wrapper of a parameter `[E, out, in]` has swapped the last two dimensions for its adapters."""
+    return vars(layer).get("_did_swap_in_out_features", False)
+
+
+# Private parts of TRL
+
+
+def has_images(trainer: "Trainer") -> bool:
+    """Whether a trainer of TRL reads a dataset of images, which its collator processes."""
+    return getattr(trainer, "_is_vision_dataset", False)
+
+
+def token_logps(trainer: "Trainer") -> Callable | None:
+    """Return the method of GRPO and RLOO that computes the log-probability of each token."""
+    return getattr(trainer, "_get_per_token_logps_and_entropies", None)
+
+
+def training_metrics(trainer: "Trainer") -> dict[str, list]:
+    """Return the metrics that a trainer of TRL collects for its next log."""
+    return getattr(trainer, "_metrics", {}).get("train", {})
+
+
+def is_trl_forward(forward: Any) -> bool:
+    """Whether `forward` is what TRL's trainers set to score tokens, or what `beside_trl` made of it."""
+    return isinstance(forward, MethodType) and "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or ())
+
+
+def forward_inside_trl(forward: MethodType) -> Any:
+    """Return the forward that TRL's calls when it does not score tokens. Only its closure holds that."""
+    return inspect.getclosurevars(forward.__func__).nonlocals.get("original_forward")
+
+
+# The function in TRL's module that scores tokens, and its arguments in the releases that `trl_head.py` knows.
+TRL_SCORES = "_ChunkedLogProbFunction"
+_SCORES_ARGUMENTS = [
+    *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"),
+    *("logit_scale", "outputs"),
+]
+
+
+def takes_known_arguments(scores: Any) -> bool:
+    """Whether TRL's function that scores tokens is one that `trl_head.py` can take the place of."""
+    return isinstance(scores, type) and list(inspect.signature(scores.forward).parameters) == _SCORES_ARGUMENTS
+
+
+# Adapters to releases of Transformers
 
 
 def takes_cache(name: str) -> Callable[[Callable], Callable]:
@@ -143,11 +451,6 @@ def checkpointing_argument() -> str:
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:
     """Whether a mixture normalizes the outputs of its experts, for which 5.20 added an attribute."""
     return getattr(experts, "has_post_expert_norm", False)
-
-
-def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
-    """Return the key of a model in the registry of recordable outputs. Before 5.23 it is the name of its class."""
-    return str(type(model)) if type(_CAN_RECORD_REGISTRY) is dict else model
 
 
 def supports_other_families() -> bool:

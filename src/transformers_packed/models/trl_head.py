@@ -8,30 +8,20 @@ gradients: with a frozen head, and for the sum of the log-probabilities, which i
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from inspect import signature
 from threading import RLock
 from types import MethodType
 from typing import Any
 
 import torch
 
+from .releases import TRL_SCORES, is_trl_forward, takes_known_arguments
 
-# The function in TRL's module that computes the scores, and its arguments in the releases that this module knows.
-_THEIRS = "_ChunkedLogProbFunction"
-_ARGUMENTS = [
-    *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"),
-    *("logit_scale", "outputs"),
-]
+
 # In the order of TRL's results. The head of this package computes those that it names.
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _OURS = {"log_probs", "entropy", "is_top1"}
 # TRL's forward looks its function up in its module, so only one thread at a time may replace the function.
 _LOCK = RLock()
-
-
-def is_trl_forward(forward: Any) -> bool:
-    """Whether `forward` is what TRL's trainers set, or what [`beside_trl`] made of it."""
-    return isinstance(forward, MethodType) and "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or ())
 
 
 def use_our_products(module: torch.nn.Module) -> None:
@@ -63,15 +53,15 @@ def _our_products(names: dict[str, Any]) -> Iterator[None]:
     `names` are those of the module of the forward.
     """
     with _LOCK:
-        theirs = names.get(_THEIRS)
-        if not isinstance(theirs, type) or list(signature(theirs.forward).parameters) != _ARGUMENTS:
+        theirs = names.get(TRL_SCORES)
+        if not takes_known_arguments(theirs):
             yield
             return
-        names[_THEIRS] = _Scores(theirs)
+        names[TRL_SCORES] = _Scores(theirs)
         try:
             yield
         finally:
-            names[_THEIRS] = theirs
+            names[TRL_SCORES] = theirs
 
 
 class _Scores:

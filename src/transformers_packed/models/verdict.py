@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import transformers
 from transformers.utils import logging
-from transformers.utils.generic import is_flash_attention_requested, merge_with_config_defaults
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
 from .adapters import adapter_per_row
 from .families import families_of_class
 from .family import Unpacked
 from .registry import has_our_classes, transformers_model
+from .releases import fills_in_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -33,9 +34,6 @@ _HOW = {
 }
 # These apply the mask that the model creates. Other implementations detect documents themselves, or ignore them.
 _MASKED = {"sdpa", "eager", "flex_attention"}
-# The code of Transformers' wrapper that fills in a forward's arguments from the configuration. The wrapper takes the
-# forward's name and signature, so only its code object identifies it.
-_FILLED_IN = merge_with_config_defaults(lambda self: None).__code__
 
 
 @cache
@@ -150,17 +148,13 @@ def cache_setting(model: torch.nn.Module) -> str | None:
         return None
     configs = {id(text): "config.get_text_config()", id(model.config): "config"}
     # The outermost forward that reads `use_cache` from its configuration passes it on. Most models have only one.
-    reading = (m.config for m in model.modules() if id(getattr(m, "config", None)) in configs and _reads_config(m))
+    reading = (
+        m.config
+        for m in model.modules()
+        if id(getattr(m, "config", None)) in configs and fills_in_arguments(type(m).forward)
+    )
     config = next((c for c in reading if getattr(c, "use_cache", None) is not None), text)
     return f"{configs[id(config)]}.use_cache" if getattr(config, "use_cache", False) else None
-
-
-def _reads_config(module: torch.nn.Module) -> bool:
-    """Whether Transformers fills in arguments of the module's forward from its configuration."""
-    forward = type(module).forward
-    while forward is not None and getattr(forward, "__code__", None) is not _FILLED_IN:
-        forward = getattr(forward, "__wrapped__", None)
-    return forward is not None
 
 
 def _leak(name: str, entry: dict, source: str, what: str) -> ValueError:

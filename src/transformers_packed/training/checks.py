@@ -26,6 +26,7 @@ from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, TITLES, families_of, family_of
 from ..models.family import PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, transformers_model
+from ..models.releases import has_images
 from ..models.verdict import (
     SEPARATE,
     cache_setting,
@@ -281,7 +282,7 @@ def check_cache(model: torch.nn.Module) -> ValueError | None:
 
 def _of_collator(trainer: Trainer) -> Iterator[ValueError]:
     collator, kind = trainer.data_collator, type(trainer.data_collator)
-    if getattr(trainer, "_is_vision_dataset", False):
+    if has_images(trainer):
         got = f"a collator that processes images ({kind.__name__})"
         yield input_error(
             "processed samples", got, "Process them in the dataset, and pass DataCollatorWithFlattening."

@@ -5,6 +5,7 @@ from typing import Any
 from transformers import Trainer
 
 from ..errors import input_error
+from ..models.releases import TRAINING, check_names
 from .apply import apply
 from .checks import say
 from .setup import Options, decide
@@ -106,6 +107,7 @@ reference (causal convolution), per_document(sdpa) (attention)
     """
     if not isinstance(trainer, Trainer):
         raise input_error("a transformers.Trainer", type(trainer).__name__)
+    check_names(TRAINING)
     options = Options(packing, max_length, float8, share_prompts, cuda_graphs, verify, plan_options)
     setup = decide(trainer, options)
     apply(trainer, setup)

@@ -20,6 +20,7 @@ from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
+from ..models.releases import COUNT_ITEMS, TRAINING, check_names
 from ..models.untouched import is_bare_linear
 
 
@@ -234,9 +235,9 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     if normalization not in ("token", "sample"):
         raise input_error('normalization "token" or "sample"', repr(normalization))
     if isinstance(trainer.compute_loss_func, SampleMean):
-        trainer.compute_loss_func = None
-        for name in SampleMean.replaced:
+        for name in trainer.compute_loss_func.methods:
             delattr(trainer, name)
+        trainer.compute_loss_func = None
     if normalization == "token":
         if not trainer.model_accepts_loss_kwargs:
             got = f"{type(trainer.model).__name__}, which does not accept num_items_in_batch"
@@ -251,9 +252,9 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
     ):
         if given:
             raise input_error("a trainer without another loss", name, f"Remove {name}.")
+    check_names(TRAINING)
     trainer.compute_loss_func = SampleMean(trainer)
-    for name in SampleMean.replaced:
-        setattr(trainer, name, getattr(trainer.compute_loss_func, name))
+    vars(trainer).update(trainer.compute_loss_func.methods)
 
 
 class SampleMean:
@@ -263,11 +264,10 @@ class SampleMean:
     receives their boundaries.
     """
 
-    replaced = ("_get_num_items_in_batch", "compute_loss")
-
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._count_items, self._compute_loss = (getattr(trainer, name) for name in self.replaced)
+        self._count_items, self._compute_loss = getattr(trainer, COUNT_ITEMS), trainer.compute_loss
+        self.methods: dict[str, Callable] = {COUNT_ITEMS: self.count_items, "compute_loss": self.compute_loss}
         # Most models with an auxiliary router loss store its weight when they are built.
         default = getattr(trainer.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
         self._router_aux_loss_coef = getattr(trainer.model, "router_aux_loss_coef", default)
@@ -285,7 +285,7 @@ class SampleMean:
         # The model adds it to its own loss in the same way.
         return loss if aux_loss is None else loss + self._router_aux_loss_coef * aux_loss.to(loss.device)
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+    def count_items(self, batch_samples: list, device: torch.device):
         items = []
         for batch in batch_samples:
             # One label per document. Trainer counts them and sums over processes.

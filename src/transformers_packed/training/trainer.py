@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
+from ..models.releases import shifts_labels
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
@@ -175,7 +176,7 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
         if labels is not None:
             if isinstance(self.compute_loss_func, SampleMean):
                 return documents_with_targets(inputs).sum()
-            labels = labels[..., 1:] if self._loss_shifts_labels else labels
+            labels = labels[..., 1:] if shifts_labels(self) else labels
         targets = inputs.get("shift_labels", labels)
         return None if targets is None else (targets != -100).sum()
 

@@ -37,6 +37,7 @@ from ..data.samples import IGNORED_LABEL, has_items
 from ..errors import input_error
 from ..models.inputs import resolve_boundaries
 from ..models.registry import transformers_model
+from ..models.releases import dataloaders_of, prepare_inputs, token_logps, training_metrics
 from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
@@ -363,12 +364,12 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
 def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
     """A batch of the trainer, or prompts with completions if only a generation makes batches."""
     device = trainer.args.device
-    if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+    if token_logps(trainer) is not None:
         lengths = (40, 24, 40, 32)
         row = make_row(model, list(lengths), PaddedSamples(), device)
         return {name: row[name] for name in ("input_ids", "attention_mask")}
     samples = sorted((loader.dataset[at] for at in range(min(16, len(loader.dataset)))), key=_size)
-    return trainer._prepare_inputs(loader.collate_fn(samples[:2]))
+    return prepare_inputs(trainer, loader.collate_fn(samples[:2]))
 
 
 def _size(sample: Mapping[str, Any]) -> int:
@@ -378,13 +379,12 @@ def _size(sample: Mapping[str, Any]) -> int:
 def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
     """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
     with trainer.compute_loss_context_manager(), torch.no_grad():
-        if hasattr(trainer, "_get_per_token_logps_and_entropies"):
+        if (compute := token_logps(trainer)) is not None:
             ids, mask = batch["input_ids"], batch["attention_mask"]
-            logps = trainer._get_per_token_logps_and_entropies(model, ids, mask, ids.shape[1] - 1)[0]
-            return logps.float()[mask[:, 1:] == 1]
-        trainer._metrics["train"].clear()
+            return compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]
+        training_metrics(trainer).clear()
         loss = trainer.compute_loss(model, dict(batch))
-    logged = trainer._metrics["train"]
+    logged = training_metrics(trainer)
     return torch.tensor([loss.item(), *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])
 
 
@@ -444,7 +444,7 @@ def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any
 def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
     batch, items = _items(trainer, batch)
     with trainer.compute_loss_context_manager():
-        return trainer.compute_loss(model, trainer._prepare_inputs(batch), num_items_in_batch=items)
+        return trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items)
 
 
 def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -515,7 +515,7 @@ def _same_trainer(trainer: Trainer) -> Iterator[None]:
         # A loss of the user may log.
         trainer.log = _say_nothing
         # Loaders of the evaluation are listed, so that accelerate can set their epochs.
-        loaders = trainer.accelerator._dataloaders
+        loaders = dataloaders_of(trainer.accelerator)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         yield
 

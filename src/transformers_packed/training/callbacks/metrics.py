@@ -17,6 +17,7 @@ from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
 from ...models.parameters import trained_share
 from ...models.registry import transformers_model
+from ...models.releases import rows_per_batch
 from ...ops.dispatch import implementations_used
 from .expert_load import ExpertLoad
 
@@ -194,7 +195,7 @@ class PackingMetricsCallback(TrainerCallback):
 
     def _rows(self, batches: int) -> int:
         """The number of rows in full batches. Trainer may have found the batch size automatically."""
-        return batches * (self.trainer._train_batch_size if self._packed else 1)
+        return batches * (rows_per_batch(self.trainer) if self._packed else 1)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self._steps:  # steps after the last log

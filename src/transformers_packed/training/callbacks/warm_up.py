@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ...data.dataset import PackingDataset, sampled_lengths
 from ...data.usual_rows import Rows, rows_of
 from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_graphs
+from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
 from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
@@ -87,7 +88,7 @@ class WarmUpCallback(TrainerCallback):
         )
 
     def _loss(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        trainer, batch = self.trainer, self.trainer._prepare_inputs(batch)
+        trainer, batch = self.trainer, prepare_inputs(self.trainer, batch)
         with trainer.compute_loss_context_manager():
             if "labels" not in batch:
                 return model(**batch)[0].float().sum()
@@ -160,7 +161,7 @@ class GraphsCallback(WarmUpCallback):
 
 def largest_row(trainer: Trainer) -> tuple[int, int | None]:
     """Return the most tokens of a row, and the most documents if a plan of the rows tells."""
-    dataset, rows = trainer.train_dataset, trainer._train_batch_size
+    dataset, rows = trainer.train_dataset, rows_per_batch(trainer)
     if isinstance(dataset, PackingDataset):
         documents = int(np.sort(np.diff(dataset.plan.row_offsets))[-rows:].sum())
         return dataset.plan.max_length * rows, max(documents, trainer.args.eval_batch_size * evaluates(trainer))
@@ -174,7 +175,7 @@ def usual_rows(trainer: Trainer, dataset: Any, packed: bool) -> Rows | None:
     """Return the rows that a Trainer makes of a dataset of samples or of packed rows, or `None` if their length is unknown."""
     args = trainer.args
     order = getattr(args, "train_sampling_strategy", "random")
-    return rows_of(dataset, trainer._train_batch_size, packed, getattr(args, "max_length", None), order)
+    return rows_of(dataset, rows_per_batch(trainer), packed, getattr(args, "max_length", None), order)
 
 
 def evaluates(trainer: Trainer) -> bool:

@@ -1,0 +1,186 @@
+"""Private parts of other libraries: the one file that names them, and what it says about each."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+import unittest
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import transformers_packed
+from transformers_packed import patch_model
+from transformers_packed.models import releases
+from transformers_packed.models.adapters import save_builtin_classes
+
+
+SRC = Path(transformers_packed.__file__).parent
+HOME = "models/releases.py"
+# Settings that every modeling file of Transformers reads from its configuration, and that code on the Hub reads too.
+SETTINGS = {"_attn_implementation", "_experts_implementation"}
+# PyTorch's, which the ops and the copies of a model's state cannot do without. Tests run on each release of `setup.py`.
+TORCH = set(
+    "_C _autograd _dynamo _inductor _are_functorch_transforms_active _get_current_graph_task_keep_graph "
+    "_top_saved_tensors_default_hooks _foreach_add_ _foreach_copy_ _foreach_mul _scaled_mm _unsafe_view _version "
+    "_is_view _base _local_tensor _buffers _modules _parameters _compiled_call_impl _orig_mod _DropoutNd _NormBase "
+    "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks _forward_pre_hooks_with_kwargs "
+    "_post_accumulate_grad_hooks _get_name".split()
+)
+# One file for each other library: what it names there has a fallback or is fixed by the library's interface.
+OTHERS = {
+    ("data/dataset.py", "_indices"),  # datasets
+    ("data/dataset.py", "_fingerprint"),
+    ("data/streaming.py", "_ex_iterable"),
+    ("data/tables.py", "_indices"),
+    ("cli/options.py", "_actions"),  # argparse
+    ("ops/backends/flash_qla.py", "_flash_qla_prepared_varlen"),
+    ("ops/compilations.py", "_bench"),  # Triton
+}
+
+
+# Attributes of this package on modules of others, by text.
+OURS = {"_layer_graphs", "_float8_from", "_packs_padding", "_shares_prompts", "_derived", "_recipe"}
+# Ends of the names of ops.
+SUFFIXES = {"_linear", "_lora"}
+_COMPARE = ("endswith", "startswith")
+
+
+def _is_private(name) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name.startswith("_") and not name.endswith("__")
+
+
+def _own_names(trees) -> set[str]:
+    """The names that this package defines: functions, classes, variables, arguments and attributes of its objects."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            names.add(node.attr)
+    return names
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _used_names(tree: ast.Module):
+    """Private names that code reads: attributes, imports, and texts that name one. Parts of texts name none.
+
+    A method may call what it overrides: `test_overridden_methods_are_listed` looks at the method.
+    """
+    parts = set()
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.JoinedStr) or getattr(called, "attr", "") in _COMPARE:
+            parts |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        elif isinstance(node, ast.FunctionDef):
+            parts |= {id(part) for part in ast.walk(node) if getattr(part, "attr", None) == node.name}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in parts:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and id(node) not in parts:
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (alias.name for alias in node.names)
+
+
+def _listed() -> set[str]:
+    """The private names that `releases` lists."""
+    parts = (*releases.MODELS, *releases.TRAINING, *releases.OPTIONAL)
+    names = {name for part in parts for name in part.where.partition(":")[2].split(".")}
+    names |= {name for part in parts for name in part.sets.split()}
+    return {name for name in names if _is_private(name)}
+
+
+class PrivatePartsTest(unittest.TestCase):
+    def test_one_file_names_them(self):
+        trees = {str(path.relative_to(SRC)): ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py")}
+        own, listed, others = _own_names(trees.values()) | OURS | SUFFIXES, _listed(), set()
+        for file, tree in trees.items():
+            # The plugins of other frameworks name the private parts of their own framework.
+            if file == HOME or file.startswith("integrations/"):
+                continue
+            for name in filter(_is_private, _used_names(tree)):
+                if name in listed or name not in own | SETTINGS | TORCH:
+                    others.add((file, name))
+        self.assertEqual(others, OTHERS)
+
+    def test_the_one_file_lists_what_it_names(self):
+        tree = ast.parse((SRC / HOME).read_text(encoding="utf-8"))
+        names = set(filter(_is_private, _used_names(tree))) - _own_names([tree])
+        self.assertEqual(names - _listed(), set())
+
+    def test_overridden_methods_are_listed(self):
+        others = set()
+        for info in pkgutil.walk_packages(transformers_packed.__path__, "transformers_packed."):
+            if info.name.endswith(("__main__", ".bench_arm")) or ".integrations" in info.name:
+                continue
+            for cls in vars(importlib.import_module(info.name)).values():
+                if inspect.isclass(cls) and cls.__module__ == info.name:
+                    ours, theirs = [], []
+                    for base in cls.__mro__:
+                        (ours if base.__module__.startswith("transformers_packed") else theirs).append(base)
+                    stock = (base for base in theirs if base.__module__.startswith(("transformers.", "trl.", "peft.")))
+                    known = {name for base in stock for name in vars(base)}
+                    others |= {name for base in ours for name in vars(base) if _is_private(name) and name in known}
+        self.assertEqual(others - _listed(), set())
+
+    def test_this_release_has_them(self):
+        for part in (*releases.MODELS, *releases.TRAINING, *releases.OPTIONAL):
+            module, _, name = part.where.partition(":")
+            if find_spec(module.partition(".")[0]) is None:
+                continue
+            with self.subTest(part.where):
+                found = attrgetter(name)(importlib.import_module(module))
+                for attribute in part.sets.split():
+                    self.assertIn(attribute, inspect.getsource(found))
+
+    def test_what_is_missing_is_named(self):
+        part = releases.Part("transformers:Trainer._no_such_method", "nothing")
+        with self.assertRaisesRegex(ImportError, r"lacks transformers.Trainer._no_such_method.*>=5.16.1,<6"):
+            releases.check_names((part,))
+
+    def test_without_optional_parts(self):
+        trainer = SimpleNamespace(args=SimpleNamespace(train_batch_size=3))
+        self.assertEqual((releases.rows_per_batch(trainer), releases.shifts_labels(trainer)), (3, True))
+        self.assertEqual((releases.token_logps(trainer), releases.training_metrics(trainer)), (None, {}))
+        self.assertEqual((releases.dataloaders_of(trainer), releases.has_images(trainer)), ([], False))
+        layer = torch.nn.Linear(1, 1)
+        self.assertIsNone(releases.checkpoint_of(layer))
+        self.assertFalse(
+            releases.undo_prepare(layer) or releases.has_hooks(layer) or releases.has_swapped_features(layer)
+        )
+        with mock.patch.dict("sys.modules", {"peft.peft_model": SimpleNamespace(PeftModel=type("PeftModel", (), {}))}):
+            save_builtin_classes()
+
+
+class NewerReleasesTest(unittest.TestCase):
+    def test_a_newer_release_warns_once(self):
+        config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+        releases.logger.warning_once.cache_clear()
+        self.addCleanup(releases.logger.warning_once.cache_clear)
+        with mock.patch.object(sys.modules["transformers"], "__version__", "5.99.0.dev0"):
+            with self.assertLogs(releases.logger, "WARNING") as logs:
+                models = [patch_model(Qwen3_5ForCausalLM(config)) for _ in range(2)]
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("transformers 5.99.0.dev0 is newer than 5.24", logs.output[0])
+        row = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seqlens": torch.tensor([0, 1, 4])}
+        self.assertEqual(models[0](**row).logits.shape, (1, 4, 64))
+
+    def test_tested_releases_do_not_warn(self):
+        for library, tested in releases.TESTED.items():
+            with mock.patch.dict("sys.modules", {library: mock.Mock(__version__=f"{tested}.7")}):
+                with self.assertNoLogs(releases.logger, "WARNING"):
+                    releases.check_names(())
