@@ -29,8 +29,8 @@ from shapes import MODELS, with_layers
 from step import earlier_report
 
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, warm_up
-from transformers_packed.models import cuda_graphs
 from transformers_packed.models.cuda_graphs import graph_length
+from transformers_packed.models.recordings import RecordedLayers
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.compilations import Compilation, compilations
 
@@ -70,7 +70,7 @@ def train(name: str, config: dict, args) -> dict:
         with torch.autocast(args.device, torch.bfloat16, enabled="lora" in name):
             return model(**batch).loss
 
-    init, model = cuda_graphs._Graph.__init__, make_model(config, name, args.device)
+    init, model = RecordedLayers.__init__, make_model(config, name, args.device)
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if "+graphs" in name:
@@ -78,7 +78,7 @@ def train(name: str, config: dict, args) -> dict:
     optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-6)
     collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
     generator, seconds, lengths = torch.Generator().manual_seed(1), [], rows(args.steps, args.documents, args.tokens)
-    with compilations(tell), patch.object(cuda_graphs._Graph, "__init__", record_graph):
+    with compilations(tell), patch.object(RecordedLayers, "__init__", record_graph):
         start = time.perf_counter()
         if not args.no_warm_up:
             # Its own records come from the hooks above.

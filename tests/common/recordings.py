@@ -1,7 +1,8 @@
 """Tiny models with CUDA graphs on a CPU, where a recording runs its function again on the same tensors."""
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import torch
 from mixins.model import packed_batch
@@ -9,6 +10,7 @@ from scripts.trainer_arms import TINY
 from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig, set_seed
 
 from transformers_packed import SequenceBoundaries, use_cuda_graphs
+from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
@@ -61,14 +63,13 @@ def row_of(lengths, seed=1):
     return packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths], "cu_seqlens")
 
 
-# Replacements of functions that need a GPU.
-REPLACEMENTS = {
-    "_Recording": RunsAgain,
-    "_open_boundaries": on_the_host,
-    "_beside_other_work": nullcontext,
-    "_new_place": object,
-    "_is_on_gpu": lambda tensor: True,
-}
+@contextmanager
+def recordings_on_a_cpu():
+    """Replace the functions that need a GPU."""
+    inside = {"_Recording": RunsAgain, "_open_boundaries": on_the_host, "_beside_other_work": nullcontext}
+    outside = {"new_place": object, "is_on_gpu": lambda tensor: True}
+    with mock.patch.multiple(recordings, **inside), mock.patch.multiple(cuda_graphs, **outside):
+        yield
 
 
 def models_of(name="qwen3_5"):

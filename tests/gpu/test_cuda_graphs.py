@@ -54,7 +54,7 @@ def models_of(family="qwen3_5", dtype=torch.bfloat16):
 
 
 def graphs_of(model):
-    graphs = vars(model.model).get("_layer_graphs")
+    graphs = model.model.layer_graphs
     return len(graphs._graphs) if graphs else 0
 
 
@@ -116,7 +116,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             full, short = (self.compare(graphed, plain, rows.values()) for rows in (FULL, SHORT))
             # Run again: each of these rows has a graph by then.
             again = self.compare(graphed, plain, FULL.values())
-        graphs = vars(graphed.model)["_layer_graphs"]._graphs
+        graphs = graphed.model.layer_graphs._graphs
         self.assertEqual(len(graphs), 2)
         used = ", ".join(names[0] for names in implementations_used(isolating=True).values())
         report(

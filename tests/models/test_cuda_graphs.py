@@ -11,7 +11,7 @@ import peft
 import torch
 import torch.distributed as dist
 from common.processes import run_processes
-from common.recordings import MODELS, REPLACEMENTS, RunsAgain, models_of, row_of
+from common.recordings import MODELS, RunsAgain, models_of, recordings_on_a_cpu, row_of
 from mixins.model import total_relative_error
 from parameterized import parameterized
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments, SequenceBoundaries, use_cuda_graphs
-from transformers_packed.models import cuda_graphs
+from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.ops.backends import chunk_indices
 
 
@@ -71,7 +71,7 @@ def count_calls(model):
 
 def steps_under_ddp():
     """Return the gradients of two rows of this rank, with graphs and without, and the number of replays."""
-    with mock.patch.multiple(cuda_graphs, **REPLACEMENTS):
+    with recordings_on_a_cpu():
         gradients = []
         for model in models_of():
             wrapped = DistributedDataParallel(model)
@@ -84,7 +84,7 @@ def steps_under_ddp():
 class CudaGraphsTest(unittest.TestCase):
     def setUp(self):
         RunsAgain.made = RunsAgain.replayed = 0
-        self.enterContext(mock.patch.multiple(cuda_graphs, **REPLACEMENTS))
+        self.enterContext(recordings_on_a_cpu())
         self.warnings = []
         self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
@@ -318,8 +318,11 @@ class CudaGraphsTest(unittest.TestCase):
             enable_checkpointing(graphed, 1)
             for layer in graphed.model.layers:
                 layer._gradient_checkpointing_func = function
-            reason = vars(graphed.model)["_layer_graphs"].reason_against(
-                graphed.model.layers, [torch.ones(1, 50, 32)], SequenceBoundaries.from_lengths([50])
+            reason = graphed.model.layer_graphs.reason_against(
+                graphed.model.layers,
+                list(graphed.model.layers.modules()),
+                [torch.ones(1, 50, 32)],
+                SequenceBoundaries.from_lengths([50]),
             )
             self.assertIn("offloads or selects", reason)
 
@@ -465,7 +468,7 @@ class OpenBoundariesTest(unittest.TestCase):
         total = real.total_length
         ends = torch.full((slots + 1,), total, dtype=torch.int32)
         ends[: len(lengths) + 1] = real.cu_seqlens
-        return real, cuda_graphs._open_boundaries(ends, total)
+        return real, recordings._open_boundaries(ends, total)
 
     @parameterized.expand([(str(lengths), lengths) for lengths in ([128], [1, 63, 64], [65, 63], [1] * 7 + [121])])
     def test_like_those_of_the_row(self, _, lengths):

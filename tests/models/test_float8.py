@@ -462,10 +462,10 @@ class KeptTest(Float8TestCase):
         """Graphs that were recorded before hold the earlier products."""
         model = make()
         use_cuda_graphs(model, row_length=64)
-        before = model.model._layer_graphs
+        before = model.model.layer_graphs
         self.assertIsNotNone(before)
         use_float8(model, supported)
-        after = model.model._layer_graphs
+        after = model.model.layer_graphs
         self.assertIsNot(after, before)
         self.assertEqual(after.row_length, 64)
 

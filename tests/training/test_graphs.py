@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from common.processes import run_once
-from common.recordings import MODELS, REPLACEMENTS, ROW_LENGTH, RunsAgain, models_of, row_of
+from common.recordings import MODELS, ROW_LENGTH, RunsAgain, models_of, recordings_on_a_cpu, row_of
 from common.records import make_tokenizer
 from datasets import Dataset
 from parameterized import parameterized
@@ -31,7 +31,7 @@ from transformers_packed import (
     configure_packing,
     use_cuda_graphs,
 )
-from transformers_packed.models import cuda_graphs
+from transformers_packed.models import cuda_graphs, recordings
 from transformers_packed.models.cuda_graphs import records_graphs
 from transformers_packed.training import graphs
 from transformers_packed.training import warm_up as warm_up_module
@@ -91,7 +91,7 @@ def choose_in_processes(plain):
     gpu.text = model.model
     samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
     with (
-        mock.patch.multiple(cuda_graphs, **REPLACEMENTS),
+        recordings_on_a_cpu(),
         given(gpu),
         mock.patch.object(callback, "compiles_kernels", lambda device: True),
         tempfile.TemporaryDirectory() as folder,
@@ -108,7 +108,7 @@ def choose_in_processes(plain):
 class GivenGpuTest(unittest.TestCase):
     def setUp(self):
         RunsAgain.made = RunsAgain.replayed = 0
-        self.enterContext(mock.patch.multiple(cuda_graphs, **REPLACEMENTS))
+        self.enterContext(recordings_on_a_cpu())
         self.warnings = []
         self.enterContext(mock.patch.object(cuda_graphs.logger, "warning_once", self.warnings.append))
 
@@ -163,12 +163,12 @@ class ChoiceTest(GivenGpuTest):
 
     def test_an_error_turns_graphs_off(self):
         model, _ = models_of()
-        with mock.patch.object(cuda_graphs, "_Recording", side_effect=RuntimeError("no capture")):
+        with mock.patch.object(recordings, "_Recording", side_effect=RuntimeError("no capture")):
             self.assertEqual(self.choose(model), (False, "measuring stopped with RuntimeError: no capture"))
-        self.assertIsNone(vars(model.model)["_layer_graphs"])
+        self.assertEqual(model.model.layer_graphs.row_length, 0)
         with self.assertRaises(KeyboardInterrupt), mock.patch.object(graphs, "_time", side_effect=KeyboardInterrupt):
             choose_graphs(model, ROW_LENGTH, lambda: None)
-        self.assertIsNone(vars(model.model)["_layer_graphs"])
+        self.assertEqual(model.model.layer_graphs.row_length, 0)
 
     def test_memory_of_the_longest_row_and_of_further_graphs(self):
         model, _ = models_of()
@@ -209,7 +209,7 @@ class ChoiceTest(GivenGpuTest):
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
         self.assertEqual(self.choose(model), (False, "the layers cannot run as graphs"))
         self.assertIn("is hooked", self.warnings[0])
-        self.assertIsNone(vars(model.model)["_layer_graphs"])
+        self.assertEqual(model.model.layer_graphs.row_length, 0)
 
 
 class TrainerTest(GivenGpuTest):
@@ -251,7 +251,7 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual((RunsAgain.made, self.warnings), (4, []))
         self.assertGreaterEqual(RunsAgain.replayed, 6)
         # The next training may have other rows.
-        self.assertNotIn("_layer_graphs", vars(graphed.model))
+        self.assertIsNone(graphed.model.layer_graphs)
         plain, lines = self.train(family=family, cuda_graphs=False)
         self.assertEqual((lines, RunsAgain.made), ([], 4))
         for a, b in zip(graphed.parameters(), plain.parameters(), strict=True):
@@ -262,7 +262,7 @@ class TrainerTest(GivenGpuTest):
         model, lines = self.train()
         self.assertEqual(len(lines), 1)
         self.assertIn("off", lines[0])
-        self.assertEqual((RunsAgain.made, "_layer_graphs" in vars(model.model)), (0, False))
+        self.assertEqual((RunsAgain.made, model.model.layer_graphs), (0, None))
 
     def test_each_training_chooses(self):
         _, lines = self.train(times=2)
@@ -271,8 +271,8 @@ class TrainerTest(GivenGpuTest):
     @parameterized.expand([(0,), (64,)])
     def test_a_choice_of_the_user_stays(self, row_length):
         model, lines = self.train(row_length=row_length)
-        graphs = vars(model.model)["_layer_graphs"]
-        self.assertEqual((lines, graphs and graphs.row_length), ([], row_length or None))
+        graphs = model.model.layer_graphs
+        self.assertEqual((lines, graphs.row_length), ([], row_length))
 
     @parameterized.expand(
         [
@@ -315,7 +315,7 @@ class TrainerTest(GivenGpuTest):
     def test_without_graphs_again(self):
         trainer, _ = self.configured(train=False, cuda_graphs=True)
         configure_packing(trainer, "padding_free", cuda_graphs=False)
-        self.assertNotIn("_layer_graphs", vars(trainer.model.model))
+        self.assertIsNone(trainer.model.model.layer_graphs)
 
     def test_a_stream_of_samples(self):
         trainer, _ = self.configured(train=False)
@@ -369,7 +369,7 @@ class TrainerTest(GivenGpuTest):
 
     def test_without_measurement(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)
-        self.assertEqual((lines, vars(trainer.model.model)["_layer_graphs"].row_length), ([], 128))
+        self.assertEqual((lines, trainer.model.model.layer_graphs.row_length), ([], 128))
 
     @parameterized.expand(
         [

@@ -35,6 +35,7 @@ from ..data.excerpts import cut_around_target, excerpts, places_of, targets_in, 
 from ..data.prefixes import documents_of
 from ..data.samples import IGNORED_LABEL, has_items
 from ..errors import input_error
+from ..models.cuda_graphs import without_graphs
 from ..models.inputs import resolve_boundaries
 from ..models.registry import transformers_model
 from ..models.releases import dataloaders_of, prepare_inputs, token_logps, training_metrics
@@ -490,14 +491,11 @@ def _not_packing(model: torch.nn.Module) -> Iterator[None]:
 def _as_before(model: torch.nn.Module) -> Iterator[None]:
     """Restore what a forward and a backward change, and the random states of Python and NumPy. No CUDA graph runs."""
     states = random.getstate(), np.random.get_state()
-    # A graph serves no second backward, and none is worth recording for a short row.
-    graphs = [(x, vars(x).pop("_layer_graphs")) for x in model.modules() if "_layer_graphs" in vars(x)]
     try:
-        with as_before(model, next(model.parameters()).device):
+        # A graph serves no second backward, and none is worth recording for a short row.
+        with without_graphs(model), as_before(model, next(model.parameters()).device):
             yield
     finally:
-        for text, layers in graphs:
-            vars(text)["_layer_graphs"] = layers
         random.setstate(states[0])
         np.random.set_state(states[1])
 

@@ -125,11 +125,11 @@ class ExpertLoadTest(unittest.TestCase):
         """CUDA graphs run layers several times to warm up, and on longer rows than the model."""
         stock = make_model().train()
         model = use_cuda_graphs(patch_model(make_model()).train(), 64)
-        graphs = vars(model.model)["_layer_graphs"]
+        graphs = model.model.layer_graphs
         load = ExpertLoad(model, torch.device("cpu"))
         # Recorded graphs would not count.
-        self.assertIsNot(vars(model.model)["_layer_graphs"], graphs)
-        self.assertEqual(vars(model.model)["_layer_graphs"].row_length, 64)
+        self.assertIsNot(model.model.layer_graphs, graphs)
+        self.assertEqual(model.model.layer_graphs.row_length, 64)
         lengths, counted = (20, 9), []
         for length in lengths:
             ids = torch.arange(1, length + 1)

@@ -16,7 +16,7 @@ from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 from ...parallel import ops_for
-from ..cuda_graphs import layers_as_graphs
+from ..cuda_graphs import LayerGraphs, layers_as_graphs
 from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
@@ -238,7 +238,8 @@ class Qwen3_5DecoderLayer(builtin.Qwen3_5DecoderLayer):
 
 @replaces_builtin
 class Qwen3_5TextModel(PackedModelMixin, builtin.Qwen3_5TextModel):
-    runs_in_graphs = True
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):

@@ -16,7 +16,7 @@ from ...boundaries import SequenceBoundaries
 from ...errors import input_error
 from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
 from ...parallel import ops_for
-from ..cuda_graphs import layers_as_graphs
+from ..cuda_graphs import LayerGraphs, layers_as_graphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs, check_config
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
@@ -273,7 +273,8 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
 
 @replaces_builtin
 class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
-    runs_in_graphs = True
+    # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
+    layer_graphs: LayerGraphs | None = None
 
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):

@@ -113,7 +113,7 @@ class GraphsCallback(WarmUpCallback):
         trainer, device = self.trainer, self.trainer.args.device
         self._release(model)
         texts = find_text_models(model)
-        if not texts or excludes_graphs(trainer) or any("_layer_graphs" in vars(text) for text in texts):
+        if not texts or excludes_graphs(trainer) or any(text.layer_graphs is not None for text in texts):
             return
         rows = usual_rows(trainer, trainer.train_dataset, bool(trainer.args.packing))
         if rows is None:
