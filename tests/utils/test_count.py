@@ -1,0 +1,92 @@
+"""The counter of branches and of lines of code: each construct counts, and the limits hold."""
+
+import ast
+import io
+import sys
+import tempfile
+import textwrap
+import unittest
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from parameterized import parameterized
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "utils"))
+import count
+
+
+TEXT = '''
+"""A docstring
+of two lines."""
+
+# A comment.
+LIMIT = 3
+
+
+class Class:
+    """Another one."""
+
+    @property
+    def method(self):
+        """And one
+        more."""
+        text = """no
+        docstring"""
+
+        def inner():
+            return 1 if self else 2
+
+        return inner, text  # a comment behind code
+
+    if LIMIT:
+
+        async def other(self): ...
+'''
+
+
+class CountTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("pass", 0),
+            ("if a:\n    pass\nelif b:\n    pass\nelse:\n    pass", 2),
+            ("a if b else c", 1),
+            ("for a in b:\n    pass\nelse:\n    pass", 1),
+            ("while a:\n    pass", 1),
+            ("try:\n    pass\nexcept A:\n    pass\nexcept B:\n    pass\nfinally:\n    pass", 2),
+            ("match a:\n    case 1:\n        pass\n    case _:\n        pass", 2),
+            ("a and b and c or d", 3),
+            ("a < b < c", 0),
+            ("[a for a in b]", 1),
+            ("{a: c for a in b if a if c for c in a}", 4),
+            ("sum(a for a in b)", 1),
+            ("def inner():\n    return a or b", 1),
+            ("lambda: a or b", 1),
+            ("with a:\n    assert b", 0),
+        ]
+    )
+    def test_branches(self, statements, number):
+        function = ast.parse(f"def function():\n{textwrap.indent(statements, '    ')}").body[0]
+        self.assertEqual(count.branches(function), number)
+
+    def test_functions_and_lines(self):
+        found = count.functions(ast.parse(TEXT))
+        self.assertEqual(list(found), ["13 Class.method", "26 Class.other"])
+        self.assertEqual([count.branches(function) for function in found.values()], [1, 0])
+        # The assignment, the class, the method with its decorator, the text of two lines, and what follows.
+        self.assertEqual(count.code_lines(TEXT), 11)
+
+    @parameterized.expand([(20, 1, 0), (21, 1, 1), (15, 11, 0), (16, 10, 0), (16, 11, 1)])
+    def test_limits(self, branches, functions, status):
+        names = range(functions)
+        code = "\n".join(f"def f{n}():\n" + "    if a: pass\n" * branches for n in names)
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as printed:
+            Path(folder, "code.py").write_text(code, encoding="utf-8")
+            Path(folder, "generated.py").write_text(f"# This file is generated\n{code}", encoding="utf-8")
+            self.assertEqual(count.main([folder]), status)
+        self.assertEqual(printed.getvalue().count(" branches  "), functions if branches > 15 else 0)
+        self.assertIn(f"{functions * (branches + 1)} lines of code", printed.getvalue())
+
+
+if __name__ == "__main__":
+    unittest.main()
