@@ -8,6 +8,9 @@ from importlib.util import find_spec
 if not os.environ.get("TRANSFORMERS_PACKED_GPU_SUMMARY"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Without a network, requests to the Hub are repeated for 45 seconds.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
 

@@ -130,6 +130,9 @@ class UnavailableTest(unittest.TestCase):
         self.addCleanup(directory.cleanup)
         self.root = Path(directory.name)
         (self.root / "text.jsonl").write_text('{"text": "a"}\n')
+        online = mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        online.start()
+        self.addCleanup(online.stop)
 
     def check(self, command, reason, source="nobody/nothing"):
         """The command prints a single line with the `reason` and fails."""

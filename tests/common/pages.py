@@ -1,25 +1,17 @@
 """Find the code blocks in the Markdown of the documentation, and run them.
 
-As a script, `python pages.py FOLDER PAGE...`, it runs the `python` blocks of pages. For each page it prints a line of
-JSON with the page, its seconds, and the traceback of a failure. The working directory has the files that a reader has:
-a tiny checkpoint under the name of a real one, and small data. Each page runs in its own fork, so registrations and
-patches do not affect the next page.
+As a script, `python pages.py FOLDER [PAGE]`, it runs the `python` blocks of a page in the folder, which has the files
+that a reader has: a tiny checkpoint under the name of a real one, and small data. Without a page it creates these files.
 """
 
-import contextlib
-import gc
 import importlib.util
-import io
 import json
 import os
 import re
 import shutil
 import signal
 import sys
-import tempfile
 import textwrap
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -126,51 +118,19 @@ def _stand_in() -> None:
     TrainingArguments.__post_init__ = on_cpu
 
 
-def _run_page(page: str, folder: str) -> dict:
-    """Run a page in a fork, in a copy of the folder, and return its result."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as work:
-        result, work = Path(work) / "result", Path(work) / "work"
-        shutil.copytree(folder, work)
-        if (process := os.fork()) == 0:
-            signal.alarm(SECONDS)
-            failed, written = "", io.StringIO()
-            os.chdir(work)
-            try:
-                with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
-                    run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
-            except BaseException:  # includes SystemExit
-                failed = f"{written.getvalue()[-2000:]}\n{traceback.format_exc()}"
-            result.write_text(failed)
-            os._exit(0)
-        os.waitpid(process, 0)
-        failed = result.read_text() if result.exists() else f"ended without a result, or not in {SECONDS} seconds"
-    return {"page": page, "seconds": round(time.perf_counter() - start, 1), "failed": failed}
-
-
-def main(names: list[str]) -> None:
-    """Create the files and run the pages."""
-    # Imported once for all pages. Nothing is computed here, so autograd has no threads at a fork.
+def main(folder: str, page: str | None = None) -> None:
+    """Create the files, or run a page with them."""
     import datasets
-    import peft  # noqa: F401
-    import trl  # noqa: F401
-    from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401
 
-    import transformers_packed
-
-    # Imports the modules of all families.
-    with transformers_packed.registered():
-        pass
-    # Trainer collects garbage whenever it starts: let it not look at every object of the imported packages.
-    gc.freeze()
-    with tempfile.TemporaryDirectory() as folder:
-        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
-        files = Path(folder) / "files"
-        make_files(files)
-        _stand_in()
-        for name in names:
-            print(json.dumps(_run_page(name, str(files))), flush=True)
+    if page is None:
+        make_files(Path(folder))
+        return
+    signal.alarm(SECONDS)
+    os.chdir(folder)
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    _stand_in()
+    run_blocks(page, (ROOT / page).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or pages())
+    main(*sys.argv[1:])

@@ -38,6 +38,9 @@ multiprocessing.set_forkserver_preload(
         "transformers_packed.training.trainer",
         "torch.distributed.tensor",
         "torch.testing",
+        "trl.trainer.dpo_trainer",
+        "trl.trainer.grpo_trainer",
+        "trl.trainer.sft_trainer",
         "common.modeling_files",
     ]
 )

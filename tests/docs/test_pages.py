@@ -1,9 +1,9 @@
 """The code blocks of the documentation: Python blocks run, and commands refer to existing files and options."""
 
 import io
-import json
 import re
 import shlex
+import shutil
 import tempfile
 import traceback
 import unittest
@@ -26,6 +26,7 @@ REASONS = {
     "changes a checkout of Transformers",
     "needs the network",
 }
+SCRIPT = pages.ROOT / "tests" / "common" / "pages.py"
 PAGES = {name: (pages.ROOT / name).read_text(encoding="utf-8") for name in pages.pages()}
 WITH_PYTHON = [
     name
@@ -38,16 +39,23 @@ OWN_SCRIPTS = {"train.py"}
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
-@cache
-def results() -> dict[str, dict]:
-    """Return the result of each page with Python. One process runs all pages and imports shared modules once."""
-    script, names = pages.ROOT / "tests" / "common" / "pages.py", WITH_PYTHON
+def run(page: str) -> None:
+    """Run a page in a process and a folder of its own, so that registrations and patches do not affect another page."""
     with tempfile.TemporaryDirectory() as folder:
-        (done,) = run_script(script, *names, folder=folder, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+        shutil.copytree(files().name, folder, dirs_exist_ok=True)
+        (done,) = run_script(SCRIPT, folder, page, folder=folder, CUDA_VISIBLE_DEVICES="")
+    if done.status:
+        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+@cache
+def files() -> tempfile.TemporaryDirectory:
+    """Return a folder with the files of a reader, which lasts as long as the tests."""
+    folder = tempfile.TemporaryDirectory()
+    (done,) = run_script(SCRIPT, folder.name, CUDA_VISIBLE_DEVICES="")
     if done.status:
         raise RuntimeError(done.stderr[-3000:])
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page": ')]
-    return {result["page"]: result for result in found}
+    return folder
 
 
 def commands(text: str):
@@ -89,8 +97,7 @@ def wrong_with(words: list[str]) -> str | None:
 class PagesTest(unittest.TestCase):
     @parameterized.expand(WITH_PYTHON)
     def test_python_blocks_run(self, name):
-        if failed := results()[name]["failed"]:
-            self.fail(f"{name}:\n{failed}")
+        run(name)
 
     @parameterized.expand(PAGES)
     def test_commands_name_what_exists(self, name):
