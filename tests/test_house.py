@@ -19,7 +19,6 @@ SRC = ROOT / "src" / "transformers_packed"
 LATE_IMPORTS = (
     ("ops/*", "ops.backends.*"),  # kernels of optional packages
     ("cli/*", "*"),  # the parser runs before torch is imported
-    ("audit/report.py", "audit.plot"),  # matplotlib is optional
     ("training/losses.py", "ops"),  # the compiler of torch, for one kind of head
     ("models/trl_head.py", "ops"),  # the compiler of torch, for models that a trainer of TRL has changed
     ("models/inputs.py", "ops.dispatch"),  # the compiler of torch, for compiled models

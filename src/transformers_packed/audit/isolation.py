@@ -91,27 +91,3 @@ def watch(model: torch.nn.Module) -> Iterator[Seen]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def quiet(model: torch.nn.Module) -> Iterator[None]:
-    """Turn off dropout and noise: layers of dropout, and the rates that other modules keep as attributes."""
-    dropouts = [x for x in model.modules() if isinstance(x, torch.nn.modules.dropout._DropoutNd)]
-    rates = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in list(vars(module).items())
-        if isinstance(value, float) and ("dropout" in name or "noise" in name)
-    ]
-    kept = [(module, module.p) for module in dropouts]
-    try:
-        for module in dropouts:
-            module.p = 0.0
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
-        yield
-    finally:
-        for module, p in kept:
-            module.p = p
-        for module, name, value in rates:
-            setattr(module, name, value)

@@ -1,14 +1,20 @@
 """The state of a model during an audit: training mode without randomness. The audit restores the original state."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..models.experts import isolates
 from ..models.registry import transformers_model
+
+
+# Parts of the names of rates of dropout, layer drop, router jitter and noise.
+_RANDOM = ("drop", "jitter", "noise")
 
 
 @contextmanager
@@ -20,73 +26,109 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     Experts that are not this package's run as `batched_mm` if possible: in grouped matrix products the shapes depend on
     the other documents, which changes the last bits and sometimes the routing.
     """
-    modules = list(model.modules())
-    configs = _configs(modules)
-    # Any state that a forward stores in a module or a configuration (mode, cached lengths, ...) is an attribute.
-    attributes = [(vars(item), dict(vars(item))) for item in (*modules, *configs)]
-    buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in modules]
-    parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    was_training = model.training
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            # Call `train` only if the mode changes, because some models switch kernels in it.
-            if not was_training:
-                model.train()
-            for module in modules:
-                module.training = True
-                _silence(vars(module))
-                if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-                    module.p = 0.0
-                elif isinstance(module, torch.nn.modules.batchnorm._NormBase):
-                    module.training = False
-            for config in configs:
-                _silence(vars(config))
-            inner = transformers_model(model)
+    inner = transformers_model(model)
+    devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), same_buffers(model), _same_attributes(model):
+        with _frozen(model), _in_training(model), quiet(model):
             if hasattr(inner.config, "use_cache"):
                 inner.config.use_cache = False
             _batch_experts(inner, notes)
-            for parameter, _ in parameters:
-                parameter.requires_grad_(False)
             yield
-        finally:
-            if not was_training:
-                model.eval()
-            for parameter, requires_grad in parameters:
-                parameter.requires_grad_(requires_grad)
-            for current, before in attributes:
-                if current.keys() != before.keys() or any(current[name] is not before[name] for name in before):
-                    current.clear()
-                    current.update(before)
-            for current, before, contents in buffers:
-                current.clear()
-                current.update(before)
-                for name, content in contents.items():
-                    if content is not None and not torch.equal(content, before[name]):
-                        before[name].data.copy_(content)
+
+
+@contextmanager
+def quiet(model: torch.nn.Module) -> Iterator[None]:
+    """Turn off dropout and noise: layers of dropout, and the rates that modules and configurations keep as attributes."""
+    rates = [
+        (vars(item), name, value)
+        for item in (*model.modules(), *_configs(model))
+        for name, value in vars(item).items()
+        if _is_rate(item, name, value)
+    ]
+    try:
+        for values, name, _ in rates:
+            values[name] = 0.0
+        yield
+    finally:
+        for values, name, value in rates:
+            values[name] = value
+
+
+def _is_rate(item: Any, name: str, value: Any) -> bool:
+    if isinstance(item, _DropoutNd) and name == "p":
+        return True
+    return isinstance(value, float) and any(part in name for part in _RANDOM)
+
+
+@contextmanager
+def same_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the buffers of all modules and their contents."""
+    buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for current, before, contents in buffers:
+            current.clear()
+            current.update(before)
+            for name, content in contents.items():
+                if content is not None and not torch.equal(content, before[name]):
+                    before[name].data.copy_(content)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None or tensor.is_meta else tensor.detach().clone()
 
 
-def _configs(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Return every configuration of the modules and its nested configurations, without duplicates."""
+@contextmanager
+def _same_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Restore what a forward stores in modules and configurations, such as modes and cached lengths."""
+    attributes = [(vars(item), dict(vars(item))) for item in (*model.modules(), *_configs(model))]
+    try:
+        yield
+    finally:
+        for current, before in attributes:
+            if current.keys() != before.keys() or any(current[name] is not before[name] for name in before):
+                current.clear()
+                current.update(before)
+
+
+@contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        model.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _in_training(model: torch.nn.Module) -> Iterator[None]:
+    """Training mode in every module, but not in batch norms, which would mix documents."""
+    was_training = model.training
+    try:
+        # Call `train` only if the mode changes, because some models switch kernels in it.
+        if not was_training:
+            model.train()
+        for module in model.modules():
+            module.training = not isinstance(module, _NormBase)
+        yield
+    finally:
+        if not was_training:
+            model.eval()
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Return every configuration of the modules in `model` and its nested configurations, without duplicates."""
     found = {}
-    waiting = [vars(module).get("config") for module in modules]
+    waiting = [vars(module).get("config") for module in model.modules()]
     while waiting:
         config = waiting.pop()
         if isinstance(config, transformers.PreTrainedConfig) and id(config) not in found:
             found[id(config)] = config
             waiting += vars(config).values()
     return list(found.values())
-
-
-def _silence(values: dict[str, Any]) -> None:
-    """Set dropout, layer drop and router jitter to 0 in the attributes of a module or configuration."""
-    for name, value in values.items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            values[name] = 0.0
 
 
 def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
@@ -101,5 +143,5 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         notes.append(f"experts kept their implementation, so their rounding counts as noise: {error}")
         return
-    if any(config._experts_implementation == "batched_mm" for config in _configs(model.modules())):
+    if any(config._experts_implementation == "batched_mm" for config in _configs(model)):
         notes.append(f"experts ran as batched_mm (the model's setting: {before})")

@@ -114,37 +114,14 @@ def audit_model(
 
     ```
     """
-    inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
-    if inner is None:
-        raise input_error("a Transformers model, or a module that contains one", type(model).__name__)
-    for name, module in inner.named_modules():
-        # Weights offloaded by accelerate are also on the meta device. They are loaded when their module is called.
-        offloaded = has_hooks(module) and module is not inner.get_input_embeddings()
-        if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            fix = "Load or initialize its weights first, and do not offload embeddings."
-            raise input_error("a model with weights", f"{name} on the meta device", fix)
-    if prompt_of is not None:
-        inputs = (SHARED,)
-    elif not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
-        raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
+    inner = _model_with_weights(model)
     width = conv_width(inner)
     lengths = list(lengths) if lengths is not None else [65, 1, 200, max(width - 1, 1), 63, 2, 64]
-    if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
-        raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
+    _check_row(lengths, prompt_of, inputs)
     if prompt_of is not None:
-        # Raises the error for prompts that do not fit.
-        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
-    parameter, cls = next(inner.parameters()), type(inner)
-    cuda = parameter.device.type == "cuda"
-    settings = {
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(parameter.device) if cuda else parameter.device.type,
-        "attention": str(getattr(inner.config.get_text_config(), "_attn_implementation", None)),
-        "torch": f"torch {torch.__version__}",
-        "transformers": f"transformers {transformers.__version__}",
-        "seed": seed,
-    }
-    report = AuditReport(f"{cls.__module__.partition('.')[0]}.{cls.__name__}", settings, lengths, {}, [])
+        inputs = (SHARED,)
+    name = f"{type(inner).__module__.partition('.')[0]}.{type(inner).__name__}"
+    report = AuditReport(name, _settings(inner) | {"seed": seed}, lengths, {}, [])
     with audit_state(model, report.notes):
         probe = Probe(
             model, lengths, prompt_of or [-1] * len(lengths), width, tolerance, gradients, seed, report.notes
@@ -156,6 +133,42 @@ def audit_model(
                 report.sources[name] = SourceResult("refused", refused)
     report.leaks.sort(key=lambda leak: -leak.size)
     return report
+
+
+def _model_with_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the Transformers model in `model`, or raise the error of [`audit_model`]."""
+    inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
+    if inner is None:
+        raise input_error("a Transformers model, or a module that contains one", type(model).__name__)
+    for name, module in inner.named_modules():
+        # Weights offloaded by accelerate are also on the meta device. They are loaded when their module is called.
+        offloaded = has_hooks(module) and module is not inner.get_input_embeddings()
+        if not offloaded and any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            fix = "Load or initialize its weights first, and do not offload embeddings."
+            raise input_error("a model with weights", f"{name} on the meta device", fix)
+    return inner
+
+
+def _check_row(lengths: list[int], prompt_of: Sequence[int] | None, inputs: Sequence[str]) -> None:
+    if len(lengths) < 2 or any(not isinstance(n, int) or n < 1 for n in lengths):
+        raise input_error("lengths of at least two documents, each with at least 1 token", lengths)
+    if prompt_of is not None:
+        # Raises the error for prompts that do not fit.
+        SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of)
+    elif not inputs or isinstance(inputs, str) or any(not set(name.split("+")) <= set(SOURCES) for name in inputs):
+        raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
+
+
+def _settings(model: torch.nn.Module) -> dict[str, Any]:
+    parameter = next(model.parameters())
+    cuda = parameter.device.type == "cuda"
+    return {
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(parameter.device) if cuda else parameter.device.type,
+        "attention": str(getattr(model.config.get_text_config(), "_attn_implementation", None)),
+        "torch": f"torch {torch.__version__}",
+        "transformers": f"transformers {transformers.__version__}",
+    }
 
 
 def conv_width(model: torch.nn.Module) -> int:
@@ -429,29 +442,30 @@ class Probe:
 
     def _locate(self, leaks: list[Leak], direction: str, run: Callable, tolerance: float) -> None:
         """Find the module of the largest leak in this direction into a document long enough to show its kind."""
-        forward = {(leak.from_document, leak.to_document) for leak in leaks if leak.direction == "forward"}
+        forward = [leak for leak in leaks if leak.direction == "forward"]
         candidates = [leak for leak in leaks if leak.direction == direction]
         if direction == "backward":
             # The other pairs repeat leaks of the forward.
-            candidates = [leak for leak in candidates if (leak.from_document, leak.to_document) not in forward]
-        candidates = [leak for leak in candidates if self.lengths[leak.to_document] >= 16] or candidates
+            pairs = {(leak.from_document, leak.to_document) for leak in forward}
+            candidates = [leak for leak in candidates if (leak.from_document, leak.to_document) not in pairs]
         if not candidates:
             return
-        leak = max(candidates, key=lambda leak: leak.size)
+        leak = max(candidates, key=lambda leak: (self.lengths[leak.to_document] >= 16, leak.size))
         try:
             found = self._find(leak, run, tolerance)
         except Exception as error:
             # Custom code may not support hooks or separate calls of modules. The leak remains valid.
-            found = None
             self.notes.append(f"{leak.source} {direction}: the search for the module failed: {_message(error)}")
-        if found is not None:
-            module, module_class, kind = found
-            if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
-                kind = "positions"
-            if direction == "backward":
-                # The pair is below the noise in forward, but the module may also leak there.
-                kind = {leak.module: leak.kind for leak in leaks if leak.direction == "forward"}.get(module, kind)
-            leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
+            return
+        if found is None:
+            return
+        module, module_class, kind = found
+        if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
+            kind = "positions"
+        if direction == "backward":
+            # The pair is below the noise in forward, but the module may also leak there.
+            kind = {leak.module: leak.kind for leak in forward}.get(module, kind)
+        leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
 
     def _find(self, leak: Leak, run: Callable, tolerance: float):
         tokens = self.documents[leak.to_document]

@@ -3,7 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 from ..errors import input_error
 
@@ -11,6 +15,10 @@ from ..errors import input_error
 # From the source with the most information about the documents to the one with the least.
 SOURCES = ("all", "cu_seq_lens", "seq_idx", "position_ids")
 _COLUMNS = {"forward": "influence", "backward": "backward", "alone": "alone"}
+# The figure: the smallest value of its logarithmic scale, the colors of verdicts, and the axis of each direction.
+_SMALLEST = 1e-8
+_COLORS = {"isolated": "#1b7837", "leaks": "#b2182b", "refused": "#666666"}
+_AXES = {"forward": "changed document", "backward": "document that receives the gradient"}
 
 
 @dataclass(frozen=True)
@@ -140,22 +148,25 @@ class AuditReport:
         settings = (f"{name} {value}" if name == "seed" else str(value) for name, value in self.settings.items())
         lines = [f"{self.model}: {', '.join(settings)}"]
         lines += [f"documents 0 to {len(self.lengths) - 1} of {', '.join(map(str, self.lengths))} tokens", ""]
-        rows, refused, found = [("boundaries", "verdict", *_COLUMNS)], [], []
-        for name, result in self.sources.items():
-            rows.append((name, result.verdict, *map(result.cell, _COLUMNS)))
-            if result.verdict == "refused":
-                refused.append(f"{name}: {result.reason}")
-            for direction in _COLUMNS:
-                leaks = [leak for leak in self.leaks if (leak.source, leak.direction) == (name, direction)]
-                if leaks:
-                    shown = next((leak for leak in leaks if leak.module is not None), leaks[0])
-                    found.append(f"{shown}{f'  ({len(leaks)} such)' if len(leaks) > 1 else ''}")
+        rows = [("boundaries", "verdict", *_COLUMNS)]
+        rows += [(name, x.verdict, *map(x.cell, _COLUMNS)) for name, x in self.sources.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        for title, items in (("refused", refused), ("leaks", found), ("notes", self.notes)):
+        refused = [f"{name}: {x.reason}" for name, x in self.sources.items() if x.verdict == "refused"]
+        for title, items in (("refused", refused), ("leaks", self._leaks_in_words()), ("notes", self.notes)):
             if items:
                 lines += ["", title, *(f"  {item}" for item in items)]
         return "\n".join(lines)
+
+    def _leaks_in_words(self) -> list[str]:
+        """One leak for each source and direction, and the number of all."""
+        lines = []
+        for key in product(self.sources, _COLUMNS):
+            leaks = [leak for leak in self.leaks if (leak.source, leak.direction) == key]
+            if leaks:
+                shown = next((leak for leak in leaks if leak.module is not None), leaks[0])
+                lines.append(f"{shown}{f'  ({len(leaks)} such)' if len(leaks) > 1 else ''}")
+        return lines
 
     def to_json(self) -> str:
         """Convert the report to JSON text, which [`AuditReport.from_json`] reads."""
@@ -192,6 +203,73 @@ class AuditReport:
             `ImportError`: matplotlib is not installed.
             `ValueError`: the number of titles differs from the number of reports.
         """
-        from .plot import draw
+        if find_spec("matplotlib") is None:
+            raise ImportError('plot needs matplotlib: pip install "transformers_packed[demo]"')
+        reports = [self, *others]
+        names = [report.model.rpartition(".")[2] for report in reports] if titles is None else list(titles)
+        if len(names) != len(reports):
+            raise input_error(f"{len(reports)} titles, one per report", len(names))
+        pairs = zip(names, reports, strict=True)
+        columns = [
+            (f"{name}\n{x}: {y.verdict}", report, y) for name, report in pairs for x, y in report.sources.items()
+        ]
+        _draw(path, columns)
 
-        draw(path, [self, *others], titles)
+
+def _draw(path: str | Path, columns: list[tuple[str, AuditReport, SourceResult]]) -> None:
+    """Draw each result with its title, with forward above backward."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    results = [result for *_, result in columns]
+    rows = ["forward"] + ["backward"] * any(result.backward for result in results)
+    size = max(3.0, 0.42 * max(len(report.lengths) for _, report, _ in columns))
+    figsize = (1.8 + (size + 0.9) * len(columns), 0.9 + (size + 1.0) * len(rows))
+    figure = Figure(figsize=figsize, layout="constrained", dpi=150)
+    grid = figure.subplots(len(rows), len(columns), squeeze=False)
+    norm, image = LogNorm(_SMALLEST, 1), None
+    for x, (title, report, result) in enumerate(columns):
+        grid[0][x].set_title(title, fontsize=10, weight="bold", color=_COLORS[result.verdict])
+        for y, direction in enumerate(rows):
+            image = _heat_map(grid[y][x], report, result, direction, norm, first=x == 0) or image
+    if image is not None:
+        bar = figure.colorbar(image, ax=grid, shrink=0.7, extend="both", aspect=30)
+        bar.set_label("largest relative change of a token (white: exactly 0)", fontsize=9)
+    figure.savefig(path)
+
+
+def _heat_map(axes: Any, report: AuditReport, result: SourceResult, direction: str, norm: Any, *, first: bool):
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    values = getattr(result, _COLUMNS[direction])
+    if values is None:
+        axes.set(xticks=[], yticks=[], facecolor="#f4f4f4", box_aspect=1, xlabel=f"{direction}: not measured")
+        axes.xaxis.label.set_size(8)
+        axes.spines[:].set_color("#cccccc")
+        if result.reason and direction == "forward":
+            text = fill(result.reason, 38, max_lines=12)
+            axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=8, transform=axes.transAxes)
+        return None
+    matrix = np.array(values)
+    other = np.where(np.eye(len(matrix), dtype=bool) | (matrix == 0), np.nan, matrix)
+    image = axes.imshow(other, cmap="YlOrRd", norm=norm)
+    threshold = result.thresholds[direction]
+    for i in range(len(matrix)):
+        axes.add_patch(Rectangle((i - 0.5, i - 0.5), 1, 1, color="#d9d9d9", linewidth=0))
+        for j in range(len(matrix)):
+            if i != j and matrix[i, j] > threshold:
+                dark = matrix[i, j] > 1e-3
+                text = f"{matrix[i, j]:.2f}" if matrix[i, j] >= 0.01 else f"{matrix[i, j]:.0e}".replace("e-0", "e-")
+                axes.text(j, i, text, ha="center", va="center", fontsize=6.5, color="white" if dark else "black")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(range(len(matrix)), report.lengths, fontsize=8)
+        axis.set_ticks(np.arange(len(matrix)) - 0.5, minor=True)
+    axes.grid(which="minor", color="#eeeeee", linewidth=0.8)
+    axes.tick_params(which="both", length=0)
+    worst = result.worst(direction)
+    summary = "exactly 0 everywhere" if worst == 0 else f"largest {worst:.1e}, noise up to {threshold:.0e}"
+    axes.set_xlabel(f"tokens of the measured document\n{direction}: {summary}", fontsize=8)
+    if first:
+        axes.set_ylabel(f"tokens of the {_AXES[direction]}", fontsize=8)
+    return image

@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from ..audit.isolation import UnseenError, indices_of, leak_between, quiet, watch
+from ..audit.isolation import UnseenError, indices_of, leak_between, watch
+from ..audit.model_state import quiet
 from ..data.documents import PaddedSamples, is_packed
 from ..data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
 from ..data.prefixes import documents_of

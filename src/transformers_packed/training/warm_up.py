@@ -28,6 +28,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from ..audit.model_state import same_buffers
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS
@@ -205,8 +206,7 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(x, x.detach().clone()) for x in model.buffers() if not x.is_meta]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), same_buffers(model):
         try:
             drop_gradients(model)
             model.train()
@@ -216,7 +216,3 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = mode
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, content in buffers:
-                    if not torch.equal(buffer, content):
-                        buffer.copy_(content)
