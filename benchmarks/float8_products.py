@@ -22,7 +22,8 @@ import torch
 from shapes import MODELS
 from step import earlier_report
 
-from transformers_packed.ops.float8 import DTYPE, _cast_rows, _transposed
+from transformers_packed.ops.float8 import DTYPE, cast_rows
+from transformers_packed.ops.float8 import transposed as transposed_cast
 
 
 DENSE, MIXTURES = ["4B", "9B"], ["35B-A3B", "Next-80B"]
@@ -72,7 +73,7 @@ def measure_layers(model: str, tokens: int, repeats: int) -> dict:
 def measure_product(left: torch.Tensor, right: torch.Tensor, repeats: int) -> dict:
     """`left @ right.T` in bf16 and in float8."""
     found = {"bf16_ms": milliseconds(lambda: left @ right.t(), repeats)}
-    (a, a_scale), (b, b_scale) = _cast_rows(left.contiguous()), _cast_rows(right.contiguous())
+    (a, a_scale), (b, b_scale) = cast_rows(left.contiguous()), cast_rows(right.contiguous())
     exact = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
     for name, fast in (("fast", True), ("exact", False)):
 
@@ -102,7 +103,7 @@ def measure_grouped(rows: int, number: int, out: int, size: int, repeats: int) -
     weight = torch.randn(number, out, size, device="cuda").bfloat16()
     ends = torch.arange(1, number + 1, device="cuda", dtype=torch.int32) * (rows // number)
     flat, transposed = weight.flatten(0, 1), torch.empty(size, number * out, dtype=DTYPE, device="cuda")
-    (cast, scale), (cast_weight, weight_scale) = _cast_rows(x), _cast_rows(flat)
+    (cast, scale), (cast_weight, weight_scale) = cast_rows(x), cast_rows(flat)
     scales = (scale, weight_scale.view(number, out))
     cast_weight, options = cast_weight.view(weight.shape).transpose(1, 2), {"offs": ends, "out_dtype": torch.bfloat16}
 
@@ -115,9 +116,9 @@ def measure_grouped(rows: int, number: int, out: int, size: int, repeats: int) -
     return {
         "bf16_ms": milliseconds(in_bf16, repeats),
         "float8_ms": milliseconds(in_float8, repeats),
-        "cast_of_rows_ms": milliseconds(lambda: _cast_rows(x), repeats),
-        "cast_of_weight_ms": milliseconds(lambda: _cast_rows(flat), repeats),
-        "transposed_cast_of_weight_ms": milliseconds(lambda: _transposed(flat, weight_scale, transposed), repeats),
+        "cast_of_rows_ms": milliseconds(lambda: cast_rows(x), repeats),
+        "cast_of_weight_ms": milliseconds(lambda: cast_rows(flat), repeats),
+        "transposed_cast_of_weight_ms": milliseconds(lambda: transposed_cast(flat, weight_scale, transposed), repeats),
         "error": ((in_float8() - in_bf16()).float().norm() / in_bf16().float().norm()).item(),
     }
 

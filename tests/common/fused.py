@@ -21,7 +21,7 @@ from transformers_packed.ops import (
     rms_norm,
 )
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection
+from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 
 # The lengths of the last documents of a row, from its end. They repeat towards its start.
@@ -135,6 +135,29 @@ def _make_logps(normal, tokens, *, hidden, vocab):
 
 def _make_gated_linear(normal, tokens, *, width):
     return [normal(1, tokens, width), normal(1, tokens, width), normal(24, width) / 32]
+
+
+def flatten(layers) -> tuple[list[Projection], list[torch.Tensor | None]]:
+    """The layers, and the tensors of each that may need gradients, `None` for one that it lacks."""
+    tensors = []
+    for weight, bias, adapters in layers:
+        weight = weight.values if isinstance(weight, Float8Weight) else weight
+        tensors += [weight if isinstance(weight, torch.Tensor) else None, bias]
+        for adapter in adapters:
+            tensors += [adapter.down, adapter.up, adapter.bias]
+    return list(layers), tensors
+
+
+def unflatten(layers, tensors) -> list[Projection]:
+    """The same layers with other tensors."""
+    tensors, found = iter(tensors), []
+    for weight, _, adapters in layers:
+        value, bias = next(tensors), next(tensors)
+        if value is not None:
+            weight = weight._replace(values=value) if isinstance(weight, Float8Weight) else value
+        adapters = [a._replace(down=next(tensors), up=next(tensors), bias=next(tensors)) for a in adapters]
+        found.append(Projection(weight, bias, tuple(adapters)))
+    return found
 
 
 SCALE = 1.7

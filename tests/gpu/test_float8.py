@@ -14,7 +14,7 @@ from transformers import set_seed
 from transformers_packed import use_cuda_graphs, use_float8
 from transformers_packed.ops import float8, glu, implementations_used
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection
+from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 
 LENGTHS = (300, 1, 63, 64, 596)
@@ -54,7 +54,7 @@ def layers_on(device, x, weights, matrices, gradients):
     x, *weights = to(device, x, *weights)
     matrices = to(device, *matrices)
     adapters = [(Adapter(*matrices, 0.5),) if matrices else ()] + [()] * (len(weights) - 1)
-    layers = [Projection(weight, None, a, True) for weight, a in zip(weights, adapters, strict=True)]
+    layers = [Projection(Float8Weight(weight), None, a) for weight, a in zip(weights, adapters, strict=True)]
     outputs = shared_input_linears(x, *layers)
     leaves = [leaf for leaf in (x, *weights, *matrices) if leaf.requires_grad]
     found = torch.autograd.grad(outputs, leaves, to(device, *gradients))
@@ -75,15 +75,15 @@ class Float8Test(unittest.TestCase):
         found = []
         for device in ("cuda", "cpu"):
             here, by_row, by_column = (t.to(device) for t in (x, *factors))
-            cast, scale = float8._cast_rows(here, factor=by_column)
+            cast, scale = float8.cast_rows(here, factor=by_column)
             padded = -(-rows // 16) * 16
             shapes = [(columns, padded), (rows, columns), (columns, padded)]
             plain, q, t = (torch.empty(s, dtype=float8.DTYPE, device=device) for s in shapes)
-            float8._transposed(cast, None, plain)
+            float8.transposed(cast, None, plain)
             maxima = [torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, columns)]
             scales = [torch.empty(n, device=device) for n in (rows, columns)]
-            float8._add_maxima(here, by_row, by_column, *maxima)
-            float8._cast_both(here, by_row, by_column, *maxima, q, scales[0], t, scales[1])
+            float8.add_maxima(here, by_row, by_column, *maxima)
+            float8.cast_both(here, by_row, by_column, *maxima, q, scales[0], t, scales[1])
             found.append([y.float().cpu() for y in (cast, scale, plain, q, t, *scales)])
         for a, b in zip(*found, strict=True):
             self.assertTrue(torch.equal(a, b))
@@ -114,7 +114,7 @@ class Float8Test(unittest.TestCase):
         for device in ("cuda", "cpu"):
             tensors = to(device, gate, x, weight.detach() if frozen else weight, *matrices)
             adapters = (Adapter(*tensors[3:]),) if frozen else ()
-            y = glu(tensors[0], tensors[1], Projection(tensors[2], None, adapters, True))
+            y = glu(tensors[0], tensors[1], Projection(Float8Weight(tensors[2]), None, adapters))
             leaves = [t for t in tensors[: None if frozen else 3] if t.requires_grad]
             found.append([t.detach().cpu() for t in (y, *torch.autograd.grad(y.float().square().sum(), leaves))])
         # The reference rounds the activation of the gate to bfloat16 before it multiplies.

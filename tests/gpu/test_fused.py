@@ -21,7 +21,7 @@ from transformers_packed.ops import (
     rms_norm,
 )
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection
+from transformers_packed.ops.terms import Adapter, Projection
 
 
 DEVICE = "cuda"

@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from transformers_packed import audit_model
 from transformers_packed.ops import choose_experts, experts, implementations_used
-from transformers_packed.ops.projection import Adapter
+from transformers_packed.ops.terms import Adapter
 
 
 NUMBER, TOP, HIDDEN, WIDTH, RANK = 16, 4, 256, 128, 5

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from transformers_packed.models import experts, projections
-from transformers_packed.ops.projection import Adapter
+from transformers_packed.ops.terms import Adapter
 
 
 LINEARS = [
@@ -127,7 +127,7 @@ def documents(name: str = "", lengths: tuple = (9, 1, 4, 6)) -> list[dict]:
 def unfused():
     """Call all linear layers and experts, so that PEFT's own forward runs for each of them."""
     with (
-        mock.patch.object(projections, "projection_of", lambda *args: (None, None)),
+        mock.patch.object(projections, "terms_of", lambda *args: None),
         mock.patch.object(experts, "_adapters_of", lambda module: (module, None)),
     ):
         yield
@@ -151,13 +151,13 @@ def recorded(model: torch.nn.Module):
     """Record the adapted layers of a model that a fused op computes, and those that are called: two sets of names."""
     names = {module: name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     fused, called = set(), set()
-    projection_of, adapters_of = projections.projection_of, experts._adapters_of
+    terms_of, adapters_of = projections.terms_of, experts._adapters_of
 
     def read(layer, hidden_states):
-        projection, dtype = projection_of(layer, hidden_states)
-        if projection is not None and layer in names:
+        terms = terms_of(layer, hidden_states)
+        if terms is not None and layer in names:
             fused.add(names[layer])
-        return projection, dtype
+        return terms
 
     def read_experts(module):
         base, adapters = adapters_of(module)
@@ -172,7 +172,7 @@ def recorded(model: torch.nn.Module):
         return original(module, *args, **kwargs)
 
     with (
-        mock.patch.object(projections, "projection_of", read),
+        mock.patch.object(projections, "terms_of", read),
         mock.patch.object(experts, "_adapters_of", read_experts),
         mock.patch.object(torch.nn.Module, "__call__", call),
     ):

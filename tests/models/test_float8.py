@@ -28,7 +28,7 @@ from transformers_packed.models import float8, projections
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
-from transformers_packed.ops.float8 import Float8Layers
+from transformers_packed.ops.terms import Float8, Float8Weight
 
 
 SIZES = {
@@ -267,8 +267,10 @@ class TrainingTest(Float8TestCase):
         self.assertLess((found[0] - plain[0]).abs(), 0.01)
         self.assertEqual({g.dtype for g in found[1].values()}, {torch.float32})
         # All chosen layers are in float8, and layers with one input share a call.
-        calls = [[p.weight for p in call.args[1] if p.float8] for call in shared.call_args_list]
-        with mock.patch.object(projections, "projection_of", wraps=projections.projection_of) as read:
+        calls = [
+            [p.weight for p in call.args[1] if isinstance(p.weight, Float8Weight)] for call in shared.call_args_list
+        ]
+        with mock.patch.object(projections, "_weight_of", wraps=projections._weight_of) as read:
             result(model)
         asked = {id(call.args[0]) for call in read.call_args_list}
         self.assertEqual(asked, {id(model.get_submodule(name)) for name in chosen(model)})
@@ -398,9 +400,9 @@ class TrainingTest(Float8TestCase):
         else:
             for layer in model.model.layers:
                 layer.mlp.act_fn = torch.nn.GELU()
-        with mock.patch.object(Float8Layers, "forward", autospec=True, side_effect=Float8Layers.forward) as forward:
+        with mock.patch.object(Float8, "forward", autospec=True, side_effect=Float8.forward) as forward:
             result(model)
-        weights = {id(weight) for call in forward.call_args_list for weight in call.args[0].weights}
+        weights = {id(weight.values) for call in forward.call_args_list for weight in call.args[0].weights}
         self.assertEqual(weights, {id(model.get_submodule(name).weight) for name in chosen(model)})
 
     def test_layers_that_peft_wraps_to_save_them_are_named(self):
@@ -411,7 +413,7 @@ class TrainingTest(Float8TestCase):
         self.enterContext(mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True))
         wrapper = next(m for name, m in model.named_modules() if name.endswith("up_proj"))
         with mock.patch.object(float8.logger, "warning_once") as warn:
-            self.assertEqual(projections.projection_of(wrapper, torch.zeros(1, 3, wrapper.in_features)), (None, None))
+            self.assertIsNone(projections.terms_of(wrapper, torch.zeros(1, 3, wrapper.in_features)))
         self.assertIn("a ModulesToSaveWrapper runs in its own dtype", warn.call_args.args[0])
 
     def test_no_warning_without_cause(self):
@@ -599,7 +601,7 @@ class KernelsTest(InterpretedKernelsTest, Float8TestCase):
         ran = {op for op, names in implementations_used().items() if "triton" in names}
         self.assertLessEqual({"gated_rms_norm_linear", "sigmoid_gate_linear", "swiglu_linear"}, ran)
         # Inputs that are computed again for the adapters, not saved.
-        with mock.patch("transformers_packed.ops.linear.WORTH_RECOMPUTING", 1):
+        with mock.patch("transformers_packed.ops.recipes.WORTH_RECOMPUTING", 1):
             again = result(model, texts)
         self.assertTrue(same(again, found))
 

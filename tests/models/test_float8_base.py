@@ -12,12 +12,12 @@ from mixins.patch import builtin_model
 from parameterized import parameterized
 
 from transformers_packed import patch_model, use_float8
-from transformers_packed.models.projections import projection_of
-from transformers_packed.ops import float8 as ops
+from transformers_packed.models.projections import terms_of
 from transformers_packed.ops import implementations_used
 from transformers_packed.ops.dispatch import _used
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Projection, QuantizedWeight
+from transformers_packed.ops.terms import Dequantized, Float8Weight, Projection
+from transformers_packed.ops.terms import float8 as ops
 
 
 HAS_TORCHAO = find_spec("torchao") is not None and find_spec("peft") is not None
@@ -80,15 +80,15 @@ class ProductsTest(unittest.TestCase):
         scale = weight.abs().amax(1) / 448
         data = (weight / scale[:, None]).to(torch.float8_e4m3fn)
         values = data.float() * scale[:, None]
-        stored = QuantizedWeight(weight.shape, torch.float32, lambda: values, (data, scale))
+        stored = Float8Weight(data, scale, torch.float32)
         x.requires_grad_()
-        with mock.patch.object(ops, "_cast_rows", wraps=ops._cast_rows) as casts:
-            (y,) = shared_input_linears(x, Projection(stored, float8=True))
+        with mock.patch.object(ops, "cast_rows", wraps=ops.cast_rows) as casts:
+            (y,) = shared_input_linears(x, Projection(stored))
             (dx,) = torch.autograd.grad(y, x, dy)
         self.assertEqual([call.args[0].shape for call in casts.call_args_list], [x.shape, dy.shape])
-        cast, row_scale = ops._cast_rows(x.detach())
+        cast, row_scale = ops.cast_rows(x.detach())
         torch.testing.assert_close(y, cast.float() * row_scale[:, None] @ values.t(), rtol=1e-5, atol=1e-5)
-        cast, row_scale = ops._cast_rows(dy, factor=scale)
+        cast, row_scale = ops.cast_rows(dy, factor=scale)
         torch.testing.assert_close(dx, cast.float() * row_scale[:, None] @ data.float(), rtol=1e-5, atol=1e-5)
         error = (dx - dy @ values).norm() / (dy @ values).norm()
         self.assertTrue(1e-3 < error < 4e-2, error)
@@ -100,11 +100,14 @@ class ProductsTest(unittest.TestCase):
         scale = frozen.abs().amax(1) / 448
         data = (frozen / scale[:, None]).to(torch.float8_e4m3fn)
         values = data.float() * scale[:, None]
-        weight = QuantizedWeight(frozen.shape, torch.float32, lambda: values, (data, scale))
         results = []
         for in_float8 in (True, False):
             leaves = [x.clone().requires_grad_(), trained.clone().requires_grad_()]
-            layers = Projection(weight, float8=in_float8), Projection(leaves[1], float8=in_float8)
+            if in_float8:
+                weights = Float8Weight(data, scale, torch.float32), Float8Weight(leaves[1])
+            else:
+                weights = Dequantized(frozen.shape, torch.float32, lambda: values), leaves[1]
+            layers = map(Projection, weights)
             outputs = shared_input_linears(leaves[0], *layers)
             upstream = [torch.linspace(-1, 1, y.numel()).view_as(y).sin() for y in outputs]
             results.append([*outputs, *torch.autograd.grad(outputs, leaves, upstream)])
@@ -140,7 +143,7 @@ class ModelTest(unittest.TestCase):
         expected = run(adapted(dequantized(self.model)))
         plain = total_relative_error(run(adapted(use_float8(dequantized(self.model), inside)))[1], expected[1])
         model = adapted(use_float8(self.model, inside))
-        with mock.patch.object(ops, "_cast_rows", wraps=ops._cast_rows) as casts:
+        with mock.patch.object(ops, "cast_rows", wraps=ops.cast_rows) as casts:
             loss, gradients = run(model)
         self.assertIn("linear_float8_lora", implementations_used())
         weights = {tuple(layer.weight.shape) for layer in model.modules() if hasattr(layer, "base_layer")}
@@ -194,7 +197,7 @@ class ModelTest(unittest.TestCase):
         layer.weight.requires_grad_(kind == "trained")
         if kind == "hook":
             layer.register_forward_hook(lambda module, args, output: output + 1)
-        self.assertEqual(projection_of(layer, torch.randn(3, 32, dtype=torch.bfloat16)), (None, None))
+        self.assertIsNone(terms_of(layer, torch.randn(3, 32, dtype=torch.bfloat16)))
 
 
 if __name__ == "__main__":

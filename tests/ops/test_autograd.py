@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import transformers_packed
 from transformers_packed.ops.autograd import first_order
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection
+from transformers_packed.ops.terms import Adapter, Projection
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.parallel.collectives import all_gather, all_to_all, redistribute, tie
 from transformers_packed.parallel.gated_delta import _AddToStart, _WithEnds

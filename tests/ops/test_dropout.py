@@ -4,14 +4,14 @@ import unittest
 from functools import partial
 
 import torch
-from common.fused import errors, relative
+from common.fused import errors, flatten, relative, unflatten
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
 from transformers_packed.ops import gated_rms_norm, glu
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection, flatten, unflatten
+from transformers_packed.ops.terms import Adapter, Projection
 
 
 P = 0.25
@@ -110,7 +110,7 @@ def revealed(layers, width=WIDTH):
     """Layers with the same dropout, each of whose adapters returns its input in columns of its own."""
     eye = torch.eye(width)
     found = []
-    for _, _, adapters, _ in layers:
+    for _, _, adapters in layers:
         out = width * max(1, len(adapters))
         made = []
         for j, adapter in enumerate(adapters):
@@ -130,7 +130,7 @@ def masks_of(outputs, x, layers):
 def with_masks(x, layers, masks):
     """The layers' outputs for given factors of the adapters' inputs."""
     outputs = []
-    for (weight, _, adapters, _), factors in zip(layers, masks, strict=True):
+    for (weight, _, adapters), factors in zip(layers, masks, strict=True):
         y = x @ weight.t()
         for (down, up, scale, _, _), factor in zip(adapters, factors, strict=True):
             y = y + scale * (x * factor) @ down.t() @ up.t()
@@ -211,7 +211,7 @@ class LinearTest(InterpretedKernelsTest):
         layers = parameters()
         dry = [
             Projection(weight, bias, tuple(a._replace(dropout=0.0) for a in adapters))
-            for weight, bias, adapters, _ in layers
+            for weight, bias, adapters in layers
         ]
         torch.manual_seed(0)
         with torch.no_grad():

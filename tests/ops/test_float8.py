@@ -4,13 +4,13 @@ import unittest
 from unittest import mock
 
 import torch
-from common.fused import relative, saved_in
+from common.fused import flatten, relative, saved_in, unflatten
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
 from transformers_packed.ops import float8, gated_rms_norm, glu
 from transformers_packed.ops.linear import shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection, flatten, unflatten
+from transformers_packed.ops.terms import Adapter, Float8Weight, Projection
 
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -93,7 +93,7 @@ def run(x, weights, gradients, biases=None, **options):
     x = x.detach().requires_grad_()
     weights = [weight.detach().requires_grad_() for weight in weights]
     biases = [None] * len(weights) if biases is None else [b.detach().requires_grad_() for b in biases]
-    layers = [Projection(weight, bias, (), True) for weight, bias in zip(weights, biases, strict=True)]
+    layers = [Projection(Float8Weight(weight), bias) for weight, bias in zip(weights, biases, strict=True)]
     outputs = shared_input_linears(x, *layers, **options)
     leaves = [x, *weights, *(b for b in biases if b is not None)]
     found = torch.autograd.grad(outputs, leaves, gradients)
@@ -171,7 +171,7 @@ class OracleTest(unittest.TestCase):
         ]
         biases = [normal(len(weight)) for weight in weights]
         structure, tensors = flatten(
-            [Projection(*layer, True) for layer in zip(weights, biases, adapters, strict=True)]
+            [Projection(Float8Weight(w), *others) for w, *others in zip(weights, biases, adapters, strict=True)]
         )
         leaves = [x, *tensors]
         leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
@@ -180,7 +180,8 @@ class OracleTest(unittest.TestCase):
         found = torch.autograd.grad(outputs, given, gradients)
         # The adapters and biases without the weights, in float64.
         exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
-        layers = [p._replace(weight=torch.zeros_like(p.weight), float8=False) for p in unflatten(structure, exact[1:])]
+        layers = unflatten(structure, exact[1:])
+        layers = [p._replace(weight=torch.zeros_like(p.weight.values)) for p in layers]
         added = shared_input_linears(exact[0], *layers, impl="reference")
         inner = [leaf for leaf in exact if leaf is not None]
         expected = torch.autograd.grad(added, inner, doubles(gradients), allow_unused=True)
@@ -216,7 +217,7 @@ class OracleTest(unittest.TestCase):
         """An output that nothing uses counts as one with zeros as gradients, and its weight gets no gradient."""
         x, weights, gradients = make(37, outs=(32, 16, 48))
         leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
-        outputs = shared_input_linears(leaves[0], *(Projection(w, None, (), True) for w in leaves[1:]))
+        outputs = shared_input_linears(leaves[0], *(Projection(Float8Weight(w)) for w in leaves[1:]))
         torch.autograd.backward([outputs[i] for i in used], [gradients[i] for i in used])
         gradients = [d.double() * (i in used) for i, d in enumerate(gradients)]
         oracle = Oracle(x.double(), doubles(weights))
@@ -234,7 +235,7 @@ class OracleTest(unittest.TestCase):
         expected = [expected[0], *expected[1]]
         trained = [frozen != "input", frozen == "input", frozen != "weights"]
         leaves = [t.detach().requires_grad_(need) for t, need in zip((x, *weights), trained, strict=True)]
-        outputs = shared_input_linears(leaves[0], *(Projection(w, None, (), True) for w in leaves[1:]))
+        outputs = shared_input_linears(leaves[0], *(Projection(Float8Weight(w)) for w in leaves[1:]))
         torch.autograd.backward(outputs, gradients)
         for leaf, need, want in zip(leaves, trained, expected, strict=True):
             self.assertEqual(leaf.grad is not None, need)
@@ -246,7 +247,7 @@ class OracleTest(unittest.TestCase):
         biases = [normal(32), None, normal(48)]
         for chosen in ((0,), (1, 2), (0, 2)):
             leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
-            layers = [Projection(w, biases[i], (), i in chosen) for i, w in enumerate(leaves[1:])]
+            layers = [Projection(Float8Weight(w) if i in chosen else w, biases[i]) for i, w in enumerate(leaves[1:])]
             outputs = shared_input_linears(leaves[0], *layers)
             found = torch.autograd.grad(outputs, leaves, gradients)
             inputs = [doubles(part[i] for i in chosen) for part in (weights, gradients)]
@@ -281,7 +282,7 @@ class OracleTest(unittest.TestCase):
     def test_repeated_backward_and_no_gradients(self):
         x, weights, gradients = make(37, outs=(32, 16))
         leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
-        layers = [Projection(w, None, (), True) for w in leaves[1:]]
+        layers = [Projection(Float8Weight(w)) for w in leaves[1:]]
         outputs = shared_input_linears(leaves[0], *layers)
         first = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
         second = torch.autograd.grad(outputs, leaves, gradients)
@@ -295,7 +296,7 @@ class OracleTest(unittest.TestCase):
         found = []
         for in_place in (True, False):
             leaves = [leaf.detach().requires_grad_() for leaf in (x, *weights)]
-            layers = [Projection(w, normal(len(w)) if bias else None, (), True) for w in leaves[1:]]
+            layers = [Projection(Float8Weight(w), normal(len(w)) if bias else None) for w in leaves[1:]]
             outputs = list(shared_input_linears(leaves[0], *layers))
             outputs[0] = outputs[0].mul_(2) if in_place else outputs[0] * 2
             found.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
@@ -493,10 +494,11 @@ class MemoryTest(unittest.TestCase):
         """The bytes that the layers save besides `x` and their parameters, and whether they save `x`."""
         x, weights, _ = make(self.TOKENS, self.WIDTH, self.OUTS, dtype=dtype, weights=dtype)
         x.requires_grad_()
-        layers = [
-            Projection(w.requires_grad_(trained), normal(len(w)).to(dtype).requires_grad_() if bias else None, (), f)
-            for w, f in zip(weights, float8s, strict=True)
-        ]
+        layers = []
+        for w, in_float8 in zip(weights, float8s, strict=True):
+            w.requires_grad_(trained)
+            b = normal(len(w)).to(dtype).requires_grad_() if bias else None
+            layers.append(Projection(Float8Weight(w) if in_float8 else w, b))
         kept = saved_in(lambda: shared_input_linears(x, *layers))
         saved_input = any(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in kept)
         return bytes_of(kept, [x, *(t for t in flatten(layers)[1] if t is not None)]), saved_input
@@ -521,7 +523,7 @@ class MemoryTest(unittest.TestCase):
 
     def test_nothing_without_gradients(self):
         x, weights, _ = make(self.TOKENS, self.WIDTH, self.OUTS)
-        layers = [Projection(w, None, (), True) for w in weights]
+        layers = [Projection(Float8Weight(w)) for w in weights]
         self.assertEqual(saved_in(lambda: shared_input_linears(x, *layers)), [])
 
 
@@ -530,19 +532,19 @@ class ErrorsTest(unittest.TestCase):
     def test_sizes(self, _, out, width):
         x, (weight,), _ = make(20, width, (out,))
         with self.assertRaisesRegex(ValueError, rf"multiples of 16 as sizes, not \({out}, {width}\)"):
-            shared_input_linears(x, Projection(weight, None, (), True))
+            shared_input_linears(x, Projection(Float8Weight(weight)))
         # Also if only one layer of a group is wrong.
         with self.assertRaisesRegex(ValueError, "multiples of 16"):
-            shared_input_linears(x, Projection(normal(32, width)), Projection(weight, None, (), True))
+            shared_input_linears(x, Projection(normal(32, width)), Projection(Float8Weight(weight)))
 
     def test_widths_that_do_not_fit(self):
         with self.assertRaisesRegex(ValueError, r"a weight \[out, 48\]"):
-            shared_input_linears(normal(4, 48), Projection(normal(32, 32), None, (), True))
+            shared_input_linears(normal(4, 48), Projection(Float8Weight(normal(32, 32))))
 
     def test_second_order_gradients(self):
         x, (weight,), _ = make()
         x.requires_grad_()
-        (y,) = shared_input_linears(x, Projection(weight.requires_grad_(), None, (), True))
+        (y,) = shared_input_linears(x, Projection(Float8Weight(weight.requires_grad_())))
         with self.assertRaisesRegex(ValueError, "first-order gradients.*create_graph=True"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
@@ -550,7 +552,7 @@ class ErrorsTest(unittest.TestCase):
         x, (weight,), _ = make()
 
         def loss(x):
-            return shared_input_linears(x, Projection(weight, None, (), True))[0].sum()
+            return shared_input_linears(x, Projection(Float8Weight(weight)))[0].sum()
 
         for transformed in (torch.func.grad(loss), torch.func.vmap(loss)):
             with self.assertRaisesRegex(ValueError, "does not support torch.func transforms"):
@@ -558,7 +560,7 @@ class ErrorsTest(unittest.TestCase):
 
     def test_names_of_implementations(self):
         x, (weight,), _ = make()
-        layer = Projection(weight, None, (), True)
+        layer = Projection(Float8Weight(weight))
         with self.assertRaisesRegex(ValueError, "reference"):
             shared_input_linears(x, layer, impl="reference")
         a, b = shared_input_linears(x, layer, impl="fused")[0], shared_input_linears(x, layer)[0]
@@ -612,7 +614,7 @@ class FusedOpsTest(InterpretedKernelsTest):
             leaves = [t.clone().requires_grad_(t is not weight or trained) for t in (weight, *parts)]
             adapters = (Adapter(*leaves[1:], 1.5),) if adapted else ()
             with mock.patch("transformers_packed.ops.backends.triton.glu._PIECE", 200):
-                y = op(impl, x, Projection(leaves[0], None, adapters, True))
+                y = op(impl, x, Projection(Float8Weight(leaves[0]), None, adapters))
                 y.backward(normal(2, 10, 32, seed=2))
             found.append([y.detach(), x.grad, *(leaf.grad for leaf in leaves if leaf.requires_grad)])
         for a, b in zip(*found, strict=True):
@@ -624,7 +626,7 @@ class FusedOpsTest(InterpretedKernelsTest):
     def through(self, op, impl, x, weight, gradient):
         """The output, and the gradients of the inputs and of the weight."""
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
-        y = op(impl, leaves[0], Projection(leaves[1], None, (), True))
+        y = op(impl, leaves[0], Projection(Float8Weight(leaves[1])))
         return [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
 
     @parameterized.expand([(f"{t}_{str(d)[6:]}", t, d) for t in (1, 45, 64) for d in (BFLOAT16, FLOAT32)])
@@ -711,7 +713,7 @@ class CastsTest(InterpretedKernelsTest):
     def test_rows_and_their_transposes(self, _, rows, columns, dtype):
         x = self.rows(rows, columns, dtype) if dtype != torch.float16 else normal(rows, columns).half()
         wide = torch.cat([x, x], 1)[:, :columns]
-        cast, scale = float8._cast_rows(x)
+        cast, scale = float8.cast_rows(x)
         for inputs in (x, wide):
             found, found_scale = self.kernels.cast_rows(inputs, factor=None)
             self.equal(found_scale, scale)
@@ -722,7 +724,7 @@ class CastsTest(InterpretedKernelsTest):
         for inputs, s in ((cast, None), (x, scale), (wide, scale)):
             ours, theirs = Buffer(columns, padded, dtype=float8.DTYPE), Buffer(columns, padded, dtype=float8.DTYPE)
             self.kernels.transposed(inputs, s, ours.inner)
-            float8._transposed(inputs, s, theirs.inner)
+            float8.transposed(inputs, s, theirs.inner)
             self.equal(ours.inner, theirs.inner)
             ours.check(self)
             self.equal(theirs.inner[:, :rows].t(), cast)
@@ -741,7 +743,7 @@ class CastsTest(InterpretedKernelsTest):
             results = []
             for add_maxima, cast_both in (
                 (self.kernels.add_maxima, self.kernels.cast_both),
-                (float8._add_maxima, float8._cast_both),
+                (float8.add_maxima, float8.cast_both),
             ):
                 maxima = [torch.zeros(n, dtype=torch.int32) for n in (rows, 2 * columns)]
                 buffers = [
@@ -779,7 +781,7 @@ class CastsTest(InterpretedKernelsTest):
                 factor = torch.exp2(torch.randint(-9, 9, (width,), generator=generator).float())
                 found, expected = (
                     self.kernels.cast_rows(*parts, factor=factor),
-                    float8._cast_rows(*parts, factor=factor),
+                    float8.cast_rows(*parts, factor=factor),
                 )
                 for a, b in zip(found, expected, strict=True):
                     self.equal(a, b)
@@ -794,10 +796,10 @@ class CastsTest(InterpretedKernelsTest):
         def visible(cast, scale):
             return bool(cast.isnan() or not scale.isfinite())
 
-        want, want_scale = float8._cast_rows(clean)
+        want, want_scale = float8.cast_rows(clean)
         others, other_columns = torch.arange(37) != 5, torch.arange(48) != 7
         for cast_rows, add_maxima, cast_both in (
-            (float8._cast_rows, float8._add_maxima, float8._cast_both),
+            (float8.cast_rows, float8.add_maxima, float8.cast_both),
             (self.kernels.cast_rows, self.kernels.add_maxima, self.kernels.cast_both),
         ):
             maxima = torch.zeros(37, dtype=torch.int32), torch.zeros(48, dtype=torch.int32)

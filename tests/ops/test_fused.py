@@ -9,7 +9,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from common.fused import CASES, HEAD_CASES, LOSS, cast, errors, guarded_buffers, named, saved_in
+from common.fused import CASES, HEAD_CASES, LOSS, cast, errors, flatten, guarded_buffers, named, saved_in
 from mixins.triton import InterpretedKernelsTest
 from parameterized import parameterized
 
@@ -20,7 +20,7 @@ from transformers_packed.ops import (
     linear_cross_entropy,
 )
 from transformers_packed.ops.backends.triton import glu as triton_glu
-from transformers_packed.ops.projection import Adapter, Products, Projection, QuantizedWeight, flatten
+from transformers_packed.ops.terms import Adapter, Dequantized, LowRank, Projection
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -294,13 +294,13 @@ class LinearWithAdaptersTest(InterpretedTest):
     @parameterized.expand([(out, trained) for out in (7, 150) for trained in TRAINED])
     def test_a_product_recomputed_in_pieces(self, out, trained):
         """Only the product with a frozen weight is recomputed in pieces, the last of which is shorter."""
-        layer, rows, add_stack_gradient = adapted(out, trained[1]), [], Products.add_stack_gradient
+        layer, rows, add_rows = adapted(out, trained[1]), [], LowRank.add_rows
         expected = self.results(glu, "triton", self.inputs(), layer)
         with (
             mock.patch.object(triton_glu, "_PIECE", 4 * WIDTH + 1),
-            mock.patch.object(Products, "add_stack_gradient", autospec=True) as add,
+            mock.patch.object(LowRank, "add_rows", autospec=True) as add,
         ):
-            add.side_effect = lambda products, x: rows.append(len(x)) or add_stack_gradient(products, x)
+            add.side_effect = lambda term, x: rows.append(len(x)) or add_rows(term, x)
             actual = self.results(glu, "triton", self.inputs(), layer)
         self.assertLess(max(errors(actual, expected)), 1e-6)
         if "down" in trained[1]:
@@ -332,7 +332,7 @@ class LinearWithAdaptersTest(InterpretedTest):
             calls, trained = [], ("down", "up")
 
             def quantized(weight, calls=calls):
-                return QuantizedWeight(weight.shape, FLOAT32, lambda: calls.append(weight) or weight)
+                return Dequantized(weight.shape, FLOAT32, lambda: calls.append(weight) or weight)
 
             actual = self.results(op, "triton", self.inputs(), adapted(out, trained, weight=quantized))
             self.assertEqual(len(calls), 2)

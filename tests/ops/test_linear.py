@@ -5,15 +5,15 @@ import unittest
 from unittest import mock
 
 import torch
-from common.fused import relative, saved_in
+from common.fused import flatten, relative, saved_in, unflatten
 from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 
 from transformers_packed.models import projections
-from transformers_packed.models.projections import project, projection_of
+from transformers_packed.models.projections import project, terms_of
 from transformers_packed.ops import dispatch, linear
 from transformers_packed.ops.linear import product_dtype, shared_input_linears
-from transformers_packed.ops.projection import Adapter, Projection, QuantizedWeight, flatten, unflatten
+from transformers_packed.ops.terms import Adapter, Dequantized, Projection
 
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64
@@ -182,7 +182,7 @@ def made(group, dtype=FLOAT64, trained=KINDS, **options):
     """The projections of a group, in which the tensors of the kinds `trained` need gradients."""
     torch.manual_seed(0)
     found = []
-    for weight, bias, adapters, _ in (make(dtype, **options) for make in group):
+    for weight, bias, adapters in (make(dtype, **options) for make in group):
         found.append(Projection(weight, bias, adapters))
         kinds = [("weight", weight), ("bias", bias)]
         for adapter in adapters:
@@ -266,7 +266,7 @@ class FusedTest(unittest.TestCase):
         layers = made(EVERYTHING)
         self.check(rows(2, 5, WIDTH), layers, used=used)
         gradients = iter(run("fused", rows(2, 5, WIDTH), layers, used)[len(layers) + 1 :])
-        for i, (_, bias, adapters, _) in enumerate(layers):
+        for i, (_, bias, adapters) in enumerate(layers):
             expected = [True, bias is not None, *(x is not None for a in adapters for x in (a.down, a.up, a.bias))]
             for present in expected:
                 self.assertEqual(next(gradients) is not None, present and i in used)
@@ -421,7 +421,7 @@ class PrecisionTest(unittest.TestCase):
         upstream = torch.randn(2, 33, out).bfloat16()
 
         def fused(x):
-            projection, _ = projection_of(module, x)
+            projection, _ = terms_of(module, x)
             self.assertEqual(len(projection.adapters), 1)
             return shared_input_linears(x, projection, impl="fused")[0]
 
@@ -459,7 +459,7 @@ class PrecisionTest(unittest.TestCase):
         x = torch.randn(2, 33, 48).bfloat16().requires_grad_()
         found = []
         for impl in ("fused", "reference"):
-            (y,) = shared_input_linears(x, projection_of(module, x)[0], impl=impl)
+            (y,) = shared_input_linears(x, terms_of(module, x)[0], impl=impl)
             self.assertEqual(y.dtype, BFLOAT16)
             leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
             found.append([y.detach(), *torch.autograd.grad(y.float().sin().sum(), leaves)])
@@ -478,7 +478,7 @@ class QuantizedTest(unittest.TestCase):
             self.calls += 1
             return weight
 
-        return QuantizedWeight(weight.shape, dtype, dequantize)
+        return Dequantized(weight.shape, dtype, dequantize)
 
     def layers(self, dtype=FLOAT64, trained=KINDS, stored=None):
         """Those of `EVERYTHING` with frozen weights, the second of which is quantized in the second list."""
@@ -525,7 +525,7 @@ class QuantizedTest(unittest.TestCase):
             _, fake = self.layers(trained=trained)
             kept = saved_in(lambda fake=fake: shared_input_linears(x, *fake, impl="fused"))
             self.assertEqual(shares_memory(x, kept), needed)
-            weights = [p.weight.dequantize() for p in fake]
+            weights = [p.weight.compute() for p in fake]
             self.assertFalse([y for y in kept for w in weights if torch.equal(y, w)])
 
     def test_a_weight_in_another_dtype_than_the_products(self):

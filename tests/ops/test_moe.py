@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 
 from transformers_packed.ops import choose_experts, experts
 from transformers_packed.ops.moe import verify_triton
-from transformers_packed.ops.projection import Adapter
+from transformers_packed.ops.terms import Adapter
 
 
 BFLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float32, torch.float64

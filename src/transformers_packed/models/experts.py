@@ -12,7 +12,7 @@ from transformers.integrations import finegrained_fp8, moe
 from ..ops import experts
 from ..ops.dispatch import ran
 from ..ops.moe import verify_triton
-from ..ops.projection import Adapter
+from ..ops.terms import Adapter
 from .families import OWN
 from .lora import adapter_of_parameter, lora_class
 from .releases import has_post_expert_norm, has_usual_gate

@@ -115,13 +115,10 @@ def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
     return False
 
 
-def warn_about(layer: torch.nn.Module, hidden_states: torch.Tensor) -> None:
-    """Log once that layers like this one are called, if it or a layer that it wraps would run in float8."""
+def warn_about(layer: torch.nn.Module, hidden_states: torch.Tensor, reason: str) -> None:
+    """Log once that layers like this one do not run in float8, if it or a layer that it wraps should."""
     # A linear layer wraps no other. Those in 4 bit come here in each forward.
     inner = (layer,) if isinstance(layer, torch.nn.Linear) else layer.modules()
     if not any(is_in_float8(module, hidden_states) for module in inner):
         return
-    logger.warning_once(
-        f"use_float8: a {type(layer).__name__} runs in its own dtype, because it has hooks, another class or another "
-        "forward."
-    )
+    logger.warning_once(f"use_float8: a {type(layer).__name__} runs in its own dtype, because {reason}.")

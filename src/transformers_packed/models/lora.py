@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from ..ops.projection import Adapter
+from ..ops.terms import Adapter
 from .releases import has_swapped_features
 from .untouched import is_bare_linear, is_untouched
 

@@ -1,4 +1,10 @@
-"""Linear layers of a model as parameters for the fused ops, or as modules to call."""
+"""What a linear layer of a model is a sum of, for the fused ops, or the module to call.
+
+[`terms_of`] decides for each layer and input whether an op computes the layer, and is the only place that does.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -7,7 +13,7 @@ from ..ops.backends import triton
 from ..ops.dispatch import ran
 from ..ops.float8 import DTYPE
 from ..ops.linear import fused_linears, product_dtype
-from ..ops.projection import Projection, QuantizedWeight
+from ..ops.terms import Dequantized, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
@@ -16,61 +22,65 @@ from .untouched import is_bare_linear, is_untouched
 logger = logging.get_logger(__name__)
 
 
-def projection_of(
-    layer: torch.nn.Module, hidden_states: torch.Tensor
-) -> tuple[Projection, torch.dtype] | tuple[None, None]:
+def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Projection, torch.dtype] | None:
     """Return the parameters that fully determine the output of this linear layer, and the dtype of its products.
 
-    The layer may have LoRA adapters of PEFT, and a quantized base layer. If it has to be called, both are `None`.
+    The layer may have LoRA adapters of PEFT, and a base layer with any weight of `WEIGHTS`. If it has to be called, the
+    result is `None`. The log then has the reason if the layer has adapters or would run in float8.
     """
-    adapters, base, none = (), layer, (None, None)
+    if torch.compiler.is_compiling():
+        return None
+    # On a CPU, no op is faster than calls, but products in float8 are in an op only.
+    if not triton.on_gpu(hidden_states) and not is_in_float8(getattr(layer, "base_layer", layer), hidden_states):
+        return None
+    base, adapters = layer, ()
     if type(layer) is not torch.nn.Linear and is_lora(layer):
         adapters, base = adapters_of(layer), layer.base_layer
         if isinstance(adapters, str):
-            _record_peft(adapters)
-            warn_about(base, hidden_states)
-            return none
-    weight = base.weight if is_bare_linear(base) else _quantized_weight(base)
+            return _note_call(layer, base, hidden_states, adapters)
     in_float8 = is_in_float8(base, hidden_states)
-    if not isinstance(weight, torch.Tensor) and (weight is None or weight.float8 is None):
-        warn_about(base, hidden_states)
-        in_float8 = False
+    weight = _weight_of(base, in_float8)
     if weight is None:
-        if base is not layer:
-            _record_peft(f"its base layer is a {type(base).__name__}, or is hooked or wrapped")
-        return none
-    projection = Projection(weight, base.bias, adapters, in_float8)
+        subject = "it" if base is layer else "its base layer"
+        reason = f"{subject} is hooked, wrapped or of another class ({type(base).__name__})"
+        return _note_call(layer, base, hidden_states, reason)
+    projection = Projection(weight, base.bias, adapters)
     dtype = product_dtype(hidden_states, projection)
-    if dtype is None and base is not layer:
-        _record_peft(f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}")
-    return (projection, dtype) if dtype else none
+    if dtype is None:
+        reason = f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}"
+        return _note_call(layer, base, hidden_states, reason)
+    if in_float8 and not isinstance(weight, Float8Weight):
+        warn_about(base, hidden_states, "its weight is quantized")
+    return projection, dtype
 
 
-def _record_peft(reason: str) -> None:
-    """Record that a LoRA layer runs PEFT's own forward, and log each reason once."""
-    ran("linear_lora", "peft")
-    logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
+def _note_call(layer: torch.nn.Module, base: torch.nn.Module, hidden_states: torch.Tensor, reason: str) -> None:
+    """Record that a layer is called which has adapters or would run in float8, and log each reason once."""
+    if base is not layer:
+        ran("linear_lora", "peft")
+        logger.warning_once(f"linear_lora: a layer runs PEFT's own forward, because {reason}.")
+    warn_about(base, hidden_states, reason)
 
 
-def _quantized_weight(layer: torch.nn.Module) -> QuantizedWeight | None:
-    """Return the weight of a layer that bitsandbytes has quantized to 4 bit, or torchao to float8."""
-    if type(layer) is torch.nn.Linear:
-        return _float8_weight(layer)
-    if type(layer).__module__ != "bitsandbytes.nn.modules":
+def _weight_of(layer: torch.nn.Module, in_float8: bool) -> Any:
+    """Return the weight of a linear layer, for products in float8 if it can run in them, or `None` if it is unknown."""
+    for weight_of in WEIGHTS:
+        weight = weight_of(layer, in_float8)
+        if weight is not None:
+            return weight
+    return None
+
+
+def _plain(layer, in_float8):
+    if not is_bare_linear(layer):
         return None
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    return Float8Weight(layer.weight) if in_float8 else layer.weight
 
-    if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
+
+def _torchao_float8(layer, in_float8):
+    """A frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
+    if type(layer) is not torch.nn.Linear:
         return None
-    weight, state = layer.weight, layer.weight.quant_state
-    if state is None or layer.compute_dtype is None:
-        return None
-    return QuantizedWeight(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
-
-
-def _float8_weight(layer: torch.nn.Linear) -> QuantizedWeight | None:
-    """Return a frozen weight that torchao has quantized by `Float8WeightOnlyConfig`, in e4m3 with a scale per row."""
     # Pruning and old weight norms compute the weight from other parameters.
     weight = layer._parameters.get("weight")
     kind = type(weight)
@@ -83,33 +93,57 @@ def _float8_weight(layer: torch.nn.Linear) -> QuantizedWeight | None:
     # With `act_quant_kwargs`, torchao would cast the input too, in evaluation as well.
     if not rows or scale.dtype != torch.float32 or weight.act_quant_kwargs is not None:
         return None
-    return QuantizedWeight(weight.shape, weight.dtype, weight.dequantize, (data, scale[:, 0]))
+    if in_float8:
+        return Float8Weight(data, scale[:, 0], weight.dtype)
+    return Dequantized(weight.shape, weight.dtype, weight.dequantize)
 
 
-def projection_to_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> Projection | None:
-    """Return the layer's parameters if the preceding op can compute this linear layer too, which saves GPU memory."""
-    if not _may_fuse(layer, hidden_states):
+def _bitsandbytes(layer, in_float8):
+    """A weight that bitsandbytes has quantized to 4 bit."""
+    if type(layer).__module__ != "bitsandbytes.nn.modules":
         return None
-    projection, dtype = projection_of(layer, hidden_states)
-    return projection if dtype == hidden_states.dtype else None
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    if not is_untouched(layer, Linear4bit, parameters=(Params4bit, torch.nn.Parameter)):
+        return None
+    weight, state = layer.weight, layer.weight.quant_state
+    if state is None or layer.compute_dtype is None:
+        return None
+    return Dequantized(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
 
 
-def _may_fuse(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
-    """Whether an op computes a layer. On a CPU, it does so in float8 only."""
-    if torch.compiler.is_compiling():
-        return False
-    return triton.on_gpu(hidden_states) or is_in_float8(getattr(layer, "base_layer", layer), hidden_states)
+# Who knows the weight of a layer. The first one that does returns it, the others return `None`.
+WEIGHTS: tuple[Callable[[torch.nn.Module, bool], Any], ...] = (_plain, _torchao_float8, _bitsandbytes)
+
+
+def to_fuse(
+    layer: torch.nn.Module, hidden_states: torch.Tensor
+) -> Projection | Callable[[torch.Tensor], torch.Tensor]:
+    """Return what an op that ends in this linear layer needs: its parameters, or a function to call after the op.
+
+    Args:
+        layer (`torch.nn.Module`):
+            The linear layer.
+        hidden_states (`torch.Tensor`):
+            A tensor with the dtype, the device and the number of elements of the op's result.
+    """
+    terms = terms_of(layer, hidden_states)
+    if terms is None:
+        return layer
+    projection, dtype = terms
+    return projection if dtype == hidden_states.dtype else lambda x: project(x, layer)[0]
 
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
     outputs, groups = {}, {}
     for i, layer in enumerate(layers):
-        fuse = _may_fuse(layer, hidden_states)
-        projection, dtype = projection_of(layer, hidden_states) if fuse else (None, None)
-        if projection is None:
+        terms = terms_of(layer, hidden_states)
+        if terms is None:
             outputs[i] = layer(hidden_states)
         else:
+            projection, dtype = terms
             groups.setdefault(dtype, {})[i] = projection
     for dtype, group in groups.items():
         outputs |= zip(group, fused_linears(hidden_states, group.values(), dtype), strict=True)

@@ -1,5 +1,7 @@
 """Gated linear units: the activation of one projection times another, as in an MLP or at the end of attention."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -8,7 +10,7 @@ from .backends import triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
 from .linear import apply_reference, as_projection, check_layer, verify_layer
-from .projection import Projection, flatten
+from .terms import Projection, planned
 
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -19,7 +21,7 @@ _NAMES = {"silu": "swiglu", "sigmoid": "sigmoid_gate"}
 def glu(
     gate: torch.Tensor,
     hidden_states: torch.Tensor,
-    linear_weight: torch.Tensor | Projection | None = None,
+    linear_weight: torch.Tensor | Projection | Callable[[torch.Tensor], torch.Tensor] | None = None,
     *,
     activation: str = "silu",
     impl: str = "auto",
@@ -31,9 +33,9 @@ def glu(
             Projection for the gate, in any floating dtype.
         hidden_states (`torch.Tensor` of shape `[..., width]`):
             Projection that the gate multiplies, in any floating dtype.
-        linear_weight (`torch.Tensor` of shape `[out, width]`, or [`Projection`], *optional*):
+        linear_weight (`torch.Tensor` of shape `[out, width]`, [`Projection`] or `Callable`, *optional*):
             Weight of a linear layer on the product, or the layer with its adapters. The backward then recomputes the
-            product.
+            product. A function is called with the product.
         activation (`str`, *optional*, defaults to `"silu"`):
             `"silu"` (SwiGLU) or `"sigmoid"` (the output gate of attention).
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -64,6 +66,8 @@ def glu(
         raise input_error(
             "gate and hidden_states of the same shape", f"{tuple(gate.shape)} and {tuple(hidden_states.shape)}"
         )
+    if callable(linear_weight):
+        return linear_weight(glu(gate, hidden_states, activation=activation, impl=impl))
     name = _NAMES[activation]
     if linear_weight is not None:
         check_layer(gate.shape[-1], linear_weight)
@@ -80,8 +84,8 @@ def _reference(gate, hidden_states, linear_weight, activation):
 def _triton(gate, hidden_states, linear_weight, activation):
     from .backends.triton.glu import GLU
 
-    structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
-    return GLU.apply(gate, hidden_states, activation == "silu", structure, *tensors)
+    plan, tensors = planned([] if linear_weight is None else [as_projection(linear_weight)])
+    return GLU.apply(gate, hidden_states, activation == "silu", plan, *tensors)
 
 
 def _verify_triton(gate, hidden_states, linear_weight, activation):

@@ -7,8 +7,7 @@ Separate layers each return a gradient of `x`, and autograd adds these gradients
 The products run in the dtype of autocast, or else in that of the weights.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +18,9 @@ from .autograd import autocast_dtype, first_order, is_transformed
 from .backends import triton
 from .dispatch import Implementation, always, ran, run
 from .example import Call, Setting
-from .projection import (
-    Adapter,
-    Products,
-    Projection,
-    QuantizedWeight,
-    flatten,
-    float8_weights_wanted,
-    needs_rows,
-    unflattened,
-)
-
-
-# Elements of an input from which on computing it again costs less than the memory is worth: 16 MiB in bfloat16.
-WORTH_RECOMPUTING = 1 << 23
+from .recipes import recipe_of
+from .terms import Adapter, Dequantized, Float8Weight, Plan, Products, Projection, planned
+from .terms.products import unflattened
 
 
 def as_projection(layer: torch.Tensor | Projection) -> Projection:
@@ -42,7 +30,7 @@ def as_projection(layer: torch.Tensor | Projection) -> Projection:
 
 def check_layer(width: int, layer: torch.Tensor | Projection) -> None:
     """Raise an error if `layer` does not belong to a linear layer with `width` inputs."""
-    weight, _, adapters, _ = as_projection(layer)
+    weight, _, adapters = as_projection(layer)
     if len(weight.shape) != 2 or weight.shape[1] != width:
         raise input_error(f"a weight [out, {width}] of the linear layer", tuple(weight.shape))
     for down, up, _, dropout, _ in adapters:
@@ -59,27 +47,26 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
     The layer has to be called if it would fail, or if autocast would cast a weight that is trained: autocast casts such
     a weight once for all its uses. A quantized weight has the dtype of its products.
     """
-    weight, _, _, in_float8 = as_projection(layer)
+    weight = as_projection(layer).weight
     dtype = autocast_dtype(hidden_states)
+    plain = isinstance(weight, torch.Tensor)
     if dtype is not None:
-        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad and not in_float8
+        cast = plain and weight.dtype != dtype and weight.requires_grad
         return None if cast or hidden_states.dtype == torch.float64 else dtype
     dtype = weight.dtype
     if hidden_states.dtype == dtype:
         return dtype
-    return dtype if hidden_states.dtype == torch.float32 and isinstance(weight, QuantizedWeight) else None
+    return dtype if hidden_states.dtype == torch.float32 and not plain and weight.casts_input else None
 
 
 def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
     """Whether a kernel that computes `hidden_states` can apply this layer to them, if there is one."""
     if layer is None:
         return True, ""
-    projection = as_projection(layer)
-    if product_dtype(hidden_states, projection) == hidden_states.dtype:
-        return (
-            float8.verify(hidden_states, projection.weight, hidden_states.dtype) if projection.float8 else (True, "")
-        )
-    return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
+    weight = as_projection(layer).weight
+    if product_dtype(hidden_states, layer) != hidden_states.dtype:
+        return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
+    return float8.verify(hidden_states, weight, hidden_states.dtype) if _in_float8(weight) else (True, "")
 
 
 def shared_input_linears(
@@ -106,7 +93,7 @@ def shared_input_linears(
     ```python
     >>> import torch
     >>> from transformers_packed.ops.linear import shared_input_linears
-    >>> from transformers_packed.ops.projection import Adapter, Projection
+    >>> from transformers_packed.ops.terms import Adapter, Projection
     >>> adapter = Adapter(torch.ones(1, 2), torch.ones(3, 1), scale=10.0)
     >>> y, z = shared_input_linears(torch.ones(1, 2), torch.ones(1, 2), Projection(torch.ones(3, 2), None, (adapter,)))
     >>> y.tolist(), z.tolist()
@@ -117,7 +104,7 @@ def shared_input_linears(
     for layer in layers:
         check_layer(hidden_states.shape[-1], layer)
     projections = tuple(map(as_projection, layers))
-    table = FLOAT8 if any(projection.float8 for projection in projections) else IMPLEMENTATIONS
+    table = FLOAT8 if any(_in_float8(projection.weight) for projection in projections) else IMPLEMENTATIONS
     return run(_name(projections), impl, table, hidden_states, *projections)
 
 
@@ -135,8 +122,12 @@ def fused_linears(
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
+def _in_float8(weight) -> bool:
+    return isinstance(weight, Float8Weight)
+
+
 def _name(projections):
-    name = "linear_float8" if any(projection.float8 for projection in projections) else "linear"
+    name = "linear_float8" if any(_in_float8(projection.weight) for projection in projections) else "linear"
     return f"{name}_lora" if any(projection.adapters for projection in projections) else name
 
 
@@ -147,17 +138,17 @@ def _reference(hidden_states, *projections):
 def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
     """Apply one layer with PyTorch's own functions."""
     projection = as_projection(layer)
-    return (
-        shared_input_linears(hidden_states, projection)[0] if projection.float8 else _apply(hidden_states, projection)
-    )
+    if _in_float8(projection.weight):
+        return shared_input_linears(hidden_states, projection)[0]
+    return _apply(hidden_states, projection)
 
 
 def _apply(hidden_states, projection):
-    weight, bias, adapters, _ = projection
-    if isinstance(weight, QuantizedWeight):
+    weight, bias, adapters = projection
+    if isinstance(weight, Dequantized):
         # Through a plain weight, and back to the input's dtype, which autocast alone changes.
         plain = Projection(
-            weight.dequantize().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
+            weight.compute().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
         )
         y = _apply(hidden_states.to(weight.dtype), plain)
         return y if autocast_dtype(y) else y.to(hidden_states.dtype)
@@ -170,34 +161,17 @@ def _apply(hidden_states, projection):
     return y
 
 
-class _Recipe(NamedTuple):
-    version: int
-    recompute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    source: torch.Tensor
-    weight: torch.Tensor
-
-
-def remember_recipe(result: torch.Tensor, recompute: Callable, source: torch.Tensor, weight: torch.Tensor) -> None:
-    """Note that `recompute(source, weight)` gives `result` again, so layers with this input need not save it.
-
-    `source` must be a tensor that another backward saves anyway.
-    """
-    result._recipe = _Recipe(result._version, recompute, source.detach(), weight)
-
-
 def _fused(hidden_states, *projections, dtype=None):
-    structure, tensors = flatten(projections)
+    plan, tensors = planned(projections)
     recompute = source = weight = None
-    recipe = getattr(hidden_states, "_recipe", None)
-    # The gradient of a weight takes long and needs its input. A short input is not worth another kernel.
-    frozen = not any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
-    long = hidden_states.numel() >= WORTH_RECOMPUTING
-    # In float8, the input is kept for the weights in float8 only, in a byte for each element.
-    spare = frozen or any(p.float8 for p in projections)
-    if long and spare and recipe is not None and recipe.version == hidden_states._version:
-        _, recompute, source, weight = recipe
+    # The gradient of a weight takes long and needs its input. In float8, weights keep the input in a form of their own.
+    trained = any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
+    if not trained or any(_in_float8(p.weight) for p in projections):
+        recipe = recipe_of(hidden_states)
+        if recipe is not None:
+            _, recompute, source, weight = recipe
     dtype = dtype or product_dtype(hidden_states, projections[0])
-    outputs = _SharedInputLinears.apply(hidden_states, structure, dtype, recompute, source, weight, *tensors)
+    outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, recompute, source, weight, *tensors)
     if autocast_dtype(hidden_states):
         return outputs
     # A quantized layer returns the dtype of its input, even if its products have another one.
@@ -205,7 +179,7 @@ def _fused(hidden_states, *projections, dtype=None):
 
 
 def _verify_fused(hidden_states, *projections):
-    in_float8 = [projection.weight for projection in projections if projection.float8]
+    in_float8 = [projection.weight for projection in projections if _in_float8(projection.weight)]
     if in_float8 and is_transformed():
         return False, "does not support torch.func transforms"
     if not in_float8 and not triton.on_gpu(hidden_states):
@@ -222,21 +196,19 @@ def _verify_fused(hidden_states, *projections):
 
 class _SharedInputLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, structure, dtype, recompute, source, weight, *tensors):
-        ctx.structure, ctx.dtype, ctx.like = structure, dtype, (hidden_states.shape, hidden_states.dtype)
+    def forward(ctx, hidden_states, plan: Plan, dtype, recompute, source, weight, *tensors):
+        ctx.like, ctx.recompute = (hidden_states.shape, hidden_states.dtype), recompute
         inputs = hidden_states if hidden_states.dtype == dtype else hidden_states.to(dtype)
-        products = Products(structure, tensors, dtype)
-        by_row = products.adapters or products.in_float8
-        keep = bool(products.in_float8) and float8_weights_wanted(structure, ctx.needs_input_grad[6:])
-        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs, keep)
+        products = Products(ctx, plan, tensors, dtype)
+        by_row = products.by_row
+        outputs = products.forward(inputs.reshape(-1, inputs.shape[-1]) if by_row else inputs, keep=True)
         if by_row or any(y._is_view() for y in outputs):
             outputs = [unflattened(y, inputs.shape[:-1]) for y in outputs]
-        ctx.recompute = recompute
-        if not needs_rows(structure, ctx.needs_input_grad[6:], kept=True):
+        if not products.needs_rows():
             ctx.recompute = source = weight = None
         elif recompute is None:
             source = inputs
-        ctx.save_for_backward(source, weight, *products.to_save())
+        products.save(ctx, source, weight)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -245,14 +217,13 @@ class _SharedInputLinears(torch.autograd.Function):
     def backward(ctx, *gradients):
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        rows, weight, *saved = ctx.saved_tensors
+        products, (rows, weight) = Products.restored(ctx)
         if ctx.recompute is not None:
-            rows = ctx.recompute(rows, weight).to(ctx.dtype)
+            rows = ctx.recompute(rows, weight).to(products.dtype)
         rows = None if rows is None else rows.reshape(-1, rows.shape[-1])
-        products = Products.restore(ctx.structure, saved, ctx.dtype)
         gradients = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
-        d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0], ctx.needs_input_grad[6:])
-        found = products.parameter_gradients(gradients, rows, ctx.needs_input_grad[6:])
+        d_rows = products.input_gradient(gradients, ctx.needs_input_grad[0])
+        found = products.parameter_gradients(gradients, rows)
         shape, dtype = ctx.like
         return None if d_rows is None else d_rows.view(shape).to(dtype), *[None] * 5, *found
 

@@ -14,7 +14,7 @@ from .backends import triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
 from .norm import widened
-from .projection import Adapter
+from .terms import Adapter
 
 
 # Rows of one expert that the reference multiplies at a time. The last block of an expert is filled with zeros.

@@ -1,5 +1,6 @@
 """RMS norm, optionally with a residual addition before it, or with a gate and a linear layer after it."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,8 +10,9 @@ from ..errors import input_error
 from .backends import triton
 from .dispatch import Implementation, always, run
 from .example import Call, Setting
-from .linear import apply_reference, as_projection, check_layer, remember_recipe, verify_layer
-from .projection import Projection, flatten
+from .linear import apply_reference, as_projection, check_layer, verify_layer
+from .recipes import remember_recipe
+from .terms import Projection, planned
 
 
 def rms_norm(
@@ -72,7 +74,7 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     *,
-    linear_weight: torch.Tensor | Projection | None = None,
+    linear_weight: torch.Tensor | Projection | Callable[[torch.Tensor], torch.Tensor] | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Gated RMS norm over the last dimension, `x / sqrt(mean(x^2) + eps) * weight * silu(gate)`, and a linear layer.
@@ -86,9 +88,9 @@ def gated_rms_norm(
             Scale.
         eps (`float`, *optional*, defaults to 1e-6):
             Added to the mean square.
-        linear_weight (`torch.Tensor` of shape `[out, heads * width]`, or [`Projection`], *optional*):
+        linear_weight (`torch.Tensor` of shape `[out, heads * width]`, [`Projection`] or `Callable`, *optional*):
             Weight of a linear layer on the concatenated heads, or the layer with its adapters. The backward then
-            recomputes the norm.
+            recomputes the norm. A function is called with the norm `[..., heads * width]`.
         impl (`str`, *optional*, defaults to `"auto"`):
             `"auto"`, `"triton"` (with a linear layer, the norm is not saved for the backward) or `"reference"`.
 
@@ -112,6 +114,8 @@ def gated_rms_norm(
     ```
     """
     _check(hidden_states, weight, "gate", gate)
+    if callable(linear_weight):
+        return linear_weight(gated_rms_norm(hidden_states, gate, weight, eps, impl=impl).flatten(-2))
     name = "gated_rms_norm"
     if linear_weight is not None:
         check_layer(hidden_states.shape[-2:].numel(), linear_weight)
@@ -146,9 +150,9 @@ def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_w
 def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
     from .backends.triton.norm import RMSNorm, normed_again
 
-    structure, tensors = flatten([] if linear_weight is None else [as_projection(linear_weight)])
-    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, structure, *tensors)
-    if gate is None and not torch.compiler.is_compiling():
+    plan, tensors = planned([] if linear_weight is None else [as_projection(linear_weight)])
+    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, plan, *tensors)
+    if gate is None:
         normed, total = result if stream or residual is not None else (result, hidden_states)
         remember_recipe(normed, partial(normed_again, eps=eps, offset=offset), total, weight)
     return result

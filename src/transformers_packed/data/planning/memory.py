@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from ...boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...errors import input_error
 from ...ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
-from ...ops.linear import WORTH_RECOMPUTING
+from ...ops.recipes import WORTH_RECOMPUTING
 from ...parallel.groups import attention_method, check_methods
 from .cost import has_experts
 

@@ -22,7 +22,7 @@ from ..experts import run_experts
 from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import LanguageModelMixin
 from ..padding import padded_batch, prompt_ids_of
-from ..projections import project, projection_to_fuse
+from ..projections import project, to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
 from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..untouched import is_untouched
@@ -108,8 +108,9 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         if cache is not None:
             cache.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        norm, layer = self.norm, projection_to_fuse(self.out_proj, output)
-        if layer is not None and is_untouched(norm, Qwen3_5MoeRMSNormGated):
+        norm = self.norm
+        if is_untouched(norm, Qwen3_5MoeRMSNormGated):
+            layer = to_fuse(self.out_proj, output)
             return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=layer)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return project(output, self.out_proj)[0]
@@ -161,9 +162,7 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        layer = projection_to_fuse(self.o_proj, output)
-        output = glu(gate, output, layer, activation="sigmoid")
-        return (self.o_proj(output) if layer is None else output), weights
+        return glu(gate, output, to_fuse(self.o_proj, output), activation="sigmoid"), weights
 
 
 @fast_path
@@ -187,9 +186,7 @@ class Qwen3_5MoeMLP(builtin.Qwen3_5MoeMLP):
         gate, up = project(x, self.gate_proj, self.up_proj)
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return project(self.act_fn(gate) * up, self.down_proj)[0]
-        layer = projection_to_fuse(self.down_proj, gate)
-        product = glu(gate, up, layer)
-        return self.down_proj(product) if layer is None else product
+        return glu(gate, up, to_fuse(self.down_proj, gate))
 
 
 @fast_path

@@ -19,7 +19,7 @@ from ..experts import run_experts
 from ..inputs import PackingKwargs, check_config
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..padding import padded_batch
-from ..projections import project, projection_to_fuse
+from ..projections import project, to_fuse
 from ..registry import PackedModelMixin, fast_path, replaces_builtin
 from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..untouched import is_untouched
@@ -106,8 +106,9 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         if cache is not None:
             cache.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        norm, layer = self.norm, projection_to_fuse(self.out_proj, output)
-        if layer is not None and is_untouched(norm, Qwen3NextRMSNormGated):
+        norm = self.norm
+        if is_untouched(norm, Qwen3NextRMSNormGated):
+            layer = to_fuse(self.out_proj, output)
             return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=layer)
         output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
         return project(output, self.out_proj)[0]
@@ -159,9 +160,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
             **(kwargs | {"boundaries": boundaries}),
         )
         gate, output = gate.flatten(2), output.flatten(2)
-        layer = projection_to_fuse(self.o_proj, output)
-        output = glu(gate, output, layer, activation="sigmoid")
-        return (self.o_proj(output) if layer is None else output), weights
+        return glu(gate, output, to_fuse(self.o_proj, output), activation="sigmoid"), weights
 
 
 @fast_path
@@ -185,9 +184,7 @@ class Qwen3NextMLP(builtin.Qwen3NextMLP):
         gate, up = project(x, self.gate_proj, self.up_proj)
         if not is_untouched(self.act_fn, SiLUActivation, torch.nn.SiLU):
             return project(self.act_fn(gate) * up, self.down_proj)[0]
-        layer = projection_to_fuse(self.down_proj, gate)
-        product = glu(gate, up, layer)
-        return self.down_proj(product) if layer is None else product
+        return glu(gate, up, to_fuse(self.down_proj, gate))
 
 
 @fast_path

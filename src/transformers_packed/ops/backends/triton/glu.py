@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...projection import Products, needs_rows, unflattened
+from ...terms import Float8, Plan, Products
+from ...terms.products import unflattened
 from . import ceil_div, on_its_device
 from .float8 import COLUMNS, ROWS, bits, cast_with_scales, inverse, packed_at, scale_of, store_transposed
 
@@ -101,63 +102,60 @@ def _gate_backward_float8(
 class GLU(torch.autograd.Function):
     """`x * sigmoid(gate)`, or `x * silu(gate)` with `silu=True`, for tensors `[..., width]`.
 
-    The product may go through one linear layer, given by `structure` and `tensors` of [`flatten`]. The backward then
+    The product may go through one linear layer, given by `plan` and `tensors` of [`planned`]. The backward then
     recomputes the product, which is not saved.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, gate, x, silu: bool, structure: tuple, *tensors):
-        gate, x = gate.contiguous(), x.contiguous()
-        ctx.silu, ctx.structure = silu, structure
-        products, width, cast = Products(structure, tensors, x.dtype), x.shape[-1], None
-        y = torch.empty_like(x) if not products.in_float8 or products.adapters else None
-        if products.in_float8:
+    def forward(ctx, gate, x, silu: bool, plan: Plan, *tensors):
+        gate, x, width = gate.contiguous(), x.contiguous(), x.shape[-1]
+        ctx.silu = silu
+        products = Products(ctx, plan, tensors, x.dtype)
+        float8 = products.find(Float8)
+        y = torch.empty_like(x) if float8 is None or products.reads_rows_beside(float8) else None
+        if float8 is not None:
             cast = torch.empty(x.numel() // width, width, dtype=torch.float8_e4m3fn, device=x.device)
             scale = torch.empty(len(cast), dtype=torch.float32, device=x.device)
             _gate_forward_float8[(len(cast),)](
                 gate, x, y, cast, scale, width, silu, y is not None, min(triton.next_power_of_2(width), _BLOCK)
             )
-            cast = cast, scale
+            float8.cast = cast, scale
         elif y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
-        if not structure:
-            ctx.save_for_backward(gate, x)
-            return y
-        (output,) = products.forward(None if y is None else y.view(-1, width), cast=cast)
-        ctx.save_for_backward(gate, x, *products.to_save())
-        return unflattened(output, x.shape[:-1])
+        if plan.layers:
+            (output,) = products.forward(None if y is None else y.view(-1, width))
+            y = unflattened(output, x.shape[:-1])
+        products.save(ctx, gate, x)
+        return y
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out):
-        gate, x, *saved = ctx.saved_tensors
-        wanted, found = ctx.needs_input_grad[4:], []
-        again = needs_rows(ctx.structure, wanted)
-        if ctx.structure:
-            products, d_outs = Products.restore(ctx.structure, saved, x.dtype), [d_out.reshape(-1, d_out.shape[-1])]
-            dy = products.input_gradient(d_outs, True, wanted)
+        products, (gate, x) = Products.restored(ctx)
+        d_outs, again = [d_out.reshape(-1, d_out.shape[-1])], products.needs_rows()
+        if products.plan.layers:
+            dy = products.input_gradient(d_outs)
             # The kernel reads an element of `dy` before it writes the same element of `dx`.
             dx = dy.view(x.shape)
         else:
             dy, dx = d_out.contiguous(), torch.empty_like(x)
-        dgate, y, columns, width = torch.empty_like(gate), None, None, x.shape[-1]
+        dgate, y, width, float8 = torch.empty_like(gate), None, x.shape[-1], products.find(Float8)
         length = _PIECE // width
-        if again and x.numel() > _PIECE and not (wanted[0] or products.dropped):
+        if again and x.numel() > _PIECE and products.takes_pieces:
             y = x.new_empty(length, width)
             for parts in zip(*(t.view(-1, width).split(length) for t in (dy, gate, x, dgate, dx)), strict=True):
                 rows = y[: len(parts[0])]
                 _launch_backward(*parts, rows, ctx.silu)
-                products.add_stack_gradient(rows)
+                products.add_rows(rows)
             y = None
-        elif again and products.in_float8 and not products.adapters:
-            columns = products.float8.new_columns(width)
-            _launch_backward_float8(dy, gate, x, dgate, dx, products.float8.kept[0], columns, ctx.silu)
+        elif again and float8 is not None and not products.reads_rows_beside(float8):
+            float8.row_columns = columns = float8.new_columns(width)
+            _launch_backward_float8(dy, gate, x, dgate, dx, float8.kept[0], columns, ctx.silu)
         else:
             y = torch.empty_like(x) if again else None
             _launch_backward(dy, gate, x, dgate, dx, y, ctx.silu)
-        if ctx.structure:
-            found = products.parameter_gradients(d_outs, None if y is None else y.view(-1, width), wanted, columns)
+        found = products.parameter_gradients(d_outs, None if y is None else y.view(-1, width))
         return dgate, dx, None, None, *found
 
 

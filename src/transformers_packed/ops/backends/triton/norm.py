@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...autograd import first_order
-from ...projection import Products, needs_rows, unflattened
+from ...terms.products import Plan, Products, unflattened
 from . import ceil_div, on_its_device
 
 
@@ -98,13 +98,13 @@ class RMSNorm(torch.autograd.Function):
     """RMS norm of `x` `[..., width]` with `weight` `[width]`, and optional `residual` and `gate` `[..., width]`.
 
     With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm
-    `[..., heads, width]` may go through one linear layer with `heads * width` inputs, given by `structure` and `tensors`
-    of [`flatten`]. The norm is then not saved: the backward recomputes it.
+    `[..., heads, width]` may go through one linear layer with `heads * width` inputs, given by `plan` and `tensors` of
+    [`planned`]. The norm is then not saved: the backward recomputes it.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream: bool, structure: tuple, *tensors):
+    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream: bool, plan: Plan, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         given = x
@@ -123,33 +123,30 @@ class RMSNorm(torch.autograd.Function):
         ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
         grid = (ceil_div(rows, tile["ROWS"]),)
         _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **ctx.options)
-        ctx.structure = structure
-        if not structure:
-            ctx.save_for_backward(total, weight, gate, r)
-            if residual is None:
-                return (y, given) if stream else y
-            return y, total
-        products = Products(structure, tensors, y.dtype)
-        (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
-        ctx.save_for_backward(total, weight, gate, r, *products.to_save())
-        return unflattened(output, ctx.shape[:-2])
+        products = Products(ctx, plan, tensors, y.dtype)
+        if plan.layers:
+            (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
+        products.save(ctx, total, weight, gate, r)
+        if plan.layers:
+            return unflattened(output, ctx.shape[:-2])
+        if residual is None:
+            return (y, given) if stream else y
+        return y, total
 
     @staticmethod
     @first_order()
     def backward(ctx, d_out, dsum=None):
-        x, weight, gate, r, *saved = ctx.saved_tensors
+        products, (x, weight, gate, r) = Products.restored(ctx)
         x = x.view(-1, x.shape[-1])
         rows, width = x.shape
-        d_outs, wanted, found = [d_out.reshape(-1, d_out.shape[-1])], ctx.needs_input_grad[8:], []
-        again = needs_rows(ctx.structure, wanted)
-        dy = d_out
-        if ctx.structure:
-            products = Products.restore(ctx.structure, saved, x.dtype)
-            dy = products.input_gradient(d_outs, True, wanted)
+        dy, d_outs, layers = d_out, [d_out.reshape(-1, d_out.shape[-1])], products.plan.layers
+        again = products.needs_rows()
+        if layers:
+            dy = products.input_gradient(d_outs)
         dy = dy.reshape(rows, width).contiguous()
         dsum = None if dsum is None else dsum.reshape(rows, width).contiguous()
         # With a linear layer, `dy` is not needed after the kernel, which reads each row of it before it writes `dx`.
-        dx = dy if ctx.structure else torch.empty_like(x)
+        dx = dy if layers else torch.empty_like(x)
         dgate = None if gate is None else torch.empty_like(gate)
         y = torch.empty_like(x) if again else None
         tiles = ceil_div(rows, ctx.options["ROWS"])
@@ -163,9 +160,8 @@ class RMSNorm(torch.autograd.Function):
         dx = dx.view(ctx.shape)
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
         dweight = dweight.sum(0).to(weight.dtype) if trained else None
-        if ctx.structure:
-            y = y.view(-1, ctx.shape[-2:].numel()) if again else None
-            found = products.parameter_gradients(d_outs, y, wanted)
+        y = y.view(-1, ctx.shape[-2:].numel()) if again else None
+        found = products.parameter_gradients(d_outs, y)
         dgate = None if gate is None else dgate.view(ctx.shape)
         return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, *found
 

@@ -1,0 +1,19 @@
+"""What the output of a linear layer is a sum of.
+
+    y_i = sum over terms of term(x)
+
+A term computes one kind of summand for all layers with the same input `x`: biases, weights in float8, low-rank adapters,
+or other weights. It knows its part of the outputs, what it saves for the backward, and its gradients. [`Products`] loops
+over the terms, and autograd functions use [`Products`].
+
+A new kind of weight is a record such as [`Dequantized`] and a term in a file of this folder, and an entry of `KINDS` in
+`products.py`.
+"""
+
+from .float8 import Float8, Float8Weight
+from .low_rank import Adapter, LowRank
+from .products import Plan, Products, Projection, planned
+from .weights import Dequantized
+
+
+__all__ = ["Adapter", "Dequantized", "Float8", "Float8Weight", "LowRank", "Plan", "Products", "Projection", "planned"]
