@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..models.registry import transformers_model
+from ..models.registry import inner_model
 
 
 class UnseenError(RuntimeError):
@@ -29,11 +29,13 @@ def leak_between(model, forward: Callable[[], Any], batch: Mapping[str, Any], pl
     weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(hidden)
     largest = inside = 0.0
     for number, place in enumerate(of_output):
-        embeddings.grad = None
         score = (hidden.flatten(0, 1)[place] * weights).float().sum()
         # A full backward: gradients of chosen tensors fail with reentrant checkpoints.
         score.backward(retain_graph=number + 1 < len(places))
+        if embeddings.grad is None:
+            raise UnseenError("no hidden state depends on an embedding")
         gradient = embeddings.grad.flatten(0, 1).abs().amax(-1).float()
+        embeddings.grad = None
         inside = max(inside, gradient[of_input[number]].max().item())
         gradient[of_input[number]] = 0
         # NaN is larger than any number here.
@@ -82,7 +84,7 @@ class Seen:
 
 @contextmanager
 def watch(model: torch.nn.Module) -> Iterator[Seen]:
-    seen, inner = Seen(), transformers_model(model)
+    seen, inner = Seen(), inner_model(model)
     models = [module for module in inner.modules() if hasattr(module, "get_input_embeddings")]
     handles = [module.register_forward_hook(seen.leave) for module in models]
     handles.append(inner.get_input_embeddings().register_forward_hook(seen.embed))

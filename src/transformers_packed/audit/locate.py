@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 
 # Represents a change that is not finite, such as NaN that spreads from one document to another.
@@ -51,7 +52,8 @@ def locate_forward(
         if kind == "other" and arguments is not None:
             # If the module cannot run separately, its kind remains "other".
             with suppress(Exception):
-                kind = _kind_of_mixing(module, *arguments, total, tokens, width, tolerance)
+                args, kwargs = arguments
+                kind = _kind_of_mixing(module, args, kwargs, total, tokens, width, tolerance)
     return _named(key[0], module, kind)
 
 
@@ -75,7 +77,7 @@ def locate_backward(
     model: torch.nn.Module, run: Callable, total: int, origin: slice, tokens: slice, tolerance: float
 ) -> Found | None:
     """Return the module that passes gradients from `tokens` of its output to the tokens `origin` of its input."""
-    found = []
+    found: list[Found] = []
 
     def visit(name, module, args, kwargs, output):
         if found:
@@ -111,7 +113,9 @@ def eager(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 @contextmanager
 def _visits(model: torch.nn.Module, visit: Callable) -> Iterator[None]:
     """Call `visit(name, module, args, kwargs, output)` whenever a module finishes, with a copy of its inputs."""
-    handles, stack, busy = [], [], []
+    handles: list[RemovableHandle] = []
+    stack: list[tuple[tuple, dict]] = []
+    busy: list[bool] = []
 
     def before(_module, args, kwargs):
         if not busy:
@@ -147,7 +151,8 @@ def _map(function: Callable, values: Any) -> Any:
 
 def _records(model: torch.nn.Module, run: Callable, total: int, tokens: slice) -> dict[tuple[str, int], tuple]:
     """Record inputs and outputs at `tokens` of every module call, by module name and call number, as they finish."""
-    records, count = {}, {}
+    records: dict[tuple[str, int], tuple] = {}
+    count: dict[str, int] = {}
 
     def visit(name, _module, args, kwargs, output):
         count[name] = count.get(name, -1) + 1
@@ -226,7 +231,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 def _arguments(model: torch.nn.Module, run: Callable, key: tuple[str, int]) -> tuple | None:
     """Return the arguments of one call of a module while `run` runs the model."""
     name, number = key
-    calls = []
+    calls: list[tuple[tuple, dict] | None] = []
 
     def hook(_module, args, kwargs):
         calls.append(_map(lambda x: x.clone(), (args, kwargs)) if len(calls) == number else None)
@@ -247,16 +252,16 @@ def _kind_of_mixing(module, args, kwargs, total: int, tokens: slice, width: int,
     if hidden is None:
         return "other"
 
-    def output(changed: slice) -> torch.Tensor | None:
+    def output(changed: slice) -> torch.Tensor:
         x = leaves[hidden].clone()
-        by_token(x, total)[changed] *= -2.0
-        outputs = _outputs(module, args, kwargs, total, {hidden: x})
-        return outputs[0][tokens] if outputs else None
+        row = by_token(x, total)
+        assert row is not None
+        row[changed] *= -2.0
+        # A module without an output per token raises an `IndexError`.
+        return _outputs(module, args, kwargs, total, {hidden: x})[0][tokens]
 
     start = tokens.start
     expected = output(slice(0, 0))
-    if expected is None:
-        return "other"
 
     def moved(first: int, last: int) -> int:
         """Count the document's tokens that change with the tokens `first` to `last` places before the document."""
@@ -299,9 +304,10 @@ def _own_gradient(module, args, kwargs, total: int, tokens: slice) -> torch.Tens
         if not outputs:
             return None
         # Reentrant checkpointing does not support autograd.grad.
-        sum((y * torch.randn_like(y)).sum() for y in outputs).backward()
+        torch.stack([(y * torch.randn_like(y)).sum() for y in outputs]).sum().backward()
     gradient = torch.zeros(total, device=outputs[0].device)
     for x in starts.values():
-        if x.grad is not None:
-            gradient += by_token(x.grad, total).reshape(total, -1).float().norm(dim=-1).to(gradient.device)
+        per_token = by_token(x.grad, total)
+        if per_token is not None:
+            gradient += per_token.reshape(total, -1).float().norm(dim=-1).to(gradient.device)
     return gradient

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..models.experts import isolates
-from ..models.registry import transformers_model
+from ..models.registry import inner_model
 
 
 # Parts of the names of rates of dropout, layer drop, router jitter and noise.
@@ -26,7 +26,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     Experts that are not this package's run as `batched_mm` if possible: in grouped matrix products the shapes depend on
     the other documents, which changes the last bits and sometimes the routing.
     """
-    inner = transformers_model(model)
+    inner = inner_model(model)
     devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), same_buffers(model), _same_attributes(model):
         with _frozen(model), _in_training(model), quiet(model):
@@ -71,8 +71,9 @@ def same_buffers(model: torch.nn.Module) -> Iterator[None]:
             current.clear()
             current.update(before)
             for name, content in contents.items():
-                if content is not None and not torch.equal(content, before[name]):
-                    before[name].data.copy_(content)
+                buffer = before[name]
+                if buffer is not None and content is not None and not torch.equal(content, buffer):
+                    buffer.data.copy_(content)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -131,7 +132,7 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _batch_experts(model: torch.nn.Module, notes: list[str]) -> None:
+def _batch_experts(model: transformers.PreTrainedModel, notes: list[str]) -> None:
     before = getattr(model.config, "_experts_implementation", None)
     if not any("expert" in name for name, _ in model.named_modules()) or before == "batched_mm":
         return

@@ -31,10 +31,10 @@ import transformers
 from ..boundaries import SequenceBoundaries
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
-from ..models.registry import transformers_model
+from ..models.registry import inner_model, transformers_model
 from ..models.releases import has_hooks
 from ..shared_prompts import SharedPrompts
-from .locate import finite, locate_alone, locate_backward, locate_forward, relative_change
+from .locate import Found, finite, locate_alone, locate_backward, locate_forward, relative_change
 from .model_state import audit_state
 from .report import SOURCES, AuditReport, Leak, SourceResult
 
@@ -135,7 +135,7 @@ def audit_model(
     return report
 
 
-def _model_with_weights(model: torch.nn.Module) -> torch.nn.Module:
+def _model_with_weights(model: torch.nn.Module) -> transformers.PreTrainedModel:
     """Return the Transformers model in `model`, or raise the error of [`audit_model`]."""
     inner = transformers_model(model) if isinstance(model, torch.nn.Module) else None
     if inner is None:
@@ -159,7 +159,7 @@ def _check_row(lengths: list[int], prompt_of: Sequence[int] | None, inputs: Sequ
         raise input_error(f"inputs among {', '.join(SOURCES)}", repr(inputs))
 
 
-def _settings(model: torch.nn.Module) -> dict[str, Any]:
+def _settings(model: transformers.PreTrainedModel) -> dict[str, Any]:
     parameter = next(model.parameters())
     cuda = parameter.device.type == "cuda"
     return {
@@ -171,7 +171,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def conv_width(model: torch.nn.Module) -> int:
+def conv_width(model: transformers.PreTrainedModel) -> int:
     """Return the width of the model's short convolution from its configuration, or 4 if it is not configured."""
     pattern = re.compile(r"conv.*(kernel|width|l_cache)|d_conv", re.IGNORECASE)
     values = vars(model.config.get_text_config()).items()
@@ -192,7 +192,7 @@ class Probe:
     notes: list[str]
 
     def __post_init__(self):
-        self.inner = transformers_model(self.model)
+        self.inner = inner_model(self.model)
         self.embeddings = self.inner.get_input_embeddings()
         self.device = self.embeddings.weight.device
         compiled = torch._dynamo.OptimizedModule
@@ -216,7 +216,7 @@ class Probe:
         config = self.inner.config
         size = self.embeddings.weight.shape[0]
         size = min(size, getattr(config.get_text_config(), "vocab_size", None) or size)
-        special = set()
+        special: set[int] = set()
         for part in (config, *vars(config).values()):
             for name, value in (vars(part) if hasattr(part, "__dict__") else {}).items():
                 if name.endswith(("_token_id", "_token_ids", "_token_index")):
@@ -282,7 +282,7 @@ class Probe:
         if self.compiled:
             # A compiled graph ignores hooks that are registered later.
             return self._call(self.model, change(self.embeddings(ids)), **kwargs)
-        changed = []
+        changed: list[torch.Tensor] = []
 
         def hook(_module, _args, output):
             if changed or output.shape[:2] != (1, len(ids)):
@@ -380,6 +380,7 @@ class Probe:
             measure(*args)
         except Refused as refusal:
             return str(refusal)
+        return None
 
     def source(self, name: str, report: AuditReport) -> None:
         """Measure one source of boundaries and add the results to the report."""
@@ -435,7 +436,7 @@ class Probe:
                         leaks.append(Leak(source, direction, i, j, size, limits[direction]))
         # A document that another one changes always differs from its separate row.
         touched = {leak.to_document for leak in leaks}
-        for j, size in enumerate(result.alone):
+        for j, size in enumerate(result.alone or ()):
             if size > limits["alone"] and j not in touched:
                 leaks.append(Leak(source, "alone", None, j, size, limits["alone"]))
         return leaks
@@ -464,21 +465,23 @@ class Probe:
             kind = "positions"
         if direction == "backward":
             # The pair is below the noise in forward, but the module may also leak there.
-            kind = {leak.module: leak.kind for leak in forward}.get(module, kind)
+            kinds = {leak.module: leak.kind for leak in forward}
+            kind = kinds.get(module) or kind
         leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
 
-    def _find(self, leak: Leak, run: Callable, tolerance: float):
+    def _find(self, leak: Leak, run: Callable, tolerance: float) -> Found | None:
         tokens = self.documents[leak.to_document]
+        if leak.from_document is None:
+            if self.prompt_of[leak.to_document] >= 0:
+                return None
+            ids = self.ids[tokens]
+            run_alone = lambda model: self._call(model, ids)  # noqa: E731
+            return locate_alone(self.model, run, run_alone, self.total, tokens, leak.threshold)
         if leak.direction == "forward":
             changed = self.changed(leak.from_document)
             return locate_forward(self.model, run, changed, tokens, self.width, tolerance)
-        if leak.direction == "backward":
-            origin = self.documents[leak.from_document]
-            return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
-        ids = self.ids[tokens]
-        if self.prompt_of[leak.to_document] >= 0:
-            return None
-        return locate_alone(self.model, run, lambda model: self._call(model, ids), self.total, tokens, leak.threshold)
+        origin = self.documents[leak.from_document]
+        return locate_backward(self.model, run, self.total, origin, tokens, leak.threshold)
 
 
 def _message(error: Exception) -> str:

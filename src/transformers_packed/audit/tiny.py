@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -42,14 +43,14 @@ _SIZES = {
     # Large weights make every layer affect the logits.
     0.15: "initializer_range init_std",
 }
-_TINY = {name: value for value, names in _SIZES.items() for name in names.split()}
+_TINY: dict[str, float] = {name: value for value, names in _SIZES.items() for name in names.split()}
 # Shorter than a row, so that they have an effect. Types whose default is no window keep it.
-_WINDOWS = {
+_WINDOW_SIZES = {
     48: "local_attention",
     24: "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size index_topk",
     16: "chunk_size mamba_chunk_size block_size",
 }
-_WINDOWS = {name: value for value, names in _WINDOWS.items() for name in names.split()}
+_WINDOWS = {name: size for size, names in _WINDOW_SIZES.items() for name in names.split()}
 # Layer patterns, which keep every kind of layer of the type's full-sized default.
 _PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _FULL_AND_SLIDING = ["full_attention", "sliding_attention"] * 2
@@ -148,7 +149,7 @@ def _parts(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
 def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
     known = inspect.signature(cls.__init__).parameters
     own_name = {name: cls.attribute_map.get(name, name) for name in (*_TINY, *_WINDOWS)}
-    values = {own_name[name]: value for name, value in _TINY.items() if own_name[name] in known}
+    values: dict[str, Any] = {own_name[name]: value for name, value in _TINY.items() if own_name[name] in known}
     for name, value in _WINDOWS.items():
         if own_name[name] in known and known[own_name[name]].default is not None:
             values[own_name[name]] = value
@@ -157,10 +158,10 @@ def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
         values["num_key_value_heads"] = values["num_attention_heads"]
         if "q_lora_rank" in known and known["q_lora_rank"].default is None:
             del values["q_lora_rank"]
-    for name in (name for name in _PATTERNS if name in known):
-        kinds = list(dict.fromkeys(getattr(cls(), name, None) or ()))
+    for pattern in (name for name in _PATTERNS if name in known):
+        kinds = list(dict.fromkeys(getattr(cls(), pattern, None) or ()))
         if len(kinds) > 1:
-            values[name] = [kinds[n % len(kinds)] for n in range(_TINY["num_hidden_layers"])]
+            values[pattern] = [kinds[n % len(kinds)] for n in range(int(_TINY["num_hidden_layers"]))]
     return values
 
 
@@ -212,4 +213,4 @@ def load_model(
             # A parameter that is initialized to 0 would hide everything it multiplies.
             if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.1)
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]  # a wrapper hides that it is a method

@@ -79,9 +79,17 @@ def fast_path(cls: type) -> type:
     return cls
 
 
-def transformers_model(model: torch.nn.Module) -> torch.nn.Module | None:
+def transformers_model(model: torch.nn.Module | None) -> "transformers.PreTrainedModel | None":
     """Return the outermost Transformers model inside `model` (PEFT, DDP, `torch.compile`), if there is one."""
-    return next((module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)), None)
+    modules = () if model is None else model.modules()
+    return next((module for module in modules if isinstance(module, transformers.PreTrainedModel)), None)
+
+
+def inner_model(model: torch.nn.Module | None) -> "transformers.PreTrainedModel":
+    """Return [`transformers_model`] of a model that has one, as checks have found."""
+    inner = transformers_model(model)
+    assert inner is not None, type(model).__name__
+    return inner
 
 
 def has_our_classes(model: torch.nn.Module) -> bool:

@@ -210,7 +210,9 @@ def builds(auto: type, config: "PreTrainedConfig") -> bool:
     return type(config) in auto._model_mapping
 
 
-def auto_class(config: "PreTrainedConfig") -> type:
+def auto_class(
+    config: "PreTrainedConfig",
+) -> "type[transformers.AutoModelForCausalLM] | type[transformers.AutoModelForImageTextToText]":
     """Return the Auto class of a checkpoint: that of causal language models, or that of vision-language models."""
     causal = builds(transformers.AutoModelForCausalLM, config) or hasattr(config, "auto_map")
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
