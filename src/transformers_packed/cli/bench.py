@@ -34,7 +34,7 @@ def add_parser(subparsers) -> Parser:
         "read: its weights are random. Lengths of documents come from --data, or are generated.",
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
-    add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
+    shared("--model")
     count("--max-length", "tokens per step, in one packed row", 4096)
     count("--batch-size", "documents per padded batch", 8)
     data = "JSON-lines or parquet file, or a dataset, with the lengths of your documents (default: generated)"
@@ -45,12 +45,7 @@ def add_parser(subparsers) -> Parser:
     parser.add_lora()
     add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
     add("--graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
-    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward, in both arms")
-    shared("--attn")
-    dtype = "compute dtype (auto: bfloat16 if the GPU supports it, else float32)"
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
-    weights = "dtype of trained weights; frozen weights have the compute dtype"
-    add("--weights", choices=("float32", "bfloat16"), default="float32", help=weights)
+    shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
     add("--seconds", type=positive_float, default=20, metavar="S", help="seconds of timed steps per arm")
     add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")

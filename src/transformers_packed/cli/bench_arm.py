@@ -4,24 +4,20 @@ import json
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
-from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.float8 import use_float8
-from ..models.registry import registered
-from ..models.releases import checkpointing_argument
 from ..training.warm_up import warm_up
 from .demo import KERNEL_PACKAGES
 from .demo_arms import peak_memory
-from .finetune import with_adapters
+from .finetune import untrained_model
 
 
 _LEARNING_RATE = 1e-5
@@ -31,19 +27,21 @@ _FEWEST_STEPS = 3
 
 def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     """Time the steps of one arm."""
-    settings = json.loads((work / "settings.json").read_text(encoding="utf-8"))
-    set_seed(settings["seed"])
-    model = make_model(arm, work, settings, device)
-    lengths, vocabulary = settings["lengths"], model.config.get_text_config().vocab_size
+    settings = Namespace(**json.loads((work / "settings.json").read_text(encoding="utf-8")))
+    set_seed(settings.seed)
+    lengths, config = settings.lengths, AutoConfig.from_pretrained(work)
+    # What `transformers-packed train` would load.
+    model = untrained_model(config, settings, settings.bfloat16, device, sum(lengths), ours=arm == "packed").train()
+    vocabulary = model.config.get_text_config().vocab_size
     documents = [torch.randint(1, vocabulary, (length,)).tolist() for length in lengths]
-    batches = pack(documents, model) if arm == "packed" else pad(documents, settings["batch_size"])
+    batches = pack(documents, model) if arm == "packed" else pad(documents, settings.batch_size)
     batches = [{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in b.items()} for b in batches]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE)
     targets = torch.tensor(sum(lengths) - len(lengths), device=device)
 
     def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings["bfloat16"]):
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             return model(**batch, num_items_in_batch=targets).loss
 
     def step() -> float:
@@ -66,7 +64,7 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     step()
     seconds: list[float] = []
     with tqdm(desc=f"timing, {arm}", unit="step", disable=None, leave=False) as bar:
-        while len(seconds) < _FEWEST_STEPS or sum(seconds) < settings["seconds"]:
+        while len(seconds) < _FEWEST_STEPS or sum(seconds) < settings.seconds:
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
@@ -79,25 +77,6 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
         "first_step": first_step,
         "loss": loss,
     }
-
-
-def make_model(arm: str, work: Path, settings: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    """The model of an arm with random weights, as `transformers-packed train` would load it."""
-    is_packed, lora, bfloat16 = arm == "packed", settings["lora"], settings["bfloat16"]
-    frozen = "bfloat16" if bfloat16 else "float32"
-    dtype = getattr(torch, frozen if lora else settings["weights"])
-    with registered() if is_packed else nullcontext(), device:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(work), dtype=dtype, attn_implementation=settings["attn"]
-        )
-    model = with_adapters(model, settings["lora_rank"]) if lora else model
-    if settings["gradient_checkpointing"]:
-        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
-    if is_packed and settings["float8"]:
-        use_float8(model)
-    if is_packed and settings["graphs"]:
-        use_cuda_graphs(model, graph_length(sum(settings["lengths"])))
-    return model.train()
 
 
 def pack(documents: list[list[int]], model: PreTrainedModel) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ content. Stock classes load the saved model.
 
 import os
 from argparse import Namespace
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from transformers import (
 
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
+from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import TITLES, family_of
 from ..models.float8 import use_float8
 from ..models.registry import registered
@@ -82,21 +84,16 @@ def finetune(settings: Namespace) -> int:
     if settings.float8:
         use_float8(model)
     trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
-    base = model.get_base_model() if settings.lora else model
+    base, dtype = model.get_base_model() if settings.lora else model, "bfloat16" if bfloat16 else "float32"
+    part = "" if config.get_text_config() is config else ", only its language model"
     _say(
-        f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}"
-        f"{'' if config.get_text_config() is config else ', only its language model'}: "
+        f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}{part}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
-        f"{'bfloat16' if bfloat16 else 'float32'} on {trainer.args.device}."
+        f"{dtype} on {trainer.args.device}."
     )
     for wrong in damaged:
         _say(f"Skipped {wrong}.")
-    if checkpoint is not None:
-        _say(f"Resuming from {checkpoint}.")
-    elif settings.resume:
-        _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
-    elif (settings.output / SETTINGS_FILE).is_file():
-        _say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
+    _say_start(settings, checkpoint)
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
     try:
@@ -109,6 +106,15 @@ def finetune(settings: Namespace) -> int:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
     _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0
+
+
+def _say_start(settings: Namespace, checkpoint: Path | None) -> None:
+    if checkpoint is not None:
+        _say(f"Resuming from {checkpoint}.")
+    elif settings.resume:
+        _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
+    elif (settings.output / SETTINGS_FILE).is_file():
+        _say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
 
 
 def check_peft(lora: bool) -> None:
@@ -173,6 +179,29 @@ def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedMo
     with registered():
         model = load_weights("--model", source, AutoModelForCausalLM, **options)
     return with_adapters(model, settings.lora_rank) if settings.lora else model
+
+
+def untrained_model(
+    config: PreTrainedConfig,
+    settings: Namespace,
+    bfloat16: bool,
+    device: torch.device,
+    row_length: int,
+    ours: bool = True,
+) -> PreTrainedModel:
+    """A causal language model with random weights, with our classes and their options or with Transformers'."""
+    frozen = torch.bfloat16 if bfloat16 else torch.float32
+    dtype = frozen if settings.lora else getattr(torch, settings.weights)
+    with registered() if ours else nullcontext(), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.attn)
+    model = with_adapters(model, settings.lora_rank) if settings.lora else model
+    if settings.gradient_checkpointing:
+        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
+    if ours and settings.float8:
+        use_float8(model)
+    if ours and settings.graphs:
+        use_cuda_graphs(model, graph_length(row_length))
+    return model
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> PreTrainedModel:

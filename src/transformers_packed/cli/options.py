@@ -43,11 +43,11 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if told else super()._get_help_string(action)
 
 
-def positive_int(text: str) -> int:
+def positive_int(text: str, lowest: int = 1) -> int:
     """The `type` of options for positive integers."""
     number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    if number < lowest:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
     return number
 
 
@@ -75,13 +75,33 @@ def output_file(text: str) -> Path:
 _LORA_RANK = 16
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
+_DTYPES = ("float32", "bfloat16")
 _SHARED: dict[str, dict[str, Any]] = {
+    "--model": {
+        "required": True,
+        "metavar": "PATH|NAME",
+        "help": "checkpoint: a directory or a name on the Hub",
+    },
     "--data": {"required": True, "metavar": "FILE|NAME", "help": _DATA},
     "--split": {"metavar": "NAME", "help": "split of the dataset (default: train)"},
     "--subset": {"metavar": "NAME", "help": "configuration of the dataset"},
     "--format": {
         "choices": ("messages", "prompt-completion", "text"),
         "help": "record format, by column names (default: detected)",
+    },
+    "--dtype": {
+        "choices": ("auto", *_DTYPES),
+        "default": "auto",
+        "help": "compute dtype (auto: bfloat16 if the GPU supports it, else float32)",
+    },
+    "--weights": {
+        "choices": _DTYPES,
+        "default": "float32",
+        "help": "dtype of trained weights; frozen weights have the compute dtype",
+    },
+    "--gradient-checkpointing": {
+        "action": "store_true",
+        "help": "save memory by recomputing activations in the backward",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
     "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed"},

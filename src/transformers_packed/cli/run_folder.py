@@ -91,11 +91,7 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         `ValueError`: `output` holds other files or an earlier run, or the run cannot be continued.
         `PermissionError`: `output` is not writable.
     """
-    if output.exists() and not output.is_dir():
-        raise input_error("a directory", f"the file {output}", option="--output")
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output: {existing} is not a writable directory")
+    _check_writable(output)
     names = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if not names - {_PARTIAL_SETTINGS}:
         return None, []
@@ -103,17 +99,8 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         expected = "a new or empty directory, or the output of an earlier run of this command"
         raise input_error(expected, f"{output}, which holds other files ({_shorten(names)})", option="--output")
     if not resume:
-        if not (results := names - _WITHOUT_RESULTS):
-            return None, []
-        got, fix = (
-            f"{output}, which holds other files ({_shorten(results)})",
-            "Remove them, or choose another --output.",
-        )
-        if any(name.startswith("checkpoint-") for name in results):
-            got, fix = f"{output}, which holds an earlier run", "Add --resume to continue that run."
-        elif results.intersection(_LAST_FILES):
-            got, fix = f"{output}, which holds a finished run", "Choose another --output."
-        raise input_error("a new or empty directory", got, fix, option="--output")
+        _check_without_results(output, names - _WITHOUT_RESULTS)
+        return None, []
     checkpoint, damaged = last_checkpoint(output)
     if checkpoint is None and damaged:
         fix = "Restore it, or delete it to start from the beginning."
@@ -124,6 +111,26 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         fix = "Choose another --output; to train further, pass it as --model."
         raise input_error(expected, got, fix, option="--resume")
     return checkpoint, damaged
+
+
+def _check_writable(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise input_error("a directory", f"the file {output}", option="--output")
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output: {existing} is not a writable directory")
+
+
+def _check_without_results(output: Path, results: set[str]) -> None:
+    """Raise a `ValueError` if the folder of an earlier run has results, which a new run would mix with its own."""
+    if not results:
+        return
+    got, fix = f"other files ({_shorten(results)})", "Remove them, or choose another --output."
+    if any(name.startswith("checkpoint-") for name in results):
+        got, fix = "an earlier run", "Add --resume to continue that run."
+    elif results.intersection(_LAST_FILES):
+        got, fix = "a finished run", "Choose another --output."
+    raise input_error("a new or empty directory", f"{output}, which holds {got}", fix, option="--output")
 
 
 def last_checkpoint(output: Path) -> tuple[Path | None, list[str]]:

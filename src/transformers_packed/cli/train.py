@@ -17,8 +17,7 @@ def add_parser(subparsers) -> Parser:
         "assistant's turns, the completion, or the whole text.",
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
-    add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
-    shared("--data")
+    shared("--model", "--data")
     folder = "output directory for the trained model, new or empty"
     add("--output", type=Path, required=True, metavar="DIR", help=folder)
     shared("--split", "--subset", "--format")
@@ -37,7 +36,7 @@ def add_parser(subparsers) -> Parser:
     shared("--attn")
     dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
-    add("--gradient-checkpointing", action="store_true", help="save memory by recomputing activations")
+    shared("--gradient-checkpointing")
     count("--save-steps", "steps between checkpoints; the last two are kept (default: no checkpoints)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")

@@ -1,9 +1,10 @@
 """`transformers-packed warmup`: compile the kernels of a model before it is trained."""
 
 import argparse
+from functools import partial
 from typing import Any
 
-from .options import Parser
+from .options import Parser, positive_int
 
 
 def add_parser(subparsers) -> Parser:
@@ -16,27 +17,21 @@ def add_parser(subparsers) -> Parser:
         "layers run with random weights. Options that select kernels must be those of the training.",
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
-    add("--model", required=True, metavar="PATH|NAME", help="checkpoint: a directory or a name on the Hub")
-    add("--max-length", type=positive_row, required=True, metavar="N", help="maximum number of tokens per row")
+    shared("--model")
+    # A row of one token has no target.
+    add(
+        "--max-length",
+        type=partial(positive_int, lowest=2),
+        required=True,
+        metavar="N",
+        help="maximum number of tokens per row",
+    )
     count("--max-documents", "maximum number of documents per row (default: 128)")
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
     add("--graphs", action="store_true", help="run the layers as CUDA graphs")
-    shared("--attn")
-    dtype = "compute dtype (auto: bfloat16 if the GPU supports it, else float32)"
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
-    weights = "dtype of trained weights; frozen weights have the compute dtype"
-    add("--weights", choices=("float32", "bfloat16"), default="float32", help=weights)
-    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
+    shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
     return parser
-
-
-def positive_row(text: str) -> int:
-    """The `type` of a number of tokens that can hold a target."""
-    number = int(text) if text.isdecimal() else 0
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 2, got {text!r}")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,12 +39,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..errors import input_error
-    from ..models.cuda_graphs import graph_length, use_cuda_graphs
-    from ..models.float8 import use_float8
-    from ..models.releases import checkpointing_argument
-    from ..ops.compilations import caches
     from ..training.warm_up import compiles_kernels, warm_up
-    from .finetune import check_float8, check_peft, computes_in_bfloat16
+    from .finetune import check_float8, check_peft, computes_in_bfloat16, supported_config, untrained_model
 
     check_peft(args.lora)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,19 +50,31 @@ def run(args: argparse.Namespace) -> int:
     bfloat16 = computes_in_bfloat16(args.dtype)
     if args.float8:
         check_float8(bfloat16)
-    model = make_model(args, bfloat16, device)
-    if args.float8:
-        use_float8(model)
-    if args.gradient_checkpointing:
-        getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
-    if args.graphs:
-        use_cuda_graphs(model, graph_length(args.max_length))
+    config = supported_config(args.model).get_text_config()
+    take_few_layers(config, args.float8)
+    model = untrained_model(config, args, bfloat16, device, args.max_length)
 
     def loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             return model(**batch).loss
 
     found = warm_up(model, args.max_length, max_documents=args.max_documents, loss=loss)
+    print_kernels(found)
+    return 0
+
+
+def take_few_layers(config: Any, float8: bool) -> None:
+    """Change a configuration to few layers: kernels depend on the kinds of layers, not on their number."""
+    kinds = list(dict.fromkeys(config.layer_types))
+    # The first layer may have no gradient of its input. In float8, the first and the last layer keep their dtype.
+    config.layer_types = [*kinds, *kinds, kinds[0]] if float8 else [*kinds, kinds[0]]
+    config.num_hidden_layers = len(config.layer_types)
+
+
+def print_kernels(found: list[Any]) -> None:
+    """Print the compiled kernels of each package, and the directories with all of them."""
+    from ..ops.compilations import caches
+
     for package in dict.fromkeys(one.package for one in found):
         built, loaded = ([x for x in found if x.package == package and x.from_disk == disk] for disk in (False, True))
         seconds = sum(one.seconds for one in built)
@@ -81,24 +84,3 @@ def run(args: argparse.Namespace) -> int:
     print("The kernels are in these directories. Copy them to machines with the same GPUs and the same packages:")
     for folder, variable in caches().values():
         print(f"  {folder} ({variable})")
-    return 0
-
-
-def make_model(args: argparse.Namespace, bfloat16: bool, device: Any) -> Any:
-    """Our model with few layers: kernels depend on the kinds of layers, not on their number."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..models.registry import registered
-    from .finetune import supported_config, with_adapters
-
-    config = supported_config(args.model).get_text_config()
-    kinds = list(dict.fromkeys(config.layer_types))
-    # The first layer may have no gradient of its input. In float8, the first and the last layer keep their dtype.
-    config.layer_types = [*kinds, *kinds, kinds[0]] if args.float8 else [*kinds, kinds[0]]
-    config.num_hidden_layers = len(config.layer_types)
-    frozen = torch.bfloat16 if bfloat16 else torch.float32
-    dtype = frozen if args.lora else getattr(torch, args.weights)
-    with registered(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=args.attn)
-        return with_adapters(model, args.lora_rank) if args.lora else model
