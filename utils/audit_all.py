@@ -82,11 +82,11 @@ def audit_type(model_type: str, seed: int = 0) -> dict[str, Any]:
     """Build the support matrix entry of a model type: verdicts by source for the stock and the patched model."""
     from transformers_packed import patch_model
     from transformers_packed.audit.probe import audit_model, conv_width
-    from transformers_packed.audit.tiny import load_model
+    from transformers_packed.audit.tiny import tiny_model
     from transformers_packed.models.verdict import text_config
 
     try:
-        model = load_model(model_type, seed=seed)
+        model = tiny_model(model_type, seed=seed)
     except Exception as error:  # Configurations and models raise all kinds of errors.
         return {"not_built": message(error)}
     entry: dict[str, Any] = {"class": type(model).__name__, "attention": text_config(model)._attn_implementation}

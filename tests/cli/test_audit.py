@@ -13,7 +13,7 @@ from common.stderr import without_torchao
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from transformers_packed import AuditReport, cli
-from transformers_packed.audit.tiny import load_model, tiny_config
+from transformers_packed.audit.tiny import tiny_config, tiny_model
 
 
 SHORT = ["--lengths", "20", "1", "30"]
@@ -58,7 +58,7 @@ class AuditCommandTest(unittest.TestCase):
 
     def test_checkpoint(self):
         with tempfile.TemporaryDirectory() as folder:
-            load_model("qwen3_5_text", dtype="bfloat16").save_pretrained(folder)
+            tiny_model("qwen3_5_text", dtype="bfloat16").save_pretrained(folder)
             status, stdout, _ = audit(folder, *SHORT)
             self.assertEqual(status, 0)
             self.assertIn("transformers_packed.Qwen3_5ForCausalLM: bfloat16", stdout)
@@ -133,7 +133,7 @@ class AuditReportTest(unittest.TestCase):
     def test_plot_before_and_after(self):
         from transformers_packed import audit_model, patch_model
 
-        model = load_model("qwen3_5_text")
+        model = tiny_model("qwen3_5_text")
         before = audit_model(model, lengths=[20, 1, 30])
         after = audit_model(patch_model(model), lengths=[20, 1, 30], gradients=False)
         self.assertFalse(before.ok)

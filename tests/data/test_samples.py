@@ -17,7 +17,7 @@ from parameterized import parameterized
 
 import transformers_packed as packed
 from transformers_packed import IterablePackingDataset, PackingDataset, cli, pack_dataset
-from transformers_packed.audit.tiny import load_model
+from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.dataset import find_unusable, sample_lengths, sampled_lengths
 from transformers_packed.data.samples import real_sample
 
@@ -186,7 +186,7 @@ class RealTokensTest(unittest.TestCase):
         for name in ("pixel_values", "shorter", "text", "labels"):
             self.assertIs(got[name], sample[name])
         answers = [{"input_ids": [3, 4], "attention_mask": [1, 0]}, {"input_ids": [5, 6]}]
-        model = packed.patch_model(load_model("qwen3_5_text"))
+        model = packed.patch_model(tiny_model("qwen3_5_text"))
         batch = DataCollatorWithFlattening(model=model)([{"prefix": [1, 2], "answers": answers}])
         self.assertEqual(batch["input_ids"].tolist(), [[1, 2, 3, 2, 5, 6]])
 

@@ -17,7 +17,7 @@ from transformers_packed import (
     patch_model,
     plan_packing,
 )
-from transformers_packed.audit.tiny import load_model
+from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.data.records.samples import read_records
 from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.shared_prompts import SharedPrompts
@@ -41,7 +41,7 @@ class CommonErrorsTest(unittest.TestCase):
         self.assertTrue(str(caught.exception) in self.page, f"the page has to have: {caught.exception}")
 
     def test_of_a_model(self):
-        model = patch_model(load_model("qwen3_5_text"))
+        model = patch_model(tiny_model("qwen3_5_text"))
         for change in (
             {"attention_mask": torch.ones(1, 5)},
             {"use_cache": True},
@@ -62,7 +62,7 @@ class CommonErrorsTest(unittest.TestCase):
         self.assert_on_the_page(lambda: model(**ROW))
 
     def test_of_a_collator(self):
-        stock = load_model("qwen3_5_text")
+        stock = tiny_model("qwen3_5_text")
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(model=stock))
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(pad_to_multiple_of=64, on_leak="ignore"))
         collator = DataCollatorWithFlattening(on_leak="ignore")
@@ -80,7 +80,7 @@ class CommonErrorsTest(unittest.TestCase):
     def test_of_a_trainer(self):
         with tempfile.TemporaryDirectory() as directory:
             args = TrainingArguments(directory, report_to=[], use_cpu=True)
-            trainer = Trainer(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            trainer = Trainer(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
             self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
             self.assert_on_the_page(lambda: verify._check_leak(0.091, documents=3))
             trainer.train_dataset = [{"text": "a"}]
@@ -105,11 +105,11 @@ class CommonErrorsTest(unittest.TestCase):
         preferences = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
         with tempfile.TemporaryDirectory() as directory:
             args = TrainingArguments(directory, report_to=[], use_cpu=True)
-            trainer = Trainer(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            trainer = Trainer(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
             self.assert_on_the_page(lambda: configure_packing(trainer, share_prompts=True))
-            other = preferences(load_model("llama"), args, train_dataset=SAMPLES)
+            other = preferences(tiny_model("llama"), args, train_dataset=SAMPLES)
             self.assert_on_the_page(lambda: configure_packing(other, packing="padding_free"))
-            trainer = preferences(load_model("qwen3_5_text"), args, train_dataset=SAMPLES)
+            trainer = preferences(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
             self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
             args.neftune_noise_alpha = 5.0
             self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
@@ -131,7 +131,7 @@ class CommonErrorsTest(unittest.TestCase):
         self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=shared))
         samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
-        model = patch_model(load_model("qwen3_5_text"))
+        model = patch_model(tiny_model("qwen3_5_text"))
         collator = DataCollatorWithFlattening(model=model)
         self.assert_on_the_page(lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}]))
         row = {name: x for name, x in collator(samples).items() if name != "cu_seqlens"}

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
-from transformers_packed.audit.tiny import load_model
+from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.integrations.stock_methods import STOCK
 from transformers_packed.models.registry import has_our_classes
 
@@ -102,7 +102,7 @@ class PluginTest(unittest.TestCase):
     def test_undoes_the_changes_whose_work_it_does(self):
         stock = builtin.Qwen3_5GatedDeltaNet.forward
         for module in plugin_module._AXOLOTL.undone:
-            model = load_model("qwen3_5_text")
+            model = tiny_model("qwen3_5_text")
             builtin.Qwen3_5GatedDeltaNet.forward = function_of(module)
             PackedPlugin().post_model_build(Cfg(), model)
             self.assertIs(builtin.Qwen3_5GatedDeltaNet.forward, stock)
@@ -119,7 +119,7 @@ class PluginTest(unittest.TestCase):
         ]
     )
     def test_refuses_other_changes_by_their_option(self, module, fix):
-        model = load_model("qwen3_5_text")
+        model = tiny_model("qwen3_5_text")
         builtin.Qwen3_5MLP.forward = function_of(module)
         with self.assertRaises(ValueError) as caught:
             PackedPlugin().post_model_build(Cfg(), model)
@@ -131,7 +131,7 @@ class PluginTest(unittest.TestCase):
         builtin.Qwen3_5GatedDeltaNet.forward = patched
         recorded = {builtin.Qwen3_5GatedDeltaNet: {"forward": patched}}
         with mock.patch.dict(STOCK, recorded), self.assertRaisesRegex(ValueError, "in a new process"):
-            PackedPlugin().post_model_build(Cfg(), load_model("qwen3_5_text"))
+            PackedPlugin().post_model_build(Cfg(), tiny_model("qwen3_5_text"))
 
     @parameterized.expand(
         [("context_parallel_size", 2), ("use_pose", True), ("pretraining_dataset", "corpus"), ("reward_model", True)]
@@ -144,7 +144,7 @@ class PluginTest(unittest.TestCase):
 
     def test_collates_packed_rows_of_patched_models_only(self):
         plugin = PackedPlugin()
-        plugin.post_model_build(Cfg(), load_model("qwen3_5_text"))
+        plugin.post_model_build(Cfg(), tiny_model("qwen3_5_text"))
         cfg = Cfg(sample_packing=True, eval_sample_packing=False)
         self.assertEqual(plugin.get_collator_cls_and_kwargs(cfg), (PackedCollator, {}))
         self.assertIsNone(plugin.get_collator_cls_and_kwargs(cfg, is_eval=True))
@@ -359,7 +359,7 @@ class AxolotlTest(unittest.TestCase):
     def test_changes_that_are_refused(self, module, change, arguments, name, option):
         cls = getattr(builtin, name)
         with mock.patch.object(cls, "forward", cls.forward):
-            model = load_model("qwen3_5_text")
+            model = tiny_model("qwen3_5_text")
             getattr(import_module(module), change)(*arguments)
             with self.assertRaisesRegex(ValueError, f"got {name}.forward of .*. Set {option}."):
                 PackedPlugin().post_model_build(Cfg(), model)

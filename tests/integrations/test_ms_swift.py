@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as builtin_moe
 
-from transformers_packed.audit.tiny import load_model
+from transformers_packed.audit.tiny import tiny_model
 from transformers_packed.models.registry import has_our_classes
 
 
@@ -59,7 +59,7 @@ class HooksTest(unittest.TestCase):
         self.assertEqual(loaded, (model, "processor"))
 
     def test_undoes_the_change_whose_work_it_does(self):
-        model = load_model("qwen3_5_text")
+        model = tiny_model("qwen3_5_text")
         changed = (builtin.Qwen3_5GatedDeltaNet, builtin_moe.Qwen3_5MoeGatedDeltaNet)
         for cls in changed:
             cls.forward = function_of("swift.model.models.qwen")
@@ -81,7 +81,7 @@ class HooksTest(unittest.TestCase):
         ]
     )
     def test_refuses_other_changes_by_their_option(self, module, fix):
-        model = load_model("qwen3_5_text")
+        model = tiny_model("qwen3_5_text")
         builtin.Qwen3_5MLP.forward = function_of(module)
         with self.assertRaises(ValueError) as caught:
             self.load(model)
@@ -128,7 +128,7 @@ class HooksTest(unittest.TestCase):
                 packed_hooks._replace(Loader, name, ("self",), lambda method: method)
 
     def test_no_logits_for_a_metric(self):
-        model, template = load_model("qwen3_5_text"), packed_hooks.Template
+        model, template = tiny_model("qwen3_5_text"), packed_hooks.Template
         self.load(model)
         batch = packed_batch(documents())
         for training in (True, False):

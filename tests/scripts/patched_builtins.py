@@ -20,7 +20,7 @@ from parameterized import parameterized
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from transformers_packed import audit_model
-from transformers_packed.audit.tiny import load_model
+from transformers_packed.audit import tiny
 
 
 # The test classes of this package's models.
@@ -83,12 +83,12 @@ class FamiliesTest(unittest.TestCase):
 
     @parameterized.expand(TYPES)
     def test_audit_isolated(self, model_type):
-        report = audit_model(load_model(model_type), lengths=[65, 1, 130, 3, 64], inputs=("all",))
+        report = audit_model(tiny.tiny_model(model_type), lengths=[65, 1, 130, 3, 64], inputs=("all",))
         self.assertEqual(report.sources["all"].verdict, "isolated", report.table())
 
     @parameterized.expand(REFUSED)
     def test_audit_refused(self, model_type):
-        report = audit_model(load_model(model_type), lengths=[65, 1, 130, 3, 64], inputs=("all",))
+        report = audit_model(tiny.tiny_model(model_type), lengths=[65, 1, 130, 3, 64], inputs=("all",))
         self.assertEqual(report.sources["all"].verdict, "refused", report.table())
 
 

@@ -1,21 +1,13 @@
-"""Load a model to audit by name: a checkpoint, or a tiny model of a given model type."""
+"""Tiny models of all model types, to audit them."""
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import input_error
-from ..models.releases import auto_class
 
 
 # The settings of a tiny model, by value. A configuration gets the settings that it accepts. Indexers have 32 heads:
@@ -165,52 +157,28 @@ def _tiny_values(cls: type[PreTrainedConfig]) -> dict:
     return values
 
 
-def load_model(
-    name: str,
-    *,
-    attn: str | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """Load the model of a checkpoint, or create a tiny model of a model type with random weights.
+def tiny_model(model_type: str, *, dtype: str = "float32", seed: int = 0, **options: Any) -> PreTrainedModel:
+    """Create a tiny model of a model type with random weights.
 
     Args:
-        name (`str`):
-            A checkpoint directory, a model type such as `"qwen3_5_text"` or `"llama"`, or a model id on the Hub.
-        attn (`str`, *optional*):
-            The attention implementation.
-        dtype (`str`, *optional*):
-            The dtype of the weights. Defaults to that of the checkpoint, or float32 for a model type.
-        device (`str`, *optional*, defaults to `"cpu"`):
-            The device of the model.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to allow custom code from the checkpoint.
+        model_type (`str`):
+            A model type such as `"qwen3_5_text"` or `"llama"`.
+        dtype (`str`, *optional*, defaults to `"float32"`):
+            The dtype of the weights.
         seed (`int`, *optional*, defaults to 0):
-            The random seed of a tiny model's weights.
-
-    Returns:
-        `PreTrainedModel`: the model on `device`.
+            The random seed of the weights.
+        options (`Any`, *optional*):
+            Further arguments of `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
 
     Raises:
         `ValueError`: the model type is not a causal language model.
-        `OSError`: the checkpoint does not exist.
     """
-    options = {"attn_implementation": attn} if attn else {}
-    if Path(name).is_dir() or name not in CONFIG_MAPPING:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = auto_class(config).from_pretrained(
-            name, dtype=dtype or "auto", trust_remote_code=trust_remote_code, **options
-        )
-    else:
-        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise input_error("a causal language model", f"the type {name}")
-        torch.manual_seed(seed)
-        dtype = getattr(torch, dtype or "float32")
-        model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype, **options)
-        for parameter in model.parameters():
-            # A parameter that is initialized to 0 would hide everything it multiplies.
-            if not parameter.any():
-                torch.nn.init.normal_(parameter, std=0.1)
-    return model.to(device)  # type: ignore[arg-type]  # a wrapper hides that it is a method
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise input_error("a causal language model", f"the type {model_type}")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=getattr(torch, dtype), **options)
+    for parameter in model.parameters():
+        # A parameter that is initialized to 0 would hide everything it multiplies.
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model

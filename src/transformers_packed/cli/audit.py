@@ -100,15 +100,15 @@ def load_model(args: argparse.Namespace, device: str) -> "PreTrainedModel":
     """The model of a checkpoint, or a tiny one of a model type."""
     from transformers import CONFIG_MAPPING
 
-    from ..audit import tiny
+    from ..audit.tiny import tiny_model
     from ..models.releases import auto_class
     from .checkpoint import load_config, load_weights
 
     source = args.model
+    options = {"attn_implementation": args.attn} if args.attn else {}
     if source in CONFIG_MAPPING and not Path(source).is_dir():
-        return tiny.load_model(source, attn=args.attn, dtype=args.dtype, device=device, seed=args.seed)
+        return tiny_model(source, dtype=args.dtype or "float32", seed=args.seed, **options).to(device)
     expected = "a model type, a local directory or a model on the Hub"
     config = load_config("MODEL_OR_TYPE", source, args.trust_remote_code, expected)
-    options = {"attn_implementation": args.attn} if args.attn else {}
     options |= {"dtype": args.dtype or "auto", "trust_remote_code": args.trust_remote_code}
     return load_weights("MODEL_OR_TYPE", source, auto_class(config), **options).to(device)
