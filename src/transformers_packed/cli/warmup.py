@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..errors import input_error
+    from ..models.sizes import take_few_layers
     from ..training.warm_up import compiles_kernels, warm_up
     from .finetune import check_float8, check_peft, computes_in_bfloat16, supported_config, untrained_model
 
@@ -61,14 +62,6 @@ def run(args: argparse.Namespace) -> int:
     found = warm_up(model, args.max_length, max_documents=args.max_documents, loss=loss)
     print_kernels(found)
     return 0
-
-
-def take_few_layers(config: Any, float8: bool) -> None:
-    """Change a configuration to few layers: kernels depend on the kinds of layers, not on their number."""
-    kinds = list(dict.fromkeys(config.layer_types))
-    # The first layer may have no gradient of its input. In float8, the first and the last layer keep their dtype.
-    config.layer_types = [*kinds, *kinds, kinds[0]] if float8 else [*kinds, kinds[0]]
-    config.num_hidden_layers = len(config.layer_types)
 
 
 def print_kernels(found: list[Any]) -> None:

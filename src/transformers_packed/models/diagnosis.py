@@ -23,6 +23,7 @@ from .family import Mixers, Own, Refused, Unpacked
 from .padding import why_padded
 from .registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
 from .releases import builds, supports_flash_attention
+from .sizes import sizes_for_ops
 from .verdict import judge, text_config
 
 
@@ -228,13 +229,10 @@ def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> I
 
 def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dtype, attention: str) -> Ops:
     """Return the ops of one of our models, with one implementation of attention."""
-    config = None if model is None else text_config(model)
-    size = lambda name, default: getattr(config, name, None) or default  # noqa: E731
-    experts = size("hidden_size", 2048), size("moe_intermediate_size", 512)
-    sizes = size("linear_key_head_dim", 128), size("head_dim", 256), size("linear_value_head_dim", 128), experts
-    planned = availability(device, dtype, *sizes)
+    sizes = {} if model is None else sizes_for_ops(text_config(model))
+    planned = availability(device, dtype, **sizes)
     found = {op: planned[op] for op in planned if not op.startswith("attention ")}
-    if config is not None and not getattr(config, "num_experts", None):
+    if model is not None and "expert_sizes" not in sizes:
         del found["experts"]
     op = f"attention {attention}"
     if op not in planned and is_flash_attention_requested(requested_attention_implementation=attention):

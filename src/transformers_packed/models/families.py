@@ -7,12 +7,14 @@ from typing import overload
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
+from ..errors import input_error
 from .family import Family, Isolated, Mixer, Mixers, Refused, Unpacked
 from .qwen3_5.family import QWEN3_5
 from .qwen3_5_moe.family import QWEN3_5_MOE
 from .qwen3_next.family import QWEN3_NEXT
+from .sizes import Sizes
 
 
 # Suffixes of the names of classes whose loss is over tokens.
@@ -176,6 +178,24 @@ def stock_family(cls: type) -> Family | None:
     parts = cls.__module__.split(".")
     is_stock = parts[:2] == ["transformers", "models"] and parts[-1].startswith("modeling_")
     return family_named(parts[-2]) if is_stock else None
+
+
+def sizes_of(config: PreTrainedConfig, fix: str = "") -> Sizes:
+    """Return the sizes of a model's text part.
+
+    Raises:
+        `ValueError`: the model is of another family than those whose sizes are known. The message ends with `fix`.
+    """
+    text = config.get_text_config()
+    sizes = family_of(text).sizes
+    if sizes is None:
+        raise input_error(f"the configuration of a {TITLES} model", text.model_type, fix)
+    return sizes(text)
+
+
+def default_config() -> PreTrainedConfig:
+    """Return Transformers' default configuration of Qwen3.5, roughly the 9B model, for plans without a model."""
+    return CONFIG_MAPPING["qwen3_5_text"]()
 
 
 def families_of(model: torch.nn.Module, *apart: type) -> set[Family]:

@@ -1,7 +1,11 @@
 """`Family`, one record per model family: what anyone may ask about it. `families.py` has the records and finds them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from .sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Family:
             The names of linear layers whose errors grow along a document, so they stay in full precision.
         takes_images (`bool`, *optional*, defaults to `False`):
             Whether packed rows of its vision-language models may hold images.
+        sizes (`Callable`, *optional*):
+            Reads the sizes of a text configuration, for families whose cost, memory and parts of rows are known.
     """
 
     name: str
@@ -112,6 +118,7 @@ class Family:
     experts: str = ""
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
+    sizes: Callable[[PreTrainedConfig], Sizes] | None = None
 
     @property
     def stock(self) -> str:

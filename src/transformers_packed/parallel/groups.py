@@ -63,9 +63,9 @@ class SequenceParallel:
         self.gated_delta_rule = gated_delta_rule
         self.attention = attention
 
-    def check_config(self, config) -> None:
-        """Raise a `ValueError` if a model with this configuration does not support these methods."""
-        check_methods(config.get_text_config(), self.size, self.gated_delta_rule, self.attention)
+    def check_heads(self, heads: tuple[int, int], linear_heads: tuple[int, int]) -> None:
+        """Raise a `ValueError` if a model with these heads does not support these methods."""
+        check_methods(self.size, self.gated_delta_rule, self.attention, heads, linear_heads)
 
 
 def attention_method(size: int, heads: int, kv_heads: int, wanted: str | None, gather_is_even: bool) -> str:
@@ -88,23 +88,22 @@ def fits_heads(size: int, heads: int, kv_heads: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def check_methods(config, size: int, gated_delta_rule: str, attention: str | None) -> None:
-    """Raise a `ValueError` if `size` processes cannot compute a text model of this configuration by these methods."""
+def check_methods(
+    size: int, gated_delta_rule: str, attention: str | None, heads: tuple[int, int], linear_heads: tuple[int, int]
+) -> None:
+    """Raise a `ValueError` if `size` processes cannot compute a model by these methods.
+
+    `heads` are those of queries and keys in attention, `linear_heads` those of keys and values in the gated delta rule.
+    """
     _check_names(gated_delta_rule, attention)
-    unknown = set(getattr(config, "layer_types", None) or ["?"]) - {"linear_attention", "full_attention"}
-    if unknown or not hasattr(config, "linear_num_key_heads"):
-        expected = "a model of gated delta rule and full attention layers (Qwen3-Next, Qwen3.5, Qwen3.5-MoE)"
-        raise input_error(expected, config.model_type, "Train this model without sequence parallelism.")
-    heads, kv_heads = config.linear_num_key_heads, config.linear_num_value_heads
-    if gated_delta_rule == "heads" and (heads % size or kv_heads % size):
+    if gated_delta_rule == "heads" and any(number % size for number in linear_heads):
         expected = f'numbers of linear key and value heads that are multiples of {size} for "heads"'
-        raise input_error(expected, f"{heads} and {kv_heads}", 'Use gated_delta_rule="state".')
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if attention == "heads" and not fits_heads(size, heads, kv_heads):
+        raise input_error(expected, "{} and {}".format(*linear_heads), 'Use gated_delta_rule="state".')
+    if attention == "heads" and not fits_heads(size, *heads):
         expected = (
             f"attention heads divisible by {size}, and key and value heads that divide {size} or are divisible by it"
         )
-        raise input_error(expected, f"{heads} and {kv_heads}", 'Use attention="gather".')
+        raise input_error(expected, "{} and {}".format(*heads), 'Use attention="gather".')
 
 
 def _check_names(gated_delta_rule: str, attention: str | None) -> None:

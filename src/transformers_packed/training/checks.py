@@ -27,6 +27,7 @@ from ..models.families import LANGUAGE_MODELS, TITLES, families_of, family_of
 from ..models.family import PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, transformers_model
 from ..models.releases import has_images
+from ..models.sizes import sizes_for_ops
 from ..models.verdict import (
     SEPARATE,
     cache_setting,
@@ -183,8 +184,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     if families_of(model, Unpacked):
         return "running the model on each document alone", None
     attention = config._attn_implementation
-    delta, heads = getattr(config, "linear_key_head_dim", None) or 128, getattr(config, "head_dim", None) or 128
-    planned = availability(trainer.args.device, _compute_dtype(trainer), delta, heads)
+    planned = availability(trainer.args.device, _compute_dtype(trainer), **sizes_for_ops(config))
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     unknown = None, [(attention, "is not known to keep packed rows apart")]
     name, refused = (attention, []) if flash else planned.get(f"attention {attention}", unknown)

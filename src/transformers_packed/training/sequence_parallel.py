@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
+from ..models.families import sizes_of
 from ..models.registry import transformers_model
 from ..models.releases import is_rebalancing
 from ..parallel import RowShard, SequenceParallel, shard_batch
@@ -44,13 +45,14 @@ class SequenceParallelMixin:
         """
         check_sequence_parallel(self)
         self.sequence_parallel = SequenceParallel(size, device_type=self.args.device.type, **methods)
-        self.sequence_parallel.check_config(transformers_model(self.model).config)
+        sizes = sizes_of(transformers_model(self.model).config, "Train this model without sequence parallelism.")
+        self.sequence_parallel.check_heads(sizes.heads, sizes.linear_heads)
 
     def cut_rows(self: Trainer) -> None:
         """Cut the rows of all dataloaders from now on; to be called when the collator is the one of packed rows."""
         parallel = self.sequence_parallel
         config = transformers_model(self.model).config
-        window = config.get_text_config().linear_conv_kernel_dim
+        window = sizes_of(config).delta_rule.window
         if self.data_collator.config is None and hasattr(config, "vision_config"):
             # Image positions can only be computed on the whole row.
             self.data_collator.config = config

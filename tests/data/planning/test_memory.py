@@ -28,11 +28,11 @@ from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.data.planning.memory import (
     Parameters,
     exchanges,
-    layer_memory,
-    loss_memory,
     plan_sequence_parallel,
     step_memory,
 )
+from transformers_packed.models.families import sizes_of
+from transformers_packed.models.memory import layer_memory, loss_memory
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers_packed.parallel import SequenceParallel, shard_batch
@@ -135,10 +135,11 @@ def expected_peak(model, row_length, size, checkpointing, lora_rank):
     """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
     config = Qwen3_5TextConfig(**SIZES[model])
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
-    need = step_memory(config, parameters, row_length, size, 1, 2, checkpointing, None, lora_rank)
-    layer = [layer_memory(config, n, row_length, size, None, lora_rank) for n in range(layers)]
+    sizes = sizes_of(config)
+    need = step_memory(sizes, parameters, row_length, size, 1, 2, checkpointing, None, lora_rank)
+    layer = [layer_memory(sizes, one, row_length, size, None, lora_rank) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
-    peaks, given = [need.saved + loss_memory(config, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
+    peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
     for number in range(layers):
         # Gradients of the root and of the layers after this one.
         gradients = 2 * (parameters.root + (layers - 1 - number) * (parameters.total - parameters.root) / layers)
@@ -195,12 +196,12 @@ class FormulaeTest(unittest.TestCase):
             )
         self.assertEqual(4 * Parameters.of(config).adapters, model.get_nb_trainable_parameters()[0])
         # The first matrices of a layer's adapters have as many outputs per token as the layer saves.
-        text = config.get_text_config()
-        for number in range(len(text.layer_types)):
+        sizes = sizes_of(config)
+        for number, layer in enumerate(sizes.layers):
             adapters = sum(
                 "lora_A" in n and f"layers.{number}." in n for n, _ in model.named_parameters() if "visual" not in n
             )
-            with_them, without = (layer_memory(text, number, 64, 1, None, rank)[0] for rank in (4, 0))
+            with_them, without = (layer_memory(sizes, layer, 64, 1, None, rank)[0] for rank in (4, 0))
             self.assertEqual(with_them - without, 2 * 64 * 4 * adapters)
 
     def test_the_page_has_these_figures(self):
@@ -208,7 +209,7 @@ class FormulaeTest(unittest.TestCase):
         config = Qwen3_5TextConfig()
         parameters = Parameters.of(config)
         for gpus in (8, 64, 512):
-            need = step_memory(config, parameters, 2**18, 8, gpus, 2, True)
+            need = step_memory(sizes_of(config), parameters, 2**18, 8, gpus, 2, True)
             sharded, weights = need.weights + need.gradients + need.moments, 2 * parameters.total * (1 - 1 / gpus)
             row = f"{gpus} | {gpus // 8} | {sharded / GIB:.1f} GiB | {need.total / GIB:.1f} GiB | {weights / MIB:,.0f} MiB"
             self.assertIn(f"| {row} |", page)
@@ -263,7 +264,8 @@ class PlanTest(unittest.TestCase):
             lora.summary(), r"4.21 B parameters and 32 M in adapters, rows .*\n.*gradients 0.1 GiB, AdamW 0.1"
         )
         # Short inputs of layers stay.
-        short = [step_memory(config, whole.parameters, 2**10, 1, 1, 2, False, None, rank).saved for rank in (0, 16)]
+        given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, False, None
+        short = [step_memory(*given, rank).saved for rank in (0, 16)]
         self.assertGreater(short[1], short[0])
 
     @parameterized.expand(

@@ -2,20 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from transformers import PreTrainedConfig
 
 from ...boundaries import CHUNK_SIZE
 from ...errors import input_error
+from ...models.families import default_config, sizes_of
+from ...models.sizes import Attention, DeltaRule, Experts
 
-
-_NEEDED = (
-    *("layer_types", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
 
 # The time of an operation of scores and values over that of another one, in forward and backward of the 0.8B shape on an
 # H200 (benchmarks/row_cost.py).
@@ -61,7 +57,7 @@ class PackingCost:
             raise input_error("finite coefficients, linear above 0 and the others at least 0", self)
 
     @classmethod
-    def from_config(cls, config: Any, quadratic_weight: float = _QUADRATIC_WEIGHT) -> "PackingCost":
+    def from_config(cls, config: PreTrainedConfig, quadratic_weight: float = _QUADRATIC_WEIGHT) -> "PackingCost":
         """Count the operations of a forward pass of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model.
 
         Each multiply-add counts as two operations. The count covers every projection, the convolution, the chunked
@@ -77,34 +73,16 @@ class PackingCost:
         Raises:
             `ValueError`: the configuration is not that of a hybrid with gated delta rule and full attention.
         """
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        missing = [name for name in _NEEDED if getattr(config, name, None) is None]
-        if missing:
-            got = f"{type(config).__name__} without {', '.join(missing)}"
-            fix = "Pass the coefficients instead: PackingCost(linear=..., quadratic=...)."
-            raise input_error("the configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model", got, fix)
-        hidden, head_dim = config.hidden_size, config.head_dim
-        query = config.num_attention_heads * head_dim
-        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = config.linear_num_key_heads * key_dim, config.linear_num_value_heads * value_dim
-
-        # q, k, v, z, the two gates, and the output; the convolution runs over q, k and v.
-        mixer = 2 * hidden * (2 * keys + 2 * values + 2 * config.linear_num_value_heads) + 2 * values * hidden
-        mixer += 2 * config.linear_conv_kernel_dim * (2 * keys + values)
-        # Within a chunk: key and query products, the triangular inverse and its two products, and the output. The
-        # state is read twice and written once.
-        within = CHUNK_SIZE * (3 * key_dim + 2 * value_dim) + CHUNK_SIZE**2 / 3
-        core = 2 * config.linear_num_value_heads * (within + 3 * key_dim * value_dim)
-        # The query projection also computes the output gate.
-        attention = 2 * hidden * (2 * query + 2 * config.num_key_value_heads * head_dim) + 2 * query * hidden
-
-        linear = chunked = quadratic = 0.0
-        for index, kind in enumerate(config.layer_types):
-            linear += _feed_forward(config, index) + (mixer if kind == "linear_attention" else attention)
-            chunked += core if kind == "linear_attention" else 0
-            # Scores and their product with the values, over half of the square because of the causal mask.
-            quadratic += quadratic_weight * 2 * query if kind == "full_attention" else 0
-        return cls(linear=linear + 2.0 * hidden * config.vocab_size, quadratic=quadratic, chunked=chunked)
+        sizes = sizes_of(config, "Pass the coefficients instead: PackingCost(linear=..., quadratic=...).")
+        linear, chunked, quadratic = 2.0 * sizes.hidden * sizes.vocabulary, 0.0, 0.0
+        for layer in sizes.layers:
+            linear += _feed_forward(layer.mlp, sizes.hidden) + _projections(layer.mixer, sizes.hidden)
+            if isinstance(layer.mixer, DeltaRule):
+                chunked += _delta_rule(layer.mixer)
+            else:
+                # Scores and their product with the values, over half of the square because of the causal mask.
+                quadratic += quadratic_weight * 2 * layer.mixer.heads * layer.mixer.dim
+        return cls(linear=linear, quadratic=quadratic, chunked=chunked)
 
     def documents(self, lengths: ArrayLike) -> np.ndarray:
         """The cost of each document as float64, for an array of lengths in tokens of any shape."""
@@ -115,21 +93,31 @@ class PackingCost:
 
 @cache
 def default_cost() -> PackingCost:
-    """The cost of Transformers' default `Qwen3_5TextConfig`, roughly the 9B model."""
-    from transformers import Qwen3_5TextConfig
-
-    return PackingCost.from_config(Qwen3_5TextConfig())
+    """The cost of Transformers' default configuration of Qwen3.5, roughly the 9B model."""
+    return PackingCost.from_config(default_config())
 
 
-def has_experts(config: Any, layer: int) -> bool:
-    """Whether a layer of a text model has a mixture of experts instead of an MLP."""
-    sparse = getattr(config, "num_experts", None) and layer not in (getattr(config, "mlp_only_layers", None) or ())
-    return bool(sparse) and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+def _projections(mixer: Attention | DeltaRule, hidden: int) -> float:
+    """Operations per token outside of attention and delta rule themselves."""
+    if isinstance(mixer, Attention):
+        # The query projection also computes the output gate.
+        queries, keys = mixer.heads * mixer.dim, mixer.kv_heads * mixer.dim
+        return 2 * hidden * (2 * queries + 2 * keys) + 2 * queries * hidden
+    # q, k, v, z, the two gates, and the output; the convolution runs over q, k and v.
+    projected = 2 * hidden * (2 * mixer.keys + 2 * mixer.values + 2 * mixer.heads) + 2 * mixer.values * hidden
+    return projected + 2 * mixer.window * (2 * mixer.keys + mixer.values)
 
 
-def _feed_forward(config: Any, layer: int) -> float:
+def _delta_rule(rule: DeltaRule) -> float:
+    """Operations per token of the chunked gated delta rule."""
+    # Within a chunk: key and query products, the triangular inverse and its two products, and the output. The state is
+    # read twice and written once.
+    within = CHUNK_SIZE * (3 * rule.key_dim + 2 * rule.value_dim) + CHUNK_SIZE**2 / 3
+    return 2 * rule.heads * (within + 3 * rule.key_dim * rule.value_dim)
+
+
+def _feed_forward(mlp: int | Experts, hidden: int) -> float:
     """Operations per token of the layer's MLP, or of its router, shared expert and selected experts."""
-    if has_experts(config, layer):
-        width = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_expert_intermediate_size
-        return 6.0 * config.hidden_size * width + 2.0 * config.hidden_size * (config.num_experts + 1)
-    return 6.0 * config.hidden_size * config.intermediate_size
+    if isinstance(mlp, int):
+        return 6.0 * hidden * mlp
+    return 6.0 * hidden * (mlp.chosen * mlp.width + mlp.shared) + 2.0 * hidden * (mlp.number + 1)

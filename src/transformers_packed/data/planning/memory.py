@@ -9,17 +9,14 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from ...boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
 from ...errors import input_error
-from ...ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
-from ...ops.recipes import WORTH_RECOMPUTING
-from ...parallel.groups import attention_method, check_methods
-from .cost import has_experts
+from ...models.families import sizes_of
+from ...models.memory import FULL, HALF, layer_memory, loss_memory, way_of_attention
+from ...models.sizes import Experts, Sizes
+from ...parallel.groups import check_methods
 
 
 _GIB, _MIB = 2**30, 2**20
-# Bytes per value.
-_HALF, _FULL = 2, 4
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
 
@@ -169,7 +166,7 @@ class SequenceParallelPlan:
             lines.append(f"Smallest P {name} gradient checkpointing: {verdict}")
         lines.append("")
         if self.size > 1:
-            attention = _attention_method(self.config.get_text_config(), self.size, self.methods["attention"])
+            attention = way_of_attention(sizes_of(self.config).attention, self.size, self.methods["attention"])
             lines.append(
                 f'Each GPU receives per row with P = {self.size}, gated_delta_rule="{self.methods["gated_delta_rule"]}" '
                 f'and attention="{attention}":'
@@ -182,11 +179,11 @@ class SequenceParallelPlan:
             lines.append(
                 f"  Total: {total} MiB in forward, the same in backward, and once more with gradient checkpointing"
             )
-        gathered = _mib(self.parameters.total * _HALF * (1 - 1 / self.gpus))
+        gathered = _mib(self.parameters.total * HALF * (1 - 1 / self.gpus))
         trained = self.lora_rank * self.parameters.adapters or self.parameters.total
         lines.append(
             f"FSDP2 transfers per GPU: {gathered} MiB of weights in forward, the same in backward, and "
-            f"{_mib(trained * _HALF * (1 - 1 / self.gpus))} MiB of gradients"
+            f"{_mib(trained * HALF * (1 - 1 / self.gpus))} MiB of gradients"
         )
         return "\n".join(lines)
 
@@ -242,7 +239,7 @@ def plan_sequence_parallel(
 
     ```
     """
-    widths = {"bfloat16": _HALF, "float32": _FULL}
+    widths = {"bfloat16": HALF, "float32": FULL}
     if weights not in widths:
         raise input_error('weights "bfloat16" or "float32"', repr(weights))
     for name, value in (("row_length", row_length), ("gpus", gpus), ("memory", memory)):
@@ -250,42 +247,62 @@ def plan_sequence_parallel(
             raise input_error(f"{name} above 0", value)
     if lora_rank < 0:
         raise input_error("lora_rank of at least 0", lora_rank)
-    text, parameters = config.get_text_config(), None
+    sizes = sizes_of(config, "Train this model without sequence parallelism.")
     # Releases of PEFT differ in whether its adapters of "all-linear" are on experts too.
-    if lora_rank and any(has_experts(text, number) for number in range(len(getattr(text, "layer_types", ())))):
+    if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
         raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
-    options, reason = {}, None
-    for size in (size for size in range(1, gpus + 1) if gpus % size == 0):
+    # Each part must cover the receptive field of the convolution.
+    shares = [
+        p for p in range(1, gpus + 1) if gpus % p == 0 and (p == 1 or row_length >= p * (sizes.delta_rule.window - 1))
+    ]
+    shares, unfit = _shares_that_fit_heads(shares, sizes, gated_delta_rule, attention)
+    parameters = Parameters.of(config)
+    options = {}
+    for size in shares:
+        given = (sizes, parameters, row_length, size, gpus, widths[weights])
+        options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
+    needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
+    methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
+    plan = SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods, lora_rank)
+    if needed == (None, None):
+        raise _nothing_fits(plan, unfit)
+    return plan
+
+
+def _shares_that_fit_heads(
+    shares: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
+) -> tuple[list[int], ValueError | None]:
+    """Return the numbers of processes that can compute the layers by these methods, and the first error of the others."""
+    fitting, unfit = [], None
+    for size in shares:
         try:
-            check_methods(text, size, gated_delta_rule, attention)
+            check_methods(size, gated_delta_rule, attention, sizes.heads, sizes.linear_heads)
         except ValueError as error:
+            # One process can, unless there is no such method.
             if size == 1:
                 raise
-            reason = reason or error
-            continue
-        # Each part must cover the receptive field of the convolution.
-        if size == 1 or row_length >= size * (text.linear_conv_kernel_dim - 1):
-            parameters = parameters or Parameters.of(config)
-            given = (config, parameters, row_length, size, gpus, widths[weights])
-            options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
-    needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
-    if needed == (None, None):
-        least = min((pair[1] for pair in options.values()), key=lambda need: need.total)
-        sharded = least.weights + least.gradients + least.moments
-        raise input_error(
-            f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {row_length:,} tokens and "
-            f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, lora_rank)} on {gpus:,} GPUs "
-            f"({_gib(sharded)} for weights, gradients "
-            f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
-            f"{memory:g}",
-            f"Use more GPUs or shorter rows{'.' if reason is None else f'; a larger P does not fit the heads. {reason}'}",
-        )
-    methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    return SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods, lora_rank)
+            unfit = unfit or error
+        else:
+            fitting.append(size)
+    return fitting, unfit
+
+
+def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> ValueError:
+    """Create the error for a plan without an option that fits. `unfit` is why a number of processes is no option."""
+    parameters, least = plan.parameters, min((pair[1] for pair in plan.options.values()), key=lambda need: need.total)
+    sharded = least.weights + least.gradients + least.moments
+    return input_error(
+        f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.row_length:,} tokens and "
+        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora_rank)} on {plan.gpus:,} GPUs "
+        f"({_gib(sharded)} for weights, gradients "
+        f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
+        f"{plan.memory:g}",
+        f"Use more GPUs or shorter rows{'.' if unfit is None else f'; a larger P does not fit the heads. {unfit}'}",
+    )
 
 
 def step_memory(
-    config: PreTrainedConfig,
+    sizes: Sizes,
     parameters: Parameters,
     row_length: int,
     size: int,
@@ -299,14 +316,12 @@ def step_memory(
 
     `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
     """
-    text = config.get_text_config()
     tokens = -(-row_length // size)
-    numbers = range(len(text.layer_types))
-    layers = [layer_memory(text, number, row_length, size, attention, lora_rank) for number in numbers]
+    layers = [layer_memory(sizes, layer, row_length, size, attention, lora_rank) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
-    given = _HALF * tokens * text.hidden_size
+    given = HALF * tokens * sizes.hidden
     layer = max(kept - given + made if checkpointing else made for kept, made in layers)
-    weights, adapters = width * parameters.total / gpus, _FULL * lora_rank * parameters.adapters / gpus
+    weights, adapters = width * parameters.total / gpus, FULL * lora_rank * parameters.adapters / gpus
     trained = adapters or weights
     gathered = parameters.root + 2 * parameters.layer
     if not lora_rank:
@@ -315,87 +330,14 @@ def step_memory(
         weights=weights + adapters,
         gradients=trained,
         moments=2 * trained,
-        gathered=_HALF * gathered if gpus > 1 else 0,
+        gathered=HALF * gathered if gpus > 1 else 0,
         saved=len(layers) * given if checkpointing else sum(kept for kept, _ in layers),
-        working=max(loss_memory(text, tokens, lora_rank > 0), layer),
+        working=max(loss_memory(sizes, tokens, lora_rank > 0), layer),
     )
-
-
-def loss_memory(text: PreTrainedConfig, tokens: int, frozen: bool = False) -> float:
-    """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained."""
-    hidden, vocabulary = text.hidden_size, text.vocab_size
-    # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
-    head = _HALF * vocabulary * min(tokens, FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE)
-    if not frozen:
-        head = max(head, _HALF * vocabulary * hidden) + _FULL * vocabulary * hidden
-    # Input and output of the norm, the hidden states with a target, and their gradients.
-    return head + _HALF * 4 * hidden * tokens
-
-
-def layer_memory(
-    text: PreTrainedConfig, number: int, row_length: int, size: int, attention: str | None, lora_rank: int = 0
-) -> tuple[float, float]:
-    """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
-    tokens, hidden, whole_row = -(-row_length // size), text.hidden_size, 0
-    if text.layer_types[number] == "linear_attention":
-        keys, values = _keys_and_values(text)
-        # Queries, keys and values before and after the convolution, z, and the output. Per head: a row of the chunk
-        # matrix, the inputs of decay and rate, the rate, and in float32 the decay, its cumulative sum in a chunk, and
-        # the scale of the norm.
-        kept = 2 * (2 * keys + values) + 2 * values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * text.linear_num_value_heads
-        # In flash-linear-attention: recomputed states and chunk outputs, and gradients, each of the size of the heads.
-        made = 13 * values
-    else:
-        query = text.num_attention_heads * text.head_dim
-        gathers = size > 1 and _attention_method(text, size, attention) == "gather"
-        # With fewer heads than processes, each process has a copy of a head.
-        key = max(text.num_key_value_heads, 1 if gathers else size) * text.head_dim
-        # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of
-        # the gate; and the output. The exchange of the output between heads adds a copy.
-        kept = 5 * query + 3 * key + (query if size > 1 and not gathers else 0)
-        whole_row = (row_length - tokens) * 2 * key if gathers else 0
-        # Gradients of the output, its gate and the inputs; keys and values per query head; queries in float32.
-        made = 7 * query + 2 * text.num_key_value_heads * text.head_dim
-    if has_experts(text, number):
-        top_k, width, shared = (
-            text.num_experts_per_tok,
-            text.moe_intermediate_size,
-            text.shared_expert_intermediate_size,
-        )
-        # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64;
-        # gate and up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and
-        # adds those of gate, up and their product.
-        mlp_kept = text.num_experts + top_k * (2 * width + 9) + 2 * shared + hidden
-        mlp_made = top_k * (3 * width + hidden) + 4 * shared
-    else:
-        mlp_kept, mlp_made = 2 * text.intermediate_size, 4 * text.intermediate_size
-    # The input of the layer, the outputs of its two norms, and the input of the second norm.
-    kept += 4 * hidden + mlp_kept
-    if lora_rank:
-        # The product of each adapter's first matrix.
-        kept += lora_rank * _linear_layers(text, number)
-        # Only adapters need the outputs of the norms, and the backward computes long ones again.
-        if tokens * hidden >= WORTH_RECOMPUTING:
-            kept, made, mlp_made = kept - 2 * hidden, made + hidden, mlp_made + hidden
-    # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
-    # activations.
-    return _HALF * (tokens * kept + whole_row), _HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
-
-
-def _linear_layers(text: PreTrainedConfig, number: int) -> int:
-    """The number of linear layers of a layer without experts."""
-    linear_attention = 5 if text.model_type.startswith("qwen3_5") else 3
-    return 3 + (linear_attention if text.layer_types[number] == "linear_attention" else 4)
 
 
 def _adapters(parameters: Parameters, lora_rank: int) -> str:
     return f" and {lora_rank * parameters.adapters / 1e6:,.0f} M in adapters" if lora_rank else ""
-
-
-def _keys_and_values(text: PreTrainedConfig) -> tuple[int, int]:
-    """The number of key values and of value values per token in the gated delta rule."""
-    keys, values = text.linear_num_key_heads, text.linear_num_value_heads
-    return keys * text.linear_key_head_dim, values * text.linear_value_head_dim
 
 
 def exchanges(
@@ -407,38 +349,34 @@ def exchanges(
     attention: str | None = None,
 ) -> list[Exchange]:
     """The data that each of `size` GPUs receives in the forward of a row, by kind of layer."""
-    text = config.get_text_config()
+    sizes = sizes_of(config)
+    heads, rule = sizes.attention, sizes.delta_rule
     tokens, others = -(-row_length // size), size - 1
-    linear, full = (text.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
-    keys, values = _keys_and_values(text)
-    heads, key_dim = text.linear_num_value_heads, text.linear_key_head_dim
+    full = sum(layer.mixer is heads for layer in sizes.layers)
+    linear = len(sizes.layers) - full
     # A tensor that is cut over heads instead of tokens: all but 1/P of this GPU's share comes from other GPUs.
     swapped = tokens * others / size
-    halo = others * (text.linear_conv_kernel_dim - 1) * (2 * keys + values) * _HALF
+    halo = others * (rule.window - 1) * (2 * rule.keys + rule.values) * HALF
     if gated_delta_rule == "state":
-        rule = "states in float32", others * heads * key_dim * (text.linear_value_head_dim + key_dim) * _FULL
+        states = "states in float32", others * rule.heads * rule.key_dim * (rule.value_dim + rule.key_dim) * FULL
     else:
-        rule = "all-to-all over heads", swapped * (_HALF * (2 * keys + 2 * values + heads) + _FULL * heads)
-    if _attention_method(text, size, attention) == "gather":
-        looked = "all keys and values", others * tokens * 2 * text.num_key_value_heads * text.head_dim * _HALF
+        moved = HALF * (2 * rule.keys + 2 * rule.values + rule.heads) + FULL * rule.heads
+        states = "all-to-all over heads", swapped * moved
+    if way_of_attention(heads, size, attention) == "gather":
+        looked = "all keys and values", others * tokens * 2 * heads.kv_heads * heads.dim * HALF
     else:
-        shared = text.num_attention_heads + max(text.num_key_value_heads, size)
-        looked = "all-to-all over heads", swapped * 2 * shared * text.head_dim * _HALF
+        shared = heads.heads + max(heads.kv_heads, size)
+        looked = "all-to-all over heads", swapped * 2 * shared * heads.dim * HALF
     found = [
         Exchange(linear, "convolution: preceding tokens", halo),
-        Exchange(linear, f"gated delta rule: {rule[0]}", rule[1]),
+        Exchange(linear, f"gated delta rule: {states[0]}", states[1]),
         Exchange(full, f"attention: {looked[0]}", looked[1]),
     ]
-    if getattr(text, "output_router_logits", False):
-        sparse = sum(has_experts(text, number) for number in range(len(text.layer_types)))
-        logits = others * tokens * text.num_experts * _HALF
-        found.append(Exchange(sparse, "experts: router logits for the auxiliary loss", logits))
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        mixtures = [layer.mlp for layer in sizes.layers if isinstance(layer.mlp, Experts)]
+        logits = others * tokens * mixtures[0].number * HALF if mixtures else 0
+        found.append(Exchange(len(mixtures), "experts: router logits for the auxiliary loss", logits))
     return found
-
-
-def _attention_method(text: PreTrainedConfig, size: int, attention: str | None) -> str:
-    # Assume rows of short documents on GPUs.
-    return attention_method(size, text.num_attention_heads, text.num_key_value_heads, attention, True)
 
 
 def _count(module: torch.nn.Module) -> int:

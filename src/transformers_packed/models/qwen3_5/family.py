@@ -1,6 +1,9 @@
 """The record of Qwen3.5."""
 
+from functools import partial
+
 from ..family import Family, Own
+from ..sizes import hybrid_sizes
 
 
 QWEN3_5 = Family(
@@ -38,4 +41,5 @@ QWEN3_5 = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("in_proj_a", "in_proj_b"),
     takes_images=True,
+    sizes=partial(hybrid_sizes, linear_layers=5),
 )

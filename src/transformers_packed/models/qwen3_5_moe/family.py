@@ -1,6 +1,9 @@
 """The record of Qwen3.5-MoE."""
 
+from functools import partial
+
 from ..family import Family, Own
+from ..sizes import hybrid_sizes
 
 
 QWEN3_5_MOE = Family(
@@ -24,4 +27,5 @@ QWEN3_5_MOE = Family(
     # Those of Qwen3.5, and the gate of the shared expert.
     sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),
     takes_images=True,
+    sizes=partial(hybrid_sizes, linear_layers=5),
 )

@@ -1,6 +1,9 @@
 """The record of Qwen3-Next."""
 
+from functools import partial
+
 from ..family import Family, Own
+from ..sizes import hybrid_sizes
 
 
 QWEN3_NEXT = Family(
@@ -26,4 +29,5 @@ QWEN3_NEXT = Family(
     experts="Qwen3NextExperts",
     # The projection to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_ba", "shared_expert_gate"),
+    sizes=partial(hybrid_sizes, linear_layers=3),
 )

@@ -29,7 +29,7 @@ class ExpertLoad:
         spread = getattr(model, "hf_device_map", None)
         groups = {}
         for router in routers:
-            key = router.weight.device if spread else device, router.num_experts, router.top_k
+            key = router.weight.device if spread else device, len(router.weight), router.top_k
             groups.setdefault(key, []).append(router)
         self._model, self._routers, self._blocks, self._totals = model, routers, {}, []
         # Graphs contain the addresses of the tensors, so those of an earlier instance are used again.

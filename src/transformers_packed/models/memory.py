@@ -1,0 +1,89 @@
+"""The memory of a text model's loss and layers in training, as functions of its sizes.
+
+docs/explained/memory.md has the formulas and compares them with measurements. Bytes are per GPU, and the computation is
+in bfloat16.
+"""
+
+from ..boundaries import CHUNK_SIZE as RULE_CHUNK_SIZE
+from ..ops.cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE
+from ..ops.recipes import WORTH_RECOMPUTING
+from ..parallel.groups import attention_method
+from .sizes import Attention, DeltaRule, Experts, Layer, Sizes
+
+
+# Bytes per value.
+HALF, FULL = 2, 4
+
+
+def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False) -> float:
+    """Peak bytes of the loss computation, including the final norm. `frozen` says that the head is not trained."""
+    hidden, vocabulary = sizes.hidden, sizes.vocabulary
+    # A chunk's logits. A trained head has its float32 gradient beside them and, later, that gradient in bfloat16.
+    head = HALF * vocabulary * min(tokens, FROZEN_CHUNK_SIZE if frozen else CHUNK_SIZE)
+    if not frozen:
+        head = max(head, HALF * vocabulary * hidden) + FULL * vocabulary * hidden
+    # Input and output of the norm, the hidden states with a target, and their gradients.
+    return head + HALF * 4 * hidden * tokens
+
+
+def layer_memory(
+    sizes: Sizes, layer: Layer, row_length: int, size: int, attention: str | None, lora_rank: int = 0
+) -> tuple[float, float]:
+    """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
+    tokens, hidden, whole_row = -(-row_length // size), sizes.hidden, 0
+    if isinstance(layer.mixer, DeltaRule):
+        kept, made = _of_delta_rule(layer.mixer)
+    else:
+        gathers = size > 1 and way_of_attention(layer.mixer, size, attention) == "gather"
+        kept, made = _of_attention(layer.mixer, size, gathers)
+        whole_row = (row_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
+    mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden)
+    # The input of the layer, the outputs of its two norms, and the input of the second norm.
+    kept += 4 * hidden + mlp_kept
+    if lora_rank:
+        # The product of each adapter's first matrix: those of the mixer, and of gate, up and down.
+        kept += lora_rank * (layer.mixer.linear_layers + 3)
+        # Only adapters need the outputs of the norms, and the backward computes long ones again.
+        if tokens * hidden >= WORTH_RECOMPUTING:
+            kept, made, mlp_made = kept - 2 * hidden, made + hidden, mlp_made + hidden
+    # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
+    # activations.
+    return HALF * (tokens * kept + whole_row), HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
+
+
+def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:
+    """Values per token that a gated delta rule keeps, and makes in backward."""
+    # Queries, keys and values before and after the convolution, z, and the output. Per head: a row of the chunk matrix,
+    # the inputs of decay and rate, the rate, and in float32 the decay, its cumulative sum in a chunk, and the scale of the
+    # norm.
+    kept = 2 * (2 * rule.keys + rule.values) + 2 * rule.values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * rule.heads
+    # In flash-linear-attention: recomputed states and chunk outputs, and gradients, each of the size of the heads.
+    return kept, 13 * rule.values
+
+
+def _of_attention(attention: Attention, size: int, gathers: bool) -> tuple[int, int]:
+    """Values per token that an attention layer keeps, and makes in backward."""
+    query = attention.heads * attention.dim
+    # With fewer heads than processes, each process has a copy of a head.
+    key = max(attention.kv_heads, 1 if gathers else size) * attention.dim
+    # Queries, their gate, keys and values after projection; queries and keys after norm and rotation; a copy of the gate;
+    # and the output. The exchange of the output between heads adds a copy.
+    kept = 5 * query + 3 * key + (query if size > 1 and not gathers else 0)
+    # Gradients of the output, its gate and the inputs; keys and values per query head; queries in float32.
+    return kept, 7 * query + 2 * attention.kv_heads * attention.dim
+
+
+def _of_mlp(mlp: int | Experts, hidden: int) -> tuple[int, int]:
+    """Values per token that an MLP or a mixture keeps, and makes in backward."""
+    if isinstance(mlp, int):
+        return 2 * mlp, 4 * mlp
+    # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64; gate and
+    # up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and adds those of gate,
+    # up and their product.
+    kept = mlp.number + mlp.chosen * (2 * mlp.width + 9) + 2 * mlp.shared + hidden
+    return kept, mlp.chosen * (3 * mlp.width + hidden) + 4 * mlp.shared
+
+
+def way_of_attention(layer: Attention, size: int, wanted: str | None) -> str:
+    """Return how `size` GPUs share an attention layer, for rows of short documents."""
+    return attention_method(size, layer.heads, layer.kv_heads, wanted, True)
