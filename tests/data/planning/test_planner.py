@@ -359,7 +359,11 @@ class ErrorsTest(unittest.TestCase):
             ("another side", {"truncation_side": "middle"}, "truncation_side"),
             ("fewer samples than ranks", {"lengths": [3, 3], "world_size": 4}, "at least 4 documents"),
             ("full rows that do not add up", {"lengths": [10] * 5, "world_size": 4}, "Remove 1 samples"),
-            ("a model without a gated delta rule", {"balance": LlamaConfig()}, "the configuration of a Qwen3-Next, .* model, got llama"),
+            (
+                "a model without a gated delta rule",
+                {"balance": LlamaConfig()},
+                "the configuration of a Qwen3-Next, .* model, got llama",
+            ),
         ]
     )
     def test_plan_packing(self, _, arguments, message):
