@@ -17,8 +17,7 @@ from scripts.trainer_arms import TINY
 from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, ViTConfig
 
 from transformers_packed import SequenceBoundaries
-from transformers_packed.cli import env, main
-from transformers_packed.models import diagnosis
+from transformers_packed.cli import diagnosis, env, main
 from transformers_packed.ops import example
 from transformers_packed.ops.backends import fla, flash_qla, triton
 from transformers_packed.ops.dispatch import Implementation, always

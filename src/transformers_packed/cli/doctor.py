@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers.utils import logging
 
-    from ..models.diagnosis import diagnose
     from .checkpoint import load_config, own_code_refused
+    from .diagnosis import diagnose
 
     logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.auto import modeling_auto
@@ -350,19 +350,7 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
 
     def run(*batches: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         outputs = forward(model, **(inputs | dict(zip(names, batches, strict=True)) | {"return_dict": True}))
-        fields, without_rows, batch = {}, [], batches[0].shape[:2]
-        for name, value in outputs.items():
-            if name == CACHE:
-                continue
-            shapes = {x.shape for x in tree_leaves(value) if x is not None}
-            if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
-                # Router outputs have one dimension for all tokens of the batch.
-                without_rows.append(name)
-                value = tree_map(lambda x: x if x is None else x.unflatten(0, batch), value)
-            elif any(shape[:2] != batch for shape in shapes):
-                expected = f"a packed row without {name}, which has no entry per token"
-                raise input_error(expected, f"shapes {[tuple(shape) for shape in shapes]}", "Use a padded batch.")
-            fields[name] = value
+        fields, without_rows = _by_row(outputs, batches[0].shape[:2])
         leaves, structure = tree_flatten(fields)
         forms.append((type(outputs), structure, without_rows))
         return tuple(leaves)
@@ -372,8 +360,26 @@ def _run_unpacked(model, forward: Callable, boundaries: SequenceBoundaries, inpu
     make, structure, without_rows = forms[0]
     fields = tree_unflatten(list(leaves), structure)
     for name in without_rows:
-        fields[name] = tree_map(lambda x: x if x is None else x[0], fields[name])
+        fields[name] = tree_map_only(torch.Tensor, lambda x: x[0], fields[name])
     return make(**fields).to_tuple() if as_tuple else make(**fields)
+
+
+def _by_row(outputs: ModelOutput, batch: torch.Size) -> tuple[dict[str, Any], list[str]]:
+    """Return the outputs but the cache, each with tensors `[B, T, ...]`, and the names of those that were `[B * T, ...]`."""
+    fields, without_rows = {}, []
+    for name, value in outputs.items():
+        if name == CACHE:
+            continue
+        shapes = {x.shape for x in tree_leaves(value) if x is not None}
+        if any(shape[:2] != batch and shape[0] == batch.numel() for shape in shapes):
+            # Router outputs have one dimension for all tokens of the batch.
+            without_rows.append(name)
+            value = tree_map_only(torch.Tensor, lambda x: x.unflatten(0, batch), value)
+        elif any(shape[:2] != batch for shape in shapes):
+            expected = f"a packed row without {name}, which has no entry per token"
+            raise input_error(expected, f"shapes {[tuple(shape) for shape in shapes]}", "Use a padded batch.")
+        fields[name] = value
+    return fields, without_rows
 
 
 def mixer_class(builtin: type, mixer: Mixer) -> type:

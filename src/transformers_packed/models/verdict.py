@@ -96,6 +96,15 @@ def judge(
         return None, f"no model of type {model.config.model_type} was audited"
     if source is None:
         return None, "the collator returns no position_ids, but every audit used them"
+    leak, doubt = _judge_by_audit(model, entry, source)
+    if leak is None and doubt is None and model_type != model.config.model_type:
+        doubt = f"its type was not audited, only {model_type}"
+    return leak, doubt
+
+
+def _judge_by_audit(model: torch.nn.Module, entry: dict, source: str) -> tuple[ValueError | None, str | None]:
+    """Return the leak that the audit of a model's type found, or the doubt whether the model has it, as [`judge`] does."""
+    name = type(model).__name__
     # A source without its own measurement has the verdict of "position_ids" and "all", which agree in that case.
     found = entry["builtin"].get(source) or entry["builtin"]["position_ids"]
     if found["verdict"] == "refused":
@@ -103,8 +112,7 @@ def judge(
             return None, f"the audit of its type failed with {found['reason']}"
         return _leak(name, entry, source, "later tokens change earlier ones"), None
     if found["verdict"] != "leaks":
-        inside = model_type != model.config.model_type
-        return None, f"its type was not audited, only {model_type}" if inside else None
+        return None, None
     path = next((path for path, module in model.named_modules() if type(module).__name__ == found["module"]), None)
     if path is None:
         return None, f"its type leaks in {found['module']}, but this model has no such module"

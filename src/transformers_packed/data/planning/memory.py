@@ -252,13 +252,12 @@ def plan_sequence_parallel(
     if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
         raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
     # Each part must cover the receptive field of the convolution.
-    shares = [
-        p for p in range(1, gpus + 1) if gpus % p == 0 and (p == 1 or row_length >= p * (sizes.delta_rule.window - 1))
-    ]
-    shares, unfit = _shares_that_fit_heads(shares, sizes, gated_delta_rule, attention)
+    most = max(1, row_length // max(1, sizes.delta_rule.window - 1))
+    divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
+    fitting, unfit = _that_fit_heads(divisors, sizes, gated_delta_rule, attention)
     parameters = Parameters.of(config)
     options = {}
-    for size in shares:
+    for size in fitting:
         given = (sizes, parameters, row_length, size, gpus, widths[weights])
         options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
     needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
@@ -269,12 +268,12 @@ def plan_sequence_parallel(
     return plan
 
 
-def _shares_that_fit_heads(
-    shares: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
+def _that_fit_heads(
+    numbers: list[int], sizes: Sizes, gated_delta_rule: str, attention: str | None
 ) -> tuple[list[int], ValueError | None]:
     """Return the numbers of processes that can compute the layers by these methods, and the first error of the others."""
     fitting, unfit = [], None
-    for size in shares:
+    for size in numbers:
         try:
             check_methods(size, gated_delta_rule, attention, sizes.heads, sizes.linear_heads)
         except ValueError as error:

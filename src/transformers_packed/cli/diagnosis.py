@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
+from ..models.families import families_of, sizes_of
+from ..models.family import Mixers, Own, Refused, Unpacked
+from ..models.padding import why_padded
+from ..models.registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
+from ..models.releases import builds, supports_flash_attention
+from ..models.sizes import sizes_for_ops
+from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows
 from ..ops.availability import availability, is_kernel
-from .families import families_of
-from .family import Mixers, Own, Refused, Unpacked
-from .padding import why_padded
-from .registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
-from .releases import builds, supports_flash_attention
-from .sizes import sizes_for_ops
-from .verdict import judge, text_config
 
 
 Ops = Mapping[str, tuple[str | None, list[tuple[str, str]]]]
@@ -251,6 +251,11 @@ def _of_ops(ops: Ops, device: torch.device) -> Iterator[Finding]:
             yield Finding("problem", f"{op}: {_reasons(refused)}.", _SDPA)
         elif device.type != "cpu" and not any(is_kernel(ops[one][0]) for one in (op, _EITHER.get(op, op))):
             slow[op] = [(found[1], reason) for _, reason in refused if (found := _COMMAND.search(reason))]
+    yield from _of_slow_ops(ops, slow)
+
+
+def _of_slow_ops(ops: Ops, slow: dict[str, list[tuple[str, str]]]) -> Iterator[Finding]:
+    """Yield the ops of `slow`, each with the commands that install a kernel and the reasons that name them."""
     counts = Counter(command for commands in slow.values() for command, _ in commands)
     grouped: dict[str, list[str]] = {}
     for op, commands in slow.items():
@@ -288,7 +293,7 @@ def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> 
     if dense and attention == "varlen_attn" and is_kernel(ops["gated_delta_rule"][0]):
         yield from _of_graphs(model)
     float8, refused = ops["linear_float8"]
-    hidden_size = _FLOAT8_HIDDEN_SIZE if model is None else text_config(model).hidden_size
+    hidden_size = _FLOAT8_HIDDEN_SIZE if model is None else sizes_of(model.config).hidden
     if float8 is None:
         yield Finding("note", f"Linear layers cannot run in FP8: {_reasons(refused)}.")
     elif hidden_size >= _FLOAT8_HIDDEN_SIZE:
