@@ -76,7 +76,7 @@ class RecordsTest(unittest.TestCase):
             ("model_type.startswith('bamba')", "bamba"),
             ("from transformers import Qwen3_5TextConfig", "Qwen3_5TextConfig"),
             ("type(module).__name__ in ('Qwen3NextExperts',)", "Qwen3NextExperts"),
-            ("'transformers.models.qwen3_next'", "qwen3_next"),
+            ("import_module('transformers.models.qwen3_next')", "qwen3_next"),
         ]
     )
     def test_would_fail_on(self, code, name):
