@@ -171,7 +171,7 @@ def _unmasked(place: str, columns: dict[str, Any], mask: Any) -> dict[str, np.nd
 
 def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """Lines of text that show the documents of a row, each with a heading."""
-    from ..data.records.samples import count_targets
+    from ..data.samples import count_targets
 
     documents = list(zip(*(array.tolist() for array in plan.row(row)), strict=True))
     tokens = sum(length for _, _, length in documents)

@@ -1,6 +1,6 @@
 """Flatten a batch of samples, or of rows of samples, into one packed row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from ..models.family import Own
 from ..models.registry import cache_warning, has_our_classes, transformers_model
 from ..models.verdict import cache_setting, complain, judge
 from ..models.vision import packed_mrope_position_ids
-from .prefixes import documents_of, prompts_of_row, with_prefixes_first
+from ..shared_prompts import SharedPrompts
+from .prefixes import documents_of, with_prefixes_first
 from .samples import (
     IGNORED_LABEL,
     PREFIX,
@@ -203,7 +204,7 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         samples = [self._sample(*part, token_columns) for part in zip(numbers, features, strict=True)]
         self._note_left_out_columns(features[0])
         document_labels = _take_document_labels(samples)
-        prompt_of = None
+        prompt_of: list[int] = []
         if any(PREFIX in sample for sample in samples):
             self._check_prefixes(features, document_labels)
             samples, prompt_of = with_prefixes_first(samples)
@@ -215,15 +216,15 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
             batch["labels"][0, -padding:] = IGNORED_LABEL
             batch["padding_tokens"] = padding
 
-        tensors = return_tensors or self.return_tensors
-        to_tensor = np.asarray if tensors == "np" else torch.as_tensor
+        to_tensor = np.asarray if (return_tensors or self.return_tensors) == "np" else torch.as_tensor
         if document_labels is not None:
             batch["labels"] = to_tensor(_labels_of_documents(document_labels, bool(padding)))
         for name in token_columns:
             column = np.concatenate([_as_array(s[name]) for s in samples[: len(samples) - bool(padding)]])
             batch[name] = to_tensor(np.pad(column, (0, padding))[None])
-        batch |= self._boundaries([len(sample["input_ids"]) for sample in samples], padding, prompt_of, tensors)
-        return self._with_vision(batch, features, [len(sample["input_ids"]) for sample in samples], tensors)
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        batch |= self._boundaries(lengths, padding, prompt_of, to_tensor)
+        return self._with_vision(batch, features, lengths, to_tensor)
 
     def _add_padding(self, samples: list[dict[str, Any]]) -> int:
         """Add the padding at the end of the row as a document. Returns its length."""
@@ -236,32 +237,34 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         return padding
 
     def _boundaries(
-        self, lengths: list[int], padding: int, prompt_of: list[int] | None, tensors: str
+        self, lengths: list[int], padding: int, prompt_of: list[int], to_tensor: Callable
     ) -> dict[str, Any]:
         """The forms of boundaries that Transformers' collator does not return."""
-        to_tensor = np.asarray if tensors == "np" else torch.as_tensor
-        row = None if prompt_of is None else prompts_of_row(lengths, prompt_of)
+        row = SharedPrompts.of(SequenceBoundaries.from_lengths(lengths), prompt_of) if prompt_of else None
         found: dict[str, Any] = {}
         if self.return_cu_seqlens or row is not None:
             found["cu_seqlens"] = to_tensor(np.cumsum([0, *lengths], dtype=np.int32))
         if row is not None:
             found["prompt_of"] = to_tensor(np.array(prompt_of))
             if self.return_position_ids:
-                found["position_ids"] = to_tensor((row.position_ids + self.position_ids_start).numpy())
-        if self.return_boundaries and tensors == "pt":
+                found["position_ids"] = to_tensor(row.position_ids + self.position_ids_start)
+        if self.return_boundaries and to_tensor is torch.as_tensor:
             found["boundaries"] = row or SequenceBoundaries.from_lengths(lengths).with_padding(padding)
         return found
 
     def _with_vision(
-        self, batch: dict[str, Any], features: list[Mapping[str, Any]], lengths: list[int], tensors: str
+        self, batch: dict[str, Any], features: list[Mapping[str, Any]], lengths: list[int], to_tensor: Callable
     ) -> dict[str, Any]:
         """Add the images and videos of the samples to a batch, and position ids for them."""
         for name in VISION_COLUMNS:
             parts = [torch.as_tensor(f[name]) for f in features if f.get(name) is not None]
             if parts:
-                batch[name] = torch.cat(parts) if tensors == "pt" else torch.cat(parts).numpy()
+                batch[name] = to_tensor(torch.cat(parts))
         if self.config is not None and self.return_position_ids and not batch.keys().isdisjoint(VISION_GRIDS):
-            batch["position_ids"] = self._vision_position_ids(batch, lengths)
+            names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
+            columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
+            boundaries = SequenceBoundaries.from_lengths(lengths)
+            batch["position_ids"] = to_tensor(packed_mrope_position_ids(self.config, boundaries, **columns))
         return batch
 
     def _check_marks(self, documents: int) -> None:
@@ -284,12 +287,6 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         if got := next((what for what, given in found.items() if given), None):
             fix = "Pass model=model after patch_model(model), and drop other options, or join prefix and answers."
             raise input_error("groups with a prefix for a model that shares prompts", got, fix)
-
-    def _vision_position_ids(self, batch: dict[str, Any], lengths: list[int]):
-        names = ("input_ids", TOKEN_TYPES, *VISION_GRIDS)
-        columns = {name: torch.as_tensor(batch[name]) if name in batch else None for name in names}
-        position_ids = packed_mrope_position_ids(self.config, SequenceBoundaries.from_lengths(lengths), **columns)
-        return position_ids if isinstance(batch["input_ids"], torch.Tensor) else position_ids.numpy()
 
     def _with_tokens(self, features: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Mapping[str, Any]]]:
         """The samples without masked tokens, and their numbers. Samples without any token are left out."""

@@ -22,7 +22,7 @@ from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
 from .prefixes import documents_of
-from .samples import MASK, check_sample, cut_sample, has_items, real_length, real_sample
+from .samples import MASK, check_sample, cut_sample, has_items, real_length, real_sample, spread
 from .tables import columns_of, is_list, list_lengths, padded_lengths, suspects, table_lengths
 
 
@@ -122,13 +122,10 @@ class PackingDataset(torch.utils.data.Dataset):
         if not has_items(dataset):
             got = type(dataset).__name__
             raise input_error("a dataset with indices and a length", got, "Pack a stream with IterablePackingDataset.")
+        ranks = {"world_size": world_size, "gradient_accumulation_steps": gradient_accumulation_steps}
         if plan is None:
-            options: dict[str, Any] = {
-                "overlong": overlong,
-                "truncation_side": truncation_side,
-                "world_size": world_size,
-            }
-            options |= {"gradient_accumulation_steps": gradient_accumulation_steps, "balance": balance, "seed": seed}
+            options: dict[str, Any] = {"overlong": overlong, "truncation_side": truncation_side, **ranks}
+            options |= {"balance": balance, "seed": seed}
             lengths = cached(lambda: sample_lengths(dataset, length_column, num_proc))
             path = _cache_path(cache, dataset, lengths, [length_column, max_length], options) if cache else None
             plan = None if path is None else _load(path)
@@ -137,8 +134,7 @@ class PackingDataset(torch.utils.data.Dataset):
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     plan.save(path)
-        wanted = {"input_samples": len(dataset), "max_length": max_length, "world_size": world_size, "rank": None}
-        wanted["gradient_accumulation_steps"] = gradient_accumulation_steps
+        wanted = {"input_samples": len(dataset), "max_length": max_length, **ranks, "rank": None}
         for name, value in wanted.items():
             if getattr(plan, name) != value:
                 raise input_error(f"a plan with {name} {value}", getattr(plan, name), "Plan with the same arguments.")
@@ -251,8 +247,9 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
     if MASK in dataset.column_names and padded.sum() != lengths.sum():
         real = pa.concat_arrays([chunk.flatten() for chunk in dataset.data.column(MASK).chunks]).cast(pa.bool_())
     columns = _per_token_columns(dataset, padded)
-    values = {}
+    values, kinds = {}, {}
     for name, table in columns.items():
+        kinds[name] = table.type if pa.types.is_large_list(table.type) else pa.list_(table.type.value_type)
         value = table.cast(pa.large_list(table.type.value_type)).combine_chunks().flatten()
         if value.null_count:
             token = np.flatnonzero(value.is_null().to_numpy(zero_copy_only=False))[0]
@@ -266,8 +263,9 @@ def pack_dataset(dataset: Any, max_length: int, **kwargs: Any) -> Any:
         documents = slice(rows[0], rows[-1])
         sizes, rows = plan.lengths[documents], rows - rows[0]
         tokens, ends = pa.array(ranges(first[documents], sizes)), offsets_of(sizes)[rows]
-        block = {name: _as_lists(columns[name].type, ends, value.take(tokens)) for name, value in values.items()}
-        block["seq_lengths"] = _as_lists(pa.list_(pa.int32()), rows, pa.array(sizes))
+        lists = {name: pa.LargeListArray.from_arrays(ends, value.take(tokens)) for name, value in values.items()}
+        block = {name: array.cast(kinds[name]) for name, array in lists.items()}
+        block["seq_lengths"] = pa.ListArray.from_arrays(rows.astype(np.int32), pa.array(sizes))
         blocks.append(pa.table(block))
     return datasets.Dataset(pa.concat_tables(blocks))
 
@@ -296,27 +294,17 @@ def _bad_column(name: str, sample: int, got: object) -> ValueError:
     return input_error(f"{name} with one value per token in sample {sample}", got, fix)
 
 
-def _as_lists(kind: Any, offsets: np.ndarray, values: Any) -> Any:
-    import pyarrow as pa
-
-    if pa.types.is_large_list(kind):
-        return pa.LargeListArray.from_arrays(offsets, values)
-    return pa.ListArray.from_arrays(offsets.astype(np.int32), values)
-
-
 def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -> np.ndarray:
     """The real tokens of each sample, int64 `[samples]`: from `column`, from the table, or from a pass over the data."""
     lengths = table_lengths(dataset)
-    if lengths is not None:
-        _refuse_unusable(dataset, lengths)
-    if column is None and lengths is not None:
-        return lengths
-    if column is None:
+    if lengths is None and column is None:
         # A separate generator keeps the global random state, and with it the training run, unchanged.
         own: dict[str, Any] = {"collate_fn": _count_tokens, "generator": torch.Generator()}
         counts = chain.from_iterable(DataLoader(dataset, batch_size=_PASS_BATCH, num_workers=num_proc, **own))
         lengths = np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset))
+    if lengths is not None:
         _refuse_unusable(dataset, lengths)
+    if column is None:
         return lengths
     if not hasattr(dataset, "column_names"):
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
@@ -338,7 +326,7 @@ def sampled_lengths(dataset: Any, masked: bool = False) -> np.ndarray:
     """
     lengths = table_lengths(dataset)
     if lengths is None:
-        samples = ((number, dataset[number]) for number in _spread(len(dataset)))
+        samples = ((number, dataset[number]) for number in spread(len(dataset), _PROBED))
         return np.array([len(x["input_ids"]) if masked else real_length(x, number) for number, x in samples])
     _refuse_unusable(dataset, lengths)
     return padded_lengths(dataset) if masked else lengths
@@ -353,16 +341,12 @@ def find_unusable(dataset: Any) -> tuple[int, str] | None:
     dataset = dataset.dataset if isinstance(dataset, PackingDataset) else dataset
     if not has_items(dataset):
         return None
-    numbers = range(len(dataset)) if isinstance(dataset, list | tuple) else _spread(len(dataset))
+    numbers = range(len(dataset)) if isinstance(dataset, list | tuple) else spread(len(dataset), _PROBED)
     for number in chain(suspects(dataset)[:_PROBED], numbers):
         error = _error_of(dataset, number)
         if error is not None:
             return number, str(error)
     return None
-
-
-def _spread(samples: int) -> list[int]:
-    return np.unique(np.linspace(0, samples - 1, min(samples, _PROBED)).astype(int)).tolist()
 
 
 def _error_of(dataset: Any, number: int) -> ValueError | None:

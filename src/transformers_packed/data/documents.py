@@ -15,7 +15,7 @@ from ..boundaries import SequenceBoundaries
 from .collator import DataCollatorWithFlattening
 from .dataset import PackingDataset
 from .prefixes import documents_of
-from .samples import IGNORED_LABEL, has_items
+from .samples import IGNORED_LABEL, has_items, some_samples
 from .streaming import IterablePackingDataset
 
 
@@ -31,10 +31,7 @@ def first_sample(dataset: Any) -> Mapping[str, Any] | None:
     """The first sample of a dataset, or `None` if the dataset can only be read once."""
     if isinstance(dataset, PackingDataset):
         dataset = dataset.dataset
-    if type(dataset).__module__.startswith("datasets."):
-        return next(iter(dataset), None)
-    # Reading from other streams may consume them.
-    return dataset[0] if has_items(dataset) and len(dataset) else None
+    return next(iter(some_samples(dataset, 1) or ()), None)
 
 
 def unpacked(dataset: Any) -> Any:

@@ -1,16 +1,15 @@
 """A few short documents of a dataset, with which a set-up can be tried out before training."""
 
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from .dataset import PackingDataset
 from .prefixes import documents_of
-from .samples import IGNORED_LABEL, VISION_COLUMNS, cut_sample, has_items, real_sample
+from .samples import IGNORED_LABEL, VISION_COLUMNS, count_targets, cut_sample, real_sample, some_samples
 from .streaming import IterablePackingDataset
 
 
@@ -27,16 +26,11 @@ def excerpts(dataset: Any, lengths: tuple[int, ...]) -> tuple[list, str | None]:
         dataset = dataset.dataset
     if isinstance(dataset, PackingDataset | IterablePackingDataset):
         dataset = dataset.dataset
-    if has_items(dataset) and not isinstance(dataset, IterableDataset):
-        numbers = np.unique(np.linspace(0, len(dataset) - 1, _LOOKED_AT).astype(int)).tolist()
-        rows: Any = (dataset[number] for number in numbers)
-    elif type(dataset).__module__.startswith("datasets."):
-        rows = islice(dataset, _LOOKED_AT)
-    else:
-        # Reading from other streams may consume them.
+    rows = some_samples(dataset, _LOOKED_AT)
+    if rows is None:
         return [], "samples come from a stream that can be read only once"
     documents: list = []
-    for document in (document for row in rows for document in documents_of(row)):
+    for document in chain.from_iterable(map(documents_of, rows)):
         cut = cut_around_target(document, lengths[len(documents)])
         if len(cut["input_ids"]) > 1 and ("labels" not in cut or targets_of(cut)):
             documents.append(cut)
@@ -59,12 +53,12 @@ def cut_around_target(sample: Mapping[str, Any], length: int) -> Mapping[str, An
 def targets_of(sample: Mapping[str, Any]) -> int:
     """The number of tokens of a sample that are targets, or 1 for a sample with one label."""
     labels = np.asarray(sample.get("labels", []))
-    return targets_in(labels[None] if labels.ndim == 1 else labels.reshape(-1))
+    return count_targets(labels) if labels.ndim else int(labels != IGNORED_LABEL)
 
 
 def targets_in(labels: np.ndarray) -> int:
     """The number of targets in labels `[B, T]`, of which no token predicts the first, or in one label per sample `[B]`."""
-    return int((labels[..., 1:] != IGNORED_LABEL).sum()) if labels.ndim > 1 else int((labels != IGNORED_LABEL).sum())
+    return count_targets(labels) if labels.ndim > 1 else int((labels != IGNORED_LABEL).sum())
 
 
 def places_of(batch: Mapping[str, Any], documents: list) -> list[torch.Tensor] | None:

@@ -13,12 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import torch
-
-from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from ..shared_prompts import SharedPrompts
 from .samples import IGNORED_LABEL, PREFIX, as_list, cut_sample
 
 
@@ -46,9 +41,7 @@ def documents_of(element: Any) -> Iterator[Mapping[str, Any]]:
 
 def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
     """The answers of a group as samples, each with the prefix."""
-    answers, prefix = group["answers"], group.get("prefix")
-    if isinstance(prefix, torch.Tensor | np.ndarray):
-        prefix = prefix.tolist()
+    answers, prefix = group["answers"], as_list(group.get("prefix"))
     if not isinstance(prefix, list | tuple) or not prefix or not all(isinstance(token, int) for token in prefix):
         raise input_error("a prefix of at least one token in a group", prefix, "Pass other samples without a group.")
     if not isinstance(answers, list | tuple) or not all(isinstance(answer, Mapping) for answer in answers):
@@ -60,7 +53,7 @@ def answers_of(group: Mapping[str, Any]) -> Iterator[Sample]:
 
 
 def with_prefixes_first(samples: Iterable[Sample]) -> tuple[list[Sample], list[int]]:
-    """Return the documents of the row, and the index of the prompt of each, or -1.
+    """Return the documents of the row, and the index of the prompt of each, or -1. Without prompts, the indices are empty.
 
     `samples` are columns of tokens, and some have a prefix. Prefixes come first, in the order of their first samples,
     then samples without a prefix, then the others.
@@ -83,11 +76,7 @@ def with_prefixes_first(samples: Iterable[Sample]) -> tuple[list[Sample], list[i
         prompts.setdefault(tuple(prompt), fill | {"input_ids": prompt})
         answers.append((tuple(prompt), columns))
     index = {prompt: number for number, prompt in enumerate(prompts)}
+    if not prompts:
+        return alone, []
     documents = [*prompts.values(), *alone, *(columns for _, columns in answers)]
     return documents, [-1] * (len(prompts) + len(alone)) + [index[prompt] for prompt, _ in answers]
-
-
-def prompts_of_row(lengths: list[int], prompt_of: list[int]) -> SharedPrompts | None:
-    """The boundaries of the row, or `None` if no document has a prompt."""
-    boundaries = SequenceBoundaries.from_lengths(lengths)
-    return SharedPrompts.of(boundaries, prompt_of) if max(prompt_of) >= 0 else None

@@ -4,11 +4,12 @@ A sample consists of its real tokens. Tokens with an `attention_mask` of 0 are p
 holds them. Every reader of samples applies [`real_sample`] first.
 """
 
-from collections.abc import Mapping
-from itertools import compress
+from collections.abc import Iterable, Mapping
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from ..boundaries import TOKEN_TYPES, VISION_KINDS
@@ -36,6 +37,23 @@ _REMOVE = "Remove such samples from the dataset."
 def has_items(dataset: Any) -> bool:
     """Whether a dataset has indices and a length. A stream has neither."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def spread(samples: int, number: int) -> list[int]:
+    """The indices of `number` evenly spaced samples, or of all if there are fewer."""
+    return np.unique(np.linspace(0, samples - 1, min(samples, number)).astype(int)).tolist()
+
+
+def some_samples(dataset: Any, number: int) -> Iterable | None:
+    """Up to `number` samples of a dataset, or `None` for a stream that reading may consume."""
+    if has_items(dataset) and not isinstance(dataset, IterableDataset):
+        return (dataset[index] for index in spread(len(dataset), number))
+    return islice(dataset, number) if type(dataset).__module__.startswith("datasets.") else None
+
+
+def count_targets(labels: np.ndarray) -> int:
+    """The number of tokens with loss in labels `[..., tokens]`. No token predicts the first."""
+    return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
 def real_sample(sample: Mapping[str, Any], index: int | None = None) -> Mapping[str, Any]:

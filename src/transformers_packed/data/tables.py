@@ -66,8 +66,7 @@ def list_lengths(column: Any) -> np.ndarray:
     """The lengths of the lists in a column, -1 for a missing list."""
     import pyarrow.compute as pc
 
-    chunks = (pc.fill_null(pc.list_value_length(chunk), -1).to_numpy() for chunk in column.chunks)
-    return np.concatenate([np.empty(0, np.int64), *chunks])
+    return pc.fill_null(pc.list_value_length(column), -1).to_numpy().astype(np.int64)
 
 
 def _holds_numbers(column: Any) -> bool:

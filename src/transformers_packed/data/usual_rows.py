@@ -77,6 +77,6 @@ def _of_packed_rows(dataset: Any, batch: int, max_length: int | None, stream: bo
         length = int(sampled_lengths(dataset).max())
     if length is None:
         return None
-    counts = np.array([max(length // _TYPICAL_DOCUMENT, 1)]) if plan is None else np.diff(plan.row_offsets)
+    counts = np.array([max(length // _TYPICAL_DOCUMENT, 1)]) if plan is None else plan.documents_per_row
     documents = [int(f(counts)) * batch for f in (np.median, np.min, np.max)]
     return Rows(graph_length(length * batch), length * batch, documents[0], length * batch, *documents[1:])

@@ -11,29 +11,20 @@ room and the remaining cost, instead of the remaining room.
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 
-@dataclass(frozen=True)
-class Patterns:
-    """Rows as patterns of lengths, with the number of rows per pattern.
+# The document lengths of a row, from long to short, and the number of rows with these documents.
+Patterns = list[tuple[list[int], int]]
 
-    Args:
-        documents (`list[list[int]]`):
-            The document lengths of each pattern, from long to short.
-        rows (`list[int]`):
-            The number of rows of each pattern.
-    """
 
-    documents: list[list[int]]
-    rows: list[int]
-
-    def __len__(self) -> int:
-        return sum(self.rows)
+def number_of_rows(patterns: Patterns) -> int:
+    """The rows of all patterns."""
+    return sum(rows for _, rows in patterns)
 
 
 def best_fit(
-    lengths: list[int], counts: list[int], max_length: int, cost: list[float] | None = None, max_cost: float = 0.0
+    lengths: list[int], counts: list[int], max_length: int, cost: Sequence[float] | None = None, max_cost: float = 0.0
 ) -> Patterns:
     """Pack documents with best-fit decreasing.
 
@@ -44,12 +35,14 @@ def best_fit(
             The number of documents of each length.
         max_length (`int`):
             Maximum number of tokens per row.
-        cost (`list[float]`, *optional*):
+        cost (`Sequence[float]`, *optional*):
             The cost of a document of 0, 1, ... tokens, strictly increasing.
         max_cost (`float`, *optional*, defaults to 0.0):
             With `cost`, the maximum cost of a row. A document that costs more has a row of its own.
     """
     shortest = lengths[0]
+    if cost is None:
+        cost, max_cost = range(max_length + 1), max_length
     # A node `(parent, length, times)` adds `times` documents to the rows of its parent. Node 0 is the empty row.
     nodes = [(0, 0, 0)]
     groups: dict[int, list[tuple[int, int, int, float]]] = {}  # longest fitting length: (node, rows, room, cost left)
@@ -57,7 +50,7 @@ def best_fit(
     closed: list[tuple[int, int]] = []
 
     def put(node: int, rows: int, room: int, left: float) -> None:
-        longest = room if cost is None else min(room, bisect_right(cost, left) - 1)
+        longest = min(room, bisect_right(cost, left) - 1)
         if longest < shortest:
             closed.append((node, rows))
             return
@@ -70,7 +63,7 @@ def best_fit(
         return len(nodes) - 1
 
     for length, remaining in zip(reversed(lengths), reversed(counts), strict=True):
-        each = 0.0 if cost is None else cost[length]
+        each = cost[length]
         while remaining:
             place = bisect_left(fits, length)
             new = place == len(fits)
@@ -82,7 +75,7 @@ def best_fit(
                 if not group:
                     del groups[fits[place]], fits[place]
             # The best-fitting row remains the best fit until no further document of this length fits.
-            number = room // length if cost is None else max(1, min(room // length, int(left / each)))
+            number = max(1, min(room // length, int(left / each)))
             full = min(rows, remaining // number)
             if full:
                 put(extend(node, length, number), full, room - number * length, left - number * each)
@@ -94,15 +87,15 @@ def best_fit(
             if rows and not new:
                 put(node, rows, room, left)
     closed.extend((node, rows) for group in groups.values() for node, rows, _, _ in group)
+    return [(_lengths_up_to(node, nodes), rows) for node, rows in closed]
 
-    documents = []
-    for node, _ in closed:
-        row: list[int] = []
-        while node:
-            node, length, number = nodes[node]
-            row += [length] * number
-        documents.append(row[::-1])
-    return Patterns(documents, [rows for _, rows in closed])
+
+def _lengths_up_to(node: int, nodes: list[tuple[int, int, int]]) -> list[int]:
+    row: list[int] = []
+    while node:
+        node, length, number = nodes[node]
+        row += [length] * number
+    return row[::-1]
 
 
 def even_out(
@@ -136,12 +129,12 @@ def even_out(
             The maximum number of rows.
     """
     low = sum(number * cost[length] for length, number in zip(lengths, counts, strict=True)) / fewest
-    high = max(sum(cost[length] for length in row) for row in densest.documents)
+    high = max(sum(cost[length] for length in row) for row, _ in densest)
     best, limit = densest, low
     # Stop at 0.1 % of a row's cost.
     while high > low * 1.001:
         found = best_fit(lengths, counts, max_length, cost, limit)
-        if len(found) <= most:
+        if number_of_rows(found) <= most:
             best, high = found, limit
         else:
             low = limit
@@ -154,8 +147,10 @@ def open_rows(patterns: Patterns, cost: list[float], rows: int) -> Patterns:
 
     There must be at least `rows` documents.
     """
-    missing = rows - len(patterns)
-    whole: list[tuple[list[int], int]] = []
+    missing = rows - number_of_rows(patterns)
+    if not missing:
+        return patterns
+    whole: Patterns = []
     heap: list[tuple[float, list[int], int]] = []
 
     def put(row: list[int], number: int) -> None:
@@ -164,17 +159,14 @@ def open_rows(patterns: Patterns, cost: list[float], rows: int) -> Patterns:
         else:
             heapq.heappush(heap, (-sum(cost[length] for length in row), row, number))
 
-    if missing:
-        for row, number in zip(patterns.documents, patterns.rows, strict=True):
-            put(row, number)
-        while missing:
-            _, row, number = heapq.heappop(heap)
-            halved = min(number, missing)
-            missing -= halved
-            put(row[0::2], halved)
-            put(row[1::2], halved)
-            if number > halved:
-                put(row, number - halved)
-        whole += [(row, number) for _, row, number in heap]
-        patterns = Patterns([row for row, _ in whole], [number for _, number in whole])
-    return patterns
+    for pattern in patterns:
+        put(*pattern)
+    while missing:
+        _, row, number = heapq.heappop(heap)
+        halved = min(number, missing)
+        missing -= halved
+        put(row[0::2], halved)
+        put(row[1::2], halved)
+        if number > halved:
+            put(row, number - halved)
+    return whole + [(row, number) for _, row, number in heap]

@@ -105,7 +105,7 @@ class PackingPlan:
         documents = slice(self.row_offsets[index], self.row_offsets[index + 1])
         return self.samples[documents], self._starts(documents), self.lengths[documents]
 
-    def _starts(self, documents: slice) -> np.ndarray:
+    def _starts(self, documents: slice | np.ndarray) -> np.ndarray:
         return np.zeros_like(self.lengths[documents]) if self.starts is None else self.starts[documents]
 
     @property
@@ -263,8 +263,7 @@ class PackingPlan:
     def _rows_of_steps(self) -> np.ndarray:
         """The rows, step after step, in an order that does not depend on which rank computes a row."""
         first = self.row_offsets[:-1]
-        starts = np.zeros(len(self)) if self.starts is None else self.starts[first]
-        return np.lexsort((starts, self.samples[first], np.arange(len(self)) // self.rows_per_step))
+        return np.lexsort((self._starts(first), self.samples[first], np.arange(len(self)) // self.rows_per_step))
 
     def shuffled(self, epoch: int) -> "PackingPlan":
         """The plan with its rows in the order of an epoch. See [`PackingPlan.epoch_order`]."""

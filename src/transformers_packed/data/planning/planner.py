@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from ...errors import input_error
 from ..overlong import check_count, check_settings
-from .best_fit import Patterns, best_fit, even_out, open_rows
+from .best_fit import Patterns, best_fit, even_out, number_of_rows, open_rows
 from .cost import PackingCost, default_cost
 from .mixing import mix_rows
 from .plan import PackingPlan
@@ -185,18 +185,18 @@ def _find_rows(lengths: np.ndarray, max_length: int, cost: PackingCost, multiple
     distinct = np.flatnonzero(counts)
     given = distinct.tolist(), counts[distinct].tolist(), max_length
     patterns = best_fit(*given)
-    least = _round_up(len(patterns), multiple)
+    least = _round_up(number_of_rows(patterns), multiple)
     if least > len(lengths):
         spare = len(lengths) % multiple
         fix = f"Remove {spare} samples, or lower" if spare < len(lengths) else "Lower"
         expected = f"at least {least} documents, one per row with {multiple} rows per step"
         raise input_error(expected, len(lengths), f"{fix} world_size or gradient_accumulation_steps.")
-    if balanced or len(patterns) < least:
+    if balanced or number_of_rows(patterns) < least:
         each = cost.documents(np.arange(len(counts))).tolist()
         if balanced:
-            most = _round_up(int(len(patterns) * (1 + _EXTRA_ROWS)), multiple)
+            most = _round_up(int(number_of_rows(patterns) * (1 + _EXTRA_ROWS)), multiple)
             patterns = even_out(*given, each, patterns, least, min(most, len(lengths) // multiple * multiple))
-        patterns = open_rows(patterns, each, _round_up(len(patterns), multiple))
+        patterns = open_rows(patterns, each, _round_up(number_of_rows(patterns), multiple))
     return patterns
 
 
@@ -211,8 +211,9 @@ def _longest_to_mix(lengths: np.ndarray, cost: PackingCost) -> int:
 def _deal(lengths: np.ndarray, patterns: Patterns, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle the rows and assign documents of one length in random order. Returns documents and row offsets."""
     by_length = _shuffle_and_sort(lengths, rng)
-    rows, sizes = np.array(patterns.rows), np.array([len(row) for row in patterns.documents])
-    lengths = np.concatenate(patterns.documents)
+    documents, numbers = zip(*patterns, strict=True)
+    rows, sizes = np.array(numbers), np.array([len(row) for row in documents])
+    lengths = np.concatenate(documents)
     first_row, first_document = offsets_of(rows), offsets_of(sizes)
     # Each document of a pattern stands for one document of its length per row of the pattern.
     position = np.argsort(lengths, kind="stable")

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ...errors import input_error
-from ..samples import IGNORED_LABEL
+from ..samples import IGNORED_LABEL, count_targets
 from .chat import AssistantTurns, check_messages, describe, from_json, target_turns
 
 
@@ -74,11 +74,6 @@ class Samples:
             digest.update(len(sample["input_ids"]).to_bytes(8, "little"))
             digest.update(sample["input_ids"].tobytes() + sample["labels"].tobytes())
         return digest.hexdigest()
-
-
-def count_targets(labels: np.ndarray) -> int:
-    """The number of tokens with loss in a sample."""
-    return int((labels[1:] != IGNORED_LABEL).sum())
 
 
 def read_records(data: str, split: str | None = None, subset: str | None = None) -> Iterator[tuple[str, Any]]:
