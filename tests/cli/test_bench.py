@@ -14,7 +14,7 @@ import torch
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5TextConfig
 
-from transformers_packed.cli import bench, bench_arm, main
+from transformers_packed.cli import arms, bench_arm, main
 from transformers_packed.cli.bench import choose_lengths
 
 
@@ -77,7 +77,7 @@ class CommandTest(BenchTestCase):
             self.assertEqual(module, "bench_arm")
             (Path(work) / f"{arm}.json").write_text(json.dumps({"padded": padded, "packed": packed}[arm]))
 
-        with mock.patch.object(bench, "run_module", write):
+        with mock.patch.object(arms, "run_module", write):
             return self.command("--plot", self.path / "bench.png")
 
     def test_ratios(self):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from transformers_packed import cli
-from transformers_packed.cli import demo, demo_data
+from transformers_packed.cli import arms, demo, demo_data
 from transformers_packed.cli.demo_data import choose_pairs, read_pairs, tokenize, train_tokenizer
 
 
@@ -150,13 +150,12 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     nan = {"padded": result, "packed": {**result, "losses": [2.0, float("nan")]}}
     assert not demo.loss_difference(nan) < demo.LOSS_TOLERANCE
 
-    def write_result(module, task, work):
+    def write_result(module, arm, work):
         assert module == "demo_arms"
-        if task in results:
-            (Path(work) / f"{task}.json").write_text(json.dumps(results[task]))
+        (Path(work) / f"{arm}.json").write_text(json.dumps(results[arm]))
 
     monkeypatch.setattr(demo, "prepare_samples", lambda *args: None)
-    monkeypatch.setattr(demo, "run_module", write_result)
+    monkeypatch.setattr(arms, "run_module", write_result)
     assert cli.main(["demo", "--output", str(tmp_path)]) == 1
     assert "FAILED: the losses of the two arms differ" in capsys.readouterr().err
 

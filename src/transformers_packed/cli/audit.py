@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
-_GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
+GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
 
 def add_parser(subparsers) -> Parser:
@@ -45,7 +45,7 @@ def add_parser(subparsers) -> Parser:
 
 def hide_gpu_packages() -> list[str]:
     """Block imports of the packages that need a GPU. Returns the names of the installed ones."""
-    hidden = [name for name in _GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
+    hidden = [name for name in GPU_ONLY if name not in sys.modules and find_spec(name) is not None]
     sys.modules.update(dict.fromkeys(hidden))
     return hidden
 

@@ -5,7 +5,6 @@ Both arms have random weights of the same seed and compute the same documents. E
 """
 
 import argparse
-import json
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,15 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from .arms import ARMS, COLORS, print_table, run_arms
 from .options import Parser, output_file, positive_float
-from .tables import print_table, run_module
 
 
-ARMS = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
 # Standard deviation of the logarithms of generated lengths: many documents are short, and few are long.
 _SPREAD = 1.0
 _LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-_COLORS = {"padded": "#d1605e", "packed": "#1f4e79"}
 
 
 def add_parser(subparsers) -> Parser:
@@ -84,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="transformers_packed_bench_") as directory:
         work = Path(directory)
         config.save_pretrained(work)
-        (work / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        for arm in ARMS:
-            run_module("bench_arm", arm, str(work))
-        results = {arm: json.loads((work / f"{arm}.json").read_text(encoding="utf-8")) for arm in ARMS}
+        results = run_arms("bench_arm", work, settings)
     status = print_report(results, "bfloat16" if bfloat16 else "float32")
     if args.plot:
         draw(results, f"{config.model_type}, {sum(lengths):,} tokens a step, {device}", args.plot)
@@ -161,7 +155,7 @@ def draw(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     }
     for axes, (name, value) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         values = [0 if "error" in result else value(result) for result in results.values()]
-        bars = axes.bar(list(results), values, color=[_COLORS[arm] for arm in results], width=0.6)
+        bars = axes.bar(list(results), values, color=[COLORS[arm] for arm in results], width=0.6)
         texts = [f"{x:,.0f}" if x >= 100 else f"{x:.1f}" for x in values]
         labels = [result.get("error", text) for result, text in zip(results.values(), texts, strict=True)]
         axes.bar_label(bars, labels, padding=2)

@@ -14,8 +14,9 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
+from ..data.documents import PaddedSamples
 from ..training.warm_up import warm_up
-from .demo import KERNEL_PACKAGES
+from .audit import hide_gpu_packages
 from .demo_arms import peak_memory
 from .finetune import untrained_model
 
@@ -82,19 +83,13 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
 def pack(documents: list[list[int]], model: PreTrainedModel) -> list[dict[str, Any]]:
     """One row with all documents."""
     collator = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True, model=model)
-    return [collator([{"input_ids": ids, "labels": ids} for ids in documents])]
+    return [collator([{"input_ids": ids} for ids in documents])]
 
 
 def pad(documents: list[list[int]], size: int) -> list[dict[str, torch.Tensor]]:
     """Batches of up to `size` documents, padded to the longest of each batch."""
-    batches = []
-    for first in range(0, len(documents), size):
-        tokens = [torch.tensor(ids) for ids in documents[first : first + size]]
-        ids, labels = (
-            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=value) for value in (0, -100)
-        )
-        batches.append({"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()})
-    return batches
+    samples, collator = [{"input_ids": ids} for ids in documents], PaddedSamples()
+    return [collator(samples[first : first + size]) for first in range(0, len(samples), size)]
 
 
 def main(arm: str, work: Path) -> None:
@@ -102,7 +97,7 @@ def main(arm: str, work: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         # Before importing a modeling file, which selects the kernels if they can be imported.
-        sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
+        hide_gpu_packages()
     logging.set_verbosity_error()
     try:
         result = time_arm(arm, work, device)

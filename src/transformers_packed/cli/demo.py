@@ -13,15 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .arms import ARMS, COLORS, print_table, run_arms
+from .audit import GPU_ONLY
 from .options import Parser
-from .tables import print_table, run_module
 
 
-ARMS = ("padded", "packed")
 VOCAB_SIZE = 4096
 MAX_LENGTH = 512
 LOSS_TOLERANCE = 1e-3
-KERNEL_PACKAGES = ("fla", "causal_conv1d")
 
 
 def add_parser(subparsers) -> Parser:
@@ -51,18 +50,14 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         raise ImportError(f"the demo needs {' and '.join(missing)}: pip install transformers_packed[demo]")
     args.output.mkdir(parents=True, exist_ok=True)
-    hidden = [package for package in KERNEL_PACKAGES if find_spec(package)]
+    hidden = [package for package in GPU_ONLY if find_spec(package)]
     if hidden:
         print(f"Hiding {' and '.join(hidden)}: Transformers' class would call these GPU kernels for CPU tensors.")
 
     with tempfile.TemporaryDirectory(prefix="transformers_packed_demo_") as directory:
         work = Path(directory)
-        settings = {"steps": args.steps, "batch_size": args.batch_size, "seed": args.seed}
-        (work / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         prepare_samples(work, args.samples, args.batch_size, args.seed)
-        for task in ("model", *ARMS):
-            run_module("demo_arms", task, str(work))
-        results = {arm: json.loads((work / f"{arm}.json").read_text(encoding="utf-8")) for arm in ARMS}
+        results = run_arms("demo_arms", work, {name: getattr(args, name) for name in ("steps", "batch_size", "seed")})
 
     difference = loss_difference(results)
     print_report(results, difference)
@@ -132,23 +127,21 @@ def draw(results: dict[str, dict[str, Any]], difference: float, path: Path) -> N
     """Plot the losses and the speed of both arms."""
     from matplotlib.figure import Figure
 
-    colors = {"padded": "#d1605e", "packed": "#1f4e79"}
     styles: dict[str, dict[str, Any]] = {
         "padded": {"linewidth": 6, "alpha": 0.5},
         "packed": {"linewidth": 1.8, "linestyle": (0, (3, 1.5))},
     }
-    names = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
     figure = Figure(figsize=(11, 4.8), layout="constrained", dpi=150)
     losses, speed = figure.subplots(1, 2, width_ratios=[2, 1])
     for arm in ARMS:
         values = results[arm]["losses"]
-        losses.plot(range(1, len(values) + 1), values, label=names[arm], color=colors[arm], **styles[arm])
+        losses.plot(range(1, len(values) + 1), values, label=ARMS[arm], color=COLORS[arm], **styles[arm])
     losses.set(xlabel="step", ylabel="loss", title=f"Loss: at most {difference:.0e} apart (relative) in any step")
     losses.legend(handlelength=3)
     losses.grid(alpha=0.3)
 
     speeds = [tokens_per_second(results[arm]) for arm in ARMS]
-    bars = speed.bar(ARMS, speeds, color=[colors[arm] for arm in ARMS], width=0.65)
+    bars = speed.bar(list(ARMS), speeds, color=[COLORS[arm] for arm in ARMS], width=0.65)
     speed.bar_label(bars, [f"{value:.0f}" for value in speeds], padding=2, fontsize=11)
     middle, ratio = bars[1].get_x() + bars[1].get_width() / 2, f"{speeds[1] / speeds[0]:.2f}x"
     speed.text(middle, speeds[1] / 2, ratio, color="white", fontsize=20, weight="bold", ha="center", va="center")

@@ -1,16 +1,18 @@
-"""The processes of the demo: `python -m transformers_packed.cli.demo_arms TASK FOLDER` runs one task."""
+"""The processes of the demo: `python -m transformers_packed.cli.demo_arms ARM FOLDER` trains one arm."""
 
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     Qwen3_5TextConfig,
@@ -23,16 +25,16 @@ from transformers.utils import logging
 from ..data.collator import DataCollatorWithFlattening
 from ..models.registry import registered
 from ..ops import implementations_used
-from .demo import KERNEL_PACKAGES, MAX_LENGTH
+from .audit import hide_gpu_packages
+from .demo import MAX_LENGTH
 
 
 LEARNING_RATE = 1e-3
 
 
-def make_model(work: Path, settings: dict[str, int]) -> None:
-    """Write the initial model of both arms to `work`."""
-    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    set_seed(settings["seed"])
+def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """The initial model, with the same weights in both arms."""
+    set_seed(seed)
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -50,26 +52,25 @@ def make_model(work: Path, settings: dict[str, int]) -> None:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(work / "model")
-    print(
-        f"Qwen3_5ForCausalLM with {model.num_parameters() / 1e6:.1f} M parameters, float32; "
-        f"{settings['steps']} steps of {settings['batch_size']} samples per arm.",
-        flush=True,
-    )
+    return AutoModelForCausalLM.from_config(config)
 
 
 def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     """Train one arm in this process and write its results to `<arm>.json` in `work`."""
     import psutil
 
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    with registered() if arm == "packed" else nullcontext():
+        model = make_model(tokenizer, settings["seed"])
     if arm == "packed":
-        with registered():
-            model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
         collator = DataCollatorWithFlattening(return_cu_seqlens=True, return_seq_idx=True, model=model)
     else:
-        model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
-        collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(work / "tokenizer"), padding=True)
+        collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
+        print(
+            f"Qwen3_5ForCausalLM with {model.num_parameters() / 1e6:.1f} M parameters, float32; "
+            f"{settings['steps']} steps of {settings['batch_size']} samples per arm.",
+            flush=True,
+        )
     batches = []
 
     def counted(features: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,17 +144,13 @@ def peak_memory() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def main(task: str, work: Path) -> None:
-    """Run one task with the torch implementations of all ops."""
+def main(arm: str, work: Path) -> None:
+    """Train one arm with the torch implementations of all ops."""
     # Before importing a modeling file, which selects the kernels if they can be imported.
-    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
+    hide_gpu_packages()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    settings = json.loads((work / "settings.json").read_text(encoding="utf-8"))
-    if task == "model":
-        make_model(work, settings)
-    else:
-        train_arm(task, work, settings)
+    train_arm(arm, work, json.loads((work / "settings.json").read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

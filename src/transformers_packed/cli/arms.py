@@ -1,7 +1,14 @@
-"""Tables and processes that commands share."""
+"""The two arms of `demo` and `bench`: their names, processes and tables."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+
+ARMS = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
+COLORS = {"padded": "#d1605e", "packed": "#1f4e79"}
 
 
 def print_table(rows: list[list[str]]) -> None:
@@ -9,6 +16,14 @@ def print_table(rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *cells in rows:
         print("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))]))
+
+
+def run_arms(module: str, work: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Run each arm in a process of its own, which reads `settings.json` in `work`, and return what they write."""
+    (work / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    for arm in ARMS:
+        run_module(module, arm, str(work))
+    return {arm: json.loads((work / f"{arm}.json").read_text(encoding="utf-8")) for arm in ARMS}
 
 
 def run_module(module: str, *arguments: str) -> None:
