@@ -304,8 +304,8 @@ def sample_lengths(dataset: Any, column: str | None = None, num_proc: int = 0) -
         lengths = np.fromiter(_progress(counts, len(dataset)), np.int64, len(dataset))
     if lengths is not None:
         _refuse_unusable(dataset, lengths)
-    if column is None:
-        return lengths
+        if column is None:
+            return lengths
     if not hasattr(dataset, "column_names"):
         return np.asarray([sample[column] for sample in _progress(dataset, len(dataset))])
     if column not in dataset.column_names:
