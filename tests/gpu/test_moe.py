@@ -28,12 +28,7 @@ def case(routing: str, adapted: bool = False, tokens: int = 700):
         logits = logits.round() * 0
     shapes = [(len(logits), HIDDEN), (NUMBER, 2 * WIDTH, HIDDEN), (NUMBER, HIDDEN, WIDTH)]
     if adapted:
-        shapes += [
-            (NUMBER * RANK, HIDDEN),
-            (2 * WIDTH, RANK * NUMBER),
-            (NUMBER * RANK, WIDTH),
-            (HIDDEN, RANK * NUMBER),
-        ]
+        shapes += [(NUMBER, RANK, HIDDEN), (NUMBER, 2 * WIDTH, RANK), (NUMBER, RANK, WIDTH), (NUMBER, HIDDEN, RANK)]
     tensors = [torch.randn(shape, device="cuda") / shape[-1] ** (0.5 * (k > 0)) for k, shape in enumerate(shapes)]
     return logits.bfloat16(), [x.bfloat16() for x in tensors], 5 if routing == "experts_of_other_devices" else NUMBER
 

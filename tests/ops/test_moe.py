@@ -618,13 +618,13 @@ MATRICES = ("gate_up_down", "gate_up_up", "down_down", "down_up")
 
 
 class AdapterTest(Assertions, InterpretedKernelsTest):
-    """Adapters of the experts' weights, in the layout of PEFT."""
+    """Adapters of the experts' weights."""
 
     def matrices(self, case, ranks, dtype):
         number, hidden, width = case.down.shape
         found = []
         for seed, (rank, out, size) in enumerate(zip(ranks, (2 * width, hidden), (hidden, width), strict=True)):
-            found += [normal(number * rank, size, seed=50 + seed) / 8, normal(out, rank * number, seed=60 + seed) / 4]
+            found += [normal(number, rank, size, seed=50 + seed) / 8, normal(number, out, rank, seed=60 + seed) / 4]
         return [x.to(dtype) for x in found]
 
     def run_op(self, case, impl, matrices, trained=(*NAMES, *MATRICES)):
@@ -637,9 +637,7 @@ class AdapterTest(Assertions, InterpretedKernelsTest):
             joined = []
             for weight, adapter in zip((gate_up, down), adapters, strict=True):
                 if adapter is not None:
-                    number, out, size = weight.shape
-                    first, second = adapter.down.view(number, -1, size), adapter.up.view(out, -1, number)
-                    weight = weight + adapter.scale * torch.einsum("eri,ore->eoi", first, second)
+                    weight = weight + adapter.scale * adapter.up @ adapter.down
                 joined.append(weight)
             y = oracle(x, case.index, weights, *joined)
         else:

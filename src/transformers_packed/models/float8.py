@@ -60,31 +60,38 @@ def use_float8(model: Model, module_filter: Callable[[torch.nn.Module, str], boo
     """
     text_models_of(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    numbers = [int(found[1]) for name in layers if (found := _LAYER.search(name))]
-    ends = {min(numbers, default=0), max(numbers, default=0)}
-    chosen = {}
+    problems = {name: _problem(model, name, layer) for name, layer in layers.items()}
+    if module_filter is None:
+        chosen = _chosen_by_default(problems)
+    else:
+        chosen = {name for name, layer in layers.items() if module_filter(layer, name)}
+        wrong = next((name for name in layers if name in chosen and problems[name]), None)
+        if wrong is not None:
+            raise input_error("a module_filter that selects supported layers", f"{wrong}, which {problems[wrong]}")
+    fewest = dict.fromkeys(chosen, 1) if module_filter else _fewest_tokens({name: layers[name] for name in chosen})
     for name, layer in layers.items():
-        problem = _problem(model, name, layer)
-        if module_filter is None:
-            number = _LAYER.search(name)
-            inner = problem == "" and number is not None and int(number[1]) not in ends
-            chosen[name] = inner and not any(part in SENSITIVE for part in name.split("."))
-            continue
-        chosen[name] = bool(module_filter(layer, name))
-        if chosen[name] and problem:
-            raise input_error("a module_filter that selects supported layers", f"{name}, which {problem}")
+        vars(layer)[_MARK] = fewest.get(name)
+    forget_graphs(model)
+    log = logger.info if module_filter or chosen else logger.warning
+    log(f"use_float8: {len(chosen)} of {len(layers)} linear layers train in float8.")
+    return model
+
+
+def _chosen_by_default(problems: dict[str, str]) -> set[str]:
+    """Return the names of the supported layers that are neither sensitive nor in the first or the last decoder layer."""
+    numbers = {name: int(found[1]) for name in problems if (found := _LAYER.search(name))}
+    ends = {min(numbers.values(), default=0), max(numbers.values(), default=0)}
+    inner = [name for name, number in numbers.items() if number not in ends and not problems[name]]
+    return {name for name in inner if not any(part in SENSITIVE for part in name.split("."))}
+
+
+def _fewest_tokens(layers: dict[str, torch.nn.Linear]) -> dict[str, float]:
+    """Return the fewest tokens for which products in float8 are worth their casts, for each layer."""
     largest: dict[tuple, int] = {}
     for name, layer in layers.items():
-        if chosen[name]:
-            group = _group_of(name, layer)
-            largest[group] = max(layer.in_features * layer.out_features, largest.get(group, 0))
-    for name, layer in layers.items():
-        fewest = 1 if module_filter else _LEAST_WORK / largest.get(_group_of(name, layer), 1)
-        vars(layer)[_MARK] = fewest if chosen[name] else None
-    forget_graphs(model)
-    log = logger.info if module_filter or any(chosen.values()) else logger.warning
-    log(f"use_float8: {sum(chosen.values())} of {len(layers)} linear layers train in float8.")
-    return model
+        group = _group_of(name, layer)
+        largest[group] = max(layer.in_features * layer.out_features, largest.get(group, 0))
+    return {name: _LEAST_WORK / largest[_group_of(name, layer)] for name, layer in layers.items()}
 
 
 def _group_of(name: str, layer: torch.nn.Linear) -> tuple[str, int]:

@@ -80,7 +80,8 @@ def _matrix_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | Non
 def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
     """Return the active adapter of PEFT's wrapper of a parameter `[E, out, in]`, or the reason why PEFT has to run.
 
-    It is `None` if no adapter is active.
+    It is `None` if no adapter is active. PEFT's matrices have the ranks of an expert together in the first one, and the
+    experts of a rank together in the second one. The adapter has views of them with the experts as first dimension.
     """
     if not is_untouched(layer, type(layer)):
         return "it is hooked, wrapped or compiled"
@@ -98,4 +99,5 @@ def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
         return f"adapter {name} is hooked, wrapped or not linear"
     if not has_swapped_features(layer) or not isinstance(scale, (int, float)) or up[1] is not None:
         return f"adapter {name} has another layout, a bias or a scale that is a tensor"
-    return Adapter(down[0], up[0], scale)
+    (down, _), (up, _), rank = down, up, state["r"][name]
+    return Adapter(down.view(-1, rank, down.shape[1]), up.view(len(up), rank, -1).permute(2, 0, 1), scale)

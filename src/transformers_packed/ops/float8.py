@@ -19,6 +19,8 @@ Nothing else is cached. Casting a weight again for each forward and backward tak
 needs no memory, and cannot miss a change of the weight.
 """
 
+from typing import Any
+
 import torch
 
 from .backends import triton
@@ -62,6 +64,12 @@ def product(
     return torch._scaled_mm(left, right.t(), **scales, out_dtype=dtype, use_fast_accum=True)
 
 
+def _kernels() -> Any:
+    from .backends.triton import float8
+
+    return float8
+
+
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
     """Return `x` with the elements of each row side by side in memory."""
     return x if x.stride(1) == 1 else x.contiguous()
@@ -73,9 +81,7 @@ def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple
     if len(parts) > 3:
         parts = [torch.cat(parts, 1)]
     if parts[0].is_cuda:
-        from .backends.triton import float8 as kernels
-
-        return kernels.cast_rows(*parts, factor=factor)
+        return _kernels().cast_rows(*parts, factor=factor)
     x = torch.cat(parts, 1).float()
     x = x if factor is None else x * factor
     scale = _scale_of(_magnitude(x).amax(1))
@@ -85,10 +91,7 @@ def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple
 def transposed(x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the transpose of `x` to `out`, cast with the scales of the rows if they are given, and fill up with zeros."""
     if x.is_cuda:
-        from .backends.triton import float8 as kernels
-
-        kernels.transposed(with_whole_rows(x), scale, out)
-        return
+        return _kernels().transposed(with_whole_rows(x), scale, out)
     x = x if scale is None else (x.float() / scale[:, None]).to(DTYPE)
     out[:, : len(x)] = x.t()
     out[:, len(x) :] = 0
@@ -97,10 +100,7 @@ def transposed(x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -
 def add_maxima(x, row_factor, column_factor, rows, columns) -> None:
     """Update the maxima, as bits, of `x * column_factor` in each row and of `x * row_factor[:, None]` in each column."""
     if x.is_cuda:
-        from .backends.triton import float8 as kernels
-
-        kernels.add_maxima(x, row_factor, column_factor, rows, columns)
-        return
+        return _kernels().add_maxima(x, row_factor, column_factor, rows, columns)
     torch.maximum(rows, _magnitude(x.float() * column_factor).amax(1), out=rows)
     if len(x):
         torch.maximum(columns, _magnitude(x.float() * row_factor[:, None]).amax(0), out=columns)
@@ -109,10 +109,9 @@ def add_maxima(x, row_factor, column_factor, rows, columns) -> None:
 def cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale) -> None:
     """Write the casts of `x * column_factor` by row, and the transpose of `x * row_factor[:, None]` by column."""
     if x.is_cuda:
-        from .backends.triton import float8 as kernels
-
-        kernels.cast_both(x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale)
-        return
+        return _kernels().cast_both(
+            x, row_factor, column_factor, rows, columns, cast, row_scale, cast_columns, column_scale
+        )
     row_scale.copy_(_scale_of(rows))
     cast.copy_((x.float() * column_factor / row_scale[:, None]).to(DTYPE))
     column_scale.copy_(_scale_of(columns))

@@ -132,46 +132,37 @@ def _name(projections):
 
 
 def _reference(hidden_states, *projections):
-    return tuple(_apply(hidden_states, projection) for projection in projections)
+    return tuple(apply_reference(hidden_states, projection) for projection in projections)
 
 
 def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
     """Apply one layer with PyTorch's own functions."""
-    projection = as_projection(layer)
-    if _in_float8(projection.weight):
-        return shared_input_linears(hidden_states, projection)[0]
-    return _apply(hidden_states, projection)
-
-
-def _apply(hidden_states, projection):
-    weight, bias, adapters = projection
+    weight, bias, adapters = as_projection(layer)
+    if _in_float8(weight):
+        return shared_input_linears(hidden_states, layer)[0]
     if isinstance(weight, Dequantized):
         # Through a plain weight, and back to the input's dtype, which autocast alone changes.
-        plain = Projection(
-            weight.compute().to(weight.dtype), None if bias is None else bias.to(weight.dtype), adapters
-        )
-        y = _apply(hidden_states.to(weight.dtype), plain)
+        bias = None if bias is None else bias.to(weight.dtype)
+        plain = Projection(weight.compute().to(weight.dtype), bias, adapters)
+        y = apply_reference(hidden_states.to(weight.dtype), plain)
         return y if autocast_dtype(y) else y.to(hidden_states.dtype)
     y = F.linear(hidden_states, weight, bias)
     for down, up, scale, dropout, bias in adapters:
         x = F.dropout(hidden_states, dropout).to(y.dtype)
-        y = y + scale * F.linear(
-            F.linear(x, down.to(y.dtype)), up.to(y.dtype), None if bias is None else bias.to(y.dtype)
-        )
+        bias = None if bias is None else bias.to(y.dtype)
+        y = y + scale * F.linear(F.linear(x, down.to(y.dtype)), up.to(y.dtype), bias)
     return y
 
 
 def _fused(hidden_states, *projections, dtype=None):
     plan, tensors = planned(projections)
-    recompute = source = weight = None
+    recipe = None, None, None
     # The gradient of a weight takes long and needs its input. In float8, weights keep the input in a form of their own.
     trained = any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
     if not trained or any(_in_float8(p.weight) for p in projections):
         recipe = recipe_of(hidden_states)
-        if recipe is not None:
-            _, recompute, source, weight = recipe
     dtype = dtype or product_dtype(hidden_states, projections[0])
-    outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, recompute, source, weight, *tensors)
+    outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, *recipe, *tensors)
     if autocast_dtype(hidden_states):
         return outputs
     # A quantized layer returns the dtype of its input, even if its products have another one.

@@ -120,16 +120,15 @@ def linear_logps(
 
 
 def _check(hidden_states, weight, targets, bias, rows):
-    fits = weight.ndim == 2 and hidden_states.ndim > 0 and hidden_states.shape[-1] == weight.shape[1]
-    if rows is None:
-        fits = fits and hidden_states.shape[:-1] == targets.shape
-    else:
-        fits = fits and hidden_states.ndim == 2 and rows.shape == targets.shape
+    shape = targets.shape if rows is None else hidden_states.shape[:1]
+    fits = weight.ndim == 2 and hidden_states.shape == (*shape, weight.shape[1])
+    fits = fits and (rows is None or rows.shape == targets.shape)
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        expected = "hidden_states [..., hidden], weight [vocab, hidden], targets [...] and bias [vocab]"
-        if rows is not None:
-            expected = "hidden_states [N, hidden], weight [vocab, hidden], targets [...], bias [vocab] and rows [...]"
-        given = (hidden_states, weight, targets, bias, *(() if rows is None else (rows,)))
+        of_rows = "..." if rows is None else "N"
+        expected = (
+            f"hidden_states [{of_rows}, hidden], weight [vocab, hidden], targets [...], bias [vocab] and rows [...]"
+        )
+        given = hidden_states, weight, targets, bias, rows
         raise input_error(expected, ", ".join("none" if x is None else str(tuple(x.shape)) for x in given))
     for name, x in (("targets", targets), ("rows", rows)):
         if x is not None and (x.is_floating_point() or x.dtype == torch.bool):
@@ -192,6 +191,10 @@ class _Pairs(NamedTuple):
     starts: torch.Tensor
     of: torch.Tensor | None
     bounds: list[int]
+
+    def of_targets(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy `values` `[P]` of pairs to the targets."""
+        return values.clone() if self.of is None else values[self.of]
 
 
 class _Options(NamedTuple):
@@ -290,13 +293,11 @@ class _LinearLogps(torch.autograd.Function):
                 overwrite_with_gradient(chunk, pairs, options.temperature, totals, logps, None, (ones, ones, None))
                 ctx.ahead.add(chunk.rows, chunk.logits, head[0][chunk.rows], head[1])
         ctx.save_for_backward(hidden_states, weight, bias, totals, logps, entropies)
-        # Copies, so that the caller may change the result in place.
-        slots = pairs.slots if pairs.of is None else pairs.slots[pairs.of]
-        logps = logps.clone() if pairs.of is None else logps[pairs.of]
-        if tops is not None:
-            tops = tops if pairs.of is None else tops[pairs.of]
+        if options.is_top1:
+            tops = pairs.of_targets(tops)
             ctx.mark_non_differentiable(tops)
-        return logps, entropies[slots] if options.entropy else None, tops
+        # Copies, so that the caller may change the result in place.
+        return pairs.of_targets(logps), entropies[pairs.of_targets(pairs.slots)] if options.entropy else None, tops
 
     @staticmethod
     @first_order('Pass impl="reference" to the op. It supports gradients of any order.')

@@ -109,8 +109,8 @@ def experts(
         down_proj (`torch.Tensor` of shape `[E, hidden, width]`):
             Second weights of all experts.
         gate_up_adapter ([`Adapter`], *optional*), down_adapter ([`Adapter`], *optional*):
-            Additions of low rank to the weights, without dropout and bias. As in PEFT, `down` is `[E * rank, in]`
-            with the ranks of an expert together, and `up` is `[out, rank * E]` with the experts of a rank together.
+            Additions of low rank to the weights, `down` `[E, rank, in]` and `up` `[E, out, rank]`, without dropout and
+            bias.
         shared (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
             Output `[T, hidden]` of the shared expert, and its gate `[T, 1]`. `sigmoid(gate) * output` is added.
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -154,10 +154,10 @@ def experts(
 
 def _check_adapter(weight, adapter):
     number, out, size = weight.shape
-    rows = len(adapter.down)
-    if adapter.down.shape != (rows, size) or rows % number or not rows or adapter.up.shape != (out, rows):
+    rank = adapter.up.shape[-1]
+    if adapter.down.shape != (number, rank, size) or not rank or adapter.up.shape != (number, out, rank):
         got = f"{tuple(adapter.down.shape)} and {tuple(adapter.up.shape)}"
-        raise input_error(f"an adapter [{number} * rank, {size}] and [{out}, rank * {number}]", got)
+        raise input_error(f"an adapter [{number}, rank, {size}] and [{number}, {out}, rank]", got)
     if adapter.dropout or adapter.bias is not None:
         raise input_error("an adapter of experts without dropout and bias", f"dropout={adapter.dropout}")
 
@@ -195,13 +195,8 @@ def _by_expert(weight, adapter):
     """Return the weight of each expert, and the two matrices of its adapter."""
     if adapter is None:
         return [(x, None, None) for x in weight.unbind()]
-    factors = split_by_expert(adapter.down, adapter.up * adapter.scale, len(weight))
+    factors = adapter.down, adapter.up * adapter.scale
     return list(zip(weight.unbind(), *(x.to(weight.dtype).unbind() for x in factors), strict=True))
-
-
-def split_by_expert(down: torch.Tensor, up: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices of an adapter of [`experts`] as `[E, rank, in]` and `[E, out, rank]`, without a copy."""
-    return down.view(number, -1, down.shape[1]), up.view(len(up), -1, number).permute(2, 0, 1)
 
 
 def _apply(rows, weight, down, up):
@@ -240,7 +235,7 @@ def verify_triton(
     if down_proj.dtype != gate_up_proj.dtype:
         return False, f"needs weights of one dtype, not {gate_up_proj.dtype} and {down_proj.dtype}"
     adapters = [adapter for adapter in (gate_up_adapter, down_adapter) if adapter is not None]
-    rank = max((len(adapter.down) // len(down_proj) for adapter in adapters), default=0)
+    rank = max((adapter.down.shape[1] for adapter in adapters), default=0)
     return (False, f"supports adapters up to rank {_MAX_RANK}, not {rank}") if rank > _MAX_RANK else (True, "")
 
 

@@ -22,6 +22,8 @@ _NARROW = 128
 class Adapter(NamedTuple):
     """A low-rank addition to a linear layer: `scale * (dropout(x) @ down.T @ up.T + bias)`.
 
+    The adapters of a group of layers, such as experts, are one adapter whose tensors have the group as first dimension.
+
     Args:
         down (`torch.Tensor` of shape `[rank, in]`):
             First matrix, `lora_A` of PEFT.
@@ -108,22 +110,24 @@ class LowRank(Term):
         # A stack that is a weight itself is saved as such.
         own = stack is None or any(stack is tensor for tensor in self.tensors)
         self.kept = [None if own else stack, low, seeds, *ups]
+        self._add_to(outputs, low, ups)
+
+    def _add_to(self, outputs, low, ups):
+        """Add the products of the second matrices with `low`, and the narrow weights' own columns of it."""
+        # Only products with weights in float8 have memory of their own, in which sums may run.
+        own = {i for i, y in enumerate(outputs) if y is not None and y.ndim == 2}
         for i, columns in self.plan.narrow:
             outputs[i] = low[:, columns] if outputs[i] is None else low[:, columns] + outputs[i]
-        # Only products with weights in float8 are in memory of their own, in which sums may run.
-        in_place = {i for i, y in enumerate(outputs) if y is not None and y.ndim == 2} - {
-            i for i, _ in self.plan.narrow
-        }
         for (i, columns, scale, _), up in zip(self.plan.adapters, ups, strict=True):
             y, factors = outputs[i], (low[:, columns], up.t())
             if y is None:
                 outputs[i] = product(*factors, scale)
-            elif i in in_place:
+            elif i in own:
                 y.addmm_(*factors, alpha=scale)
             else:
-                y = y.expand(len(rows), -1) if y.ndim == 1 else y
+                y = y.expand(len(low), -1) if y.ndim == 1 else y
                 outputs[i] = torch.addmm(y, *factors, alpha=scale)
-            in_place.add(i)
+            own.add(i)
         for i, _ in self.plan.narrow:
             outputs[i] = outputs[i].contiguous()
 

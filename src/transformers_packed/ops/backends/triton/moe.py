@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...autograd import first_order
-from ...moe import split_by_expert
 from . import ceil_div, on_its_device
 
 
@@ -286,7 +285,7 @@ class _Plan:
         return cls(order, ends, tiles, index.shape[1])
 
     def rows_times_experts(self, rows, weight, factors=None, *, transposed: bool, scatter: bool = False):
-        """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`, plus the `factors` of an adapter.
+        """Multiply each row by its expert's weight `[N, K]` (`transposed`) or `[K, N]`, plus the `_Factors` of an adapter.
 
         `scatter` returns the products in the order of the choices. The second result is the product with the first
         factor `[S, rank]`.
@@ -307,7 +306,7 @@ class _Plan:
         """Return memory for the product with the first factor, the rank, and the descriptors of both factors."""
         if factors is None:
             return None, 0, None, None
-        first, second = factors
+        first, second = factors.forward() if transposed else factors.backward()
         rank = first.shape[1]
         return (
             rows.new_empty(len(self.order), rank),
@@ -381,18 +380,17 @@ class _Factors:
     `up` includes the scale. The rank is filled up with zeros to a power of two from 16 on.
     """
 
-    def __init__(self, down, up, scale: float, number: int, dtype):
-        self.matrices, self.scale, self.rank = (down, up), scale, len(down) // number
+    def __init__(self, down, up, scale: float, dtype):
+        self.matrices, self.scale, self.rank = (down, up), scale, down.shape[1]
         more = max(16, triton.next_power_of_2(self.rank)) - self.rank
-        down, up = split_by_expert(down, up, number)
         self.down = F.pad(down.to(dtype), (0, 0, 0, more)).contiguous()
         self.up = F.pad((up * scale).to(dtype), (0, more)).contiguous()
 
     @classmethod
-    def of(cls, matrices, scales, number: int, dtype) -> list["_Factors | None"]:
+    def of(cls, matrices, scales, dtype) -> list["_Factors | None"]:
         """Return the factors of the adapters of both weights, `None` for a weight without one."""
         pairs = zip((matrices[:2], matrices[2:]), scales, strict=True)
-        return [None if pair[0] is None else cls(*pair, scale, number, dtype) for pair, scale in pairs]
+        return [None if pair[0] is None else cls(*pair, scale, dtype) for pair, scale in pairs]
 
     def forward(self):
         return self.down, self.up
@@ -405,7 +403,18 @@ class _Factors:
         down, up = self.matrices
         d_up = plan.weight_gradient(d_rows, low, torch.float32)[..., : self.rank] * self.scale
         d_down = plan.weight_gradient(d_low, rows, down.dtype)[:, : self.rank]
-        return d_down.reshape(down.shape), d_up.permute(1, 2, 0).reshape(up.shape).to(up.dtype)
+        return d_down, d_up.to(up.dtype)
+
+
+def _zeros_like(inputs, wanted):
+    return tuple(torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True))
+
+
+def _shared_gradients(dy, shared, gate):
+    """Return the gradients of the shared expert's output and of its gate."""
+    d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
+    _shared_backward[(len(shared),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, triton.next_power_of_2(n))
+    return d_shared, d_gate
 
 
 class Experts(torch.autograd.Function):
@@ -425,11 +434,11 @@ class Experts(torch.autograd.Function):
         rows, low1, low2, both, plan = x.to(dtype).contiguous(), None, None, None, (None, None, None)
         if len(rows):
             plan = _Plan.of(index, number)
-            first, second = _Factors.of(matrices, scales, number, dtype)
+            first, second = _Factors.of(matrices, scales, dtype)
             keep = keep and any(ctx.needs_input_grad)
-            h, both, low1 = plan.gate_up(rows, _for_descriptor(gate_up.to(dtype)), first and first.forward(), keep)
+            h, both, low1 = plan.gate_up(rows, _for_descriptor(gate_up.to(dtype)), first, keep)
             y, low2 = plan.rows_times_experts(
-                h, _for_descriptor(down.to(dtype)), second and second.forward(), transposed=True, scatter=True
+                h, _for_descriptor(down.to(dtype)), second, transposed=True, scatter=True
             )
             y = _sum_of_choices(y, index, weights, number, x.dtype, shared, gate)
             plan = plan.order, plan.ends, plan.tiles
@@ -446,21 +455,15 @@ class Experts(torch.autograd.Function):
         for_matrices = ctx.needs_input_grad[8:]
         if order is None:
             inputs = x.to(ctx.like), None, weights, gate_up, down, shared, gate, None, *matrices
-            return tuple(
-                torch.zeros_like(t) if wanted else None for t, wanted in zip(inputs, ctx.needs_input_grad, strict=True)
-            )
-        dx = d_gate_up = d_down = d_shared = d_gate = None
+            return _zeros_like(inputs, ctx.needs_input_grad)
+        dx = d_gate_up = d_down = None
         found = [None] * 4
-        if any(for_shared):
-            d_shared, d_gate, n = torch.empty_like(shared), torch.empty_like(gate), shared.shape[1]
-            _shared_backward[(len(x),)](dy.contiguous(), shared, gate, d_shared, d_gate, n, triton.next_power_of_2(n))
+        d_shared, d_gate = _shared_gradients(dy, shared, gate) if any(for_shared) else (None, None)
         number, dtype = len(gate_up), ctx.dtype
-        first, second = _Factors.of(matrices, ctx.scales, number, dtype)
+        first, second = _Factors.of(matrices, ctx.scales, dtype)
         plan = _Plan(order, ends, tiles, index.shape[1])
         dy = plan.gathered(dy.to(dtype).contiguous())
-        dh, d_low = plan.rows_times_experts(
-            dy, _for_descriptor(down.to(dtype)), second and second.backward(), transposed=False
-        )
+        dh, d_low = plan.rows_times_experts(dy, _for_descriptor(down.to(dtype)), second, transposed=False)
         d_both, d_weights = plan.gate_backward(both, dh, weights)
         if for_down:
             d_down = plan.weight_gradient(dy, dh, down.dtype)
@@ -471,7 +474,7 @@ class Experts(torch.autograd.Function):
         del dh, dy
         if for_x or any(for_matrices[:2]):
             rows, d_low = plan.rows_times_experts(
-                d_both, _for_descriptor(gate_up.to(dtype)), first and first.backward(), transposed=False, scatter=True
+                d_both, _for_descriptor(gate_up.to(dtype)), first, transposed=False, scatter=True
             )
             dx = _sum_of_choices(rows, index, None, number, ctx.like) if for_x else None
             del rows
