@@ -218,40 +218,41 @@ class SequenceBoundaries:
             return kwargs["boundaries"]
         given = {name: kwargs[name] for name in LAYER_KEYWORDS if kwargs.get(name) is not None}
         padding, seq_idx = kwargs.get("padding_tokens"), given.get("seq_idx")
-        lengths = {name: tensor for name, tensor in given.items() if name.startswith("cu_")}
-        if not lengths and seq_idx is None:
-            alone = " and ".join([*given, *(["padding_tokens"] if padding else [])])
-            if alone:
-                fix = "Pass the batch of DataCollatorWithFlattening unchanged."
-                raise input_error(
-                    f"cu_seq_lens_q, cu_seqlens or seq_idx together with {alone}", "no document boundaries", fix
-                )
-            return None
-        if lengths:
-            (name, tensor), *others = lengths.items()
-            if torch.compiler.is_compiling():
-                boundaries = cls(tensor.to(torch.int32), None, padding or 0, total_length)
-            else:
-                boundaries = cls.from_cu_seqlens(tensor, total_length=total_length)
-            for other_name, other in others:
-                same = other is tensor or tensor.shape == other.shape
-                if same and other is not tensor and may_read(tensor) and may_read(other):
-                    same = torch.equal(tensor.cpu().long(), other.cpu().long())
-                if not same:
-                    expected = f"{name} and {other_name} that describe the same documents"
-                    raise input_error(expected, "different documents", "Pass only one of them.")
-        else:
+        cumulative = {name: tensor for name, tensor in given.items() if name.startswith("cu_")}
+        if seq_idx is not None and seq_idx.shape != (1, total_length):
+            expected = f"seq_idx of shape [1, {total_length}], one document number per token"
+            raise input_error(expected, f"{tuple(seq_idx.shape)}", "Pass the seq_idx of this row.")
+        if cumulative:
+            boundaries = cls._from_cumulative(cumulative, padding or 0, total_length)
+        elif seq_idx is not None:
             boundaries = cls.from_seq_idx(seq_idx)
-        if seq_idx is not None:
-            if seq_idx.shape != (1, total_length):
-                expected = f"seq_idx of shape [1, {total_length}], one document number per token"
-                raise input_error(expected, f"{tuple(seq_idx.shape)}", "Pass the seq_idx of this row.")
-            if lengths and may_read(seq_idx):
-                boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
-        for name, value in given.items():
-            if name.startswith("max_") and may_read(value) and int(value) < boundaries.max_length:
-                raise input_error(f"{name} of at least {boundaries.max_length}, the longest document", f"{int(value)}")
+        elif given or padding:
+            alone = " and ".join(given or ["padding_tokens"])
+            expected = f"cu_seq_lens_q, cu_seqlens or seq_idx together with {alone}"
+            raise input_error(
+                expected, "no document boundaries", "Pass the batch of DataCollatorWithFlattening unchanged."
+            )
+        else:
+            return None
+        if seq_idx is not None and cumulative and may_read(seq_idx):
+            boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
+        boundaries._check_longest(given)
         return boundaries.with_padding(padding)
+
+    @classmethod
+    def _from_cumulative(cls, given: dict[str, torch.Tensor], padding: int, total_length: int) -> "SequenceBoundaries":
+        """Build boundaries from cumulative lengths under one or several names, which must be the same."""
+        (name, tensor), *others = given.items()
+        for other_name, other in others:
+            same = other is tensor or tensor.shape == other.shape
+            if same and other is not tensor and may_read(tensor) and may_read(other):
+                same = torch.equal(tensor.cpu().long(), other.cpu().long())
+            if not same:
+                expected = f"{name} and {other_name} that describe the same documents"
+                raise input_error(expected, "different documents", "Pass only one of them.")
+        if torch.compiler.is_compiling():
+            return cls(tensor.to(torch.int32), None, padding, total_length)
+        return cls.from_cu_seqlens(tensor, total_length=total_length)
 
     @classmethod
     def _from_starts(cls, is_start: torch.Tensor, device: torch.device) -> "SequenceBoundaries":
@@ -299,7 +300,7 @@ class SequenceBoundaries:
         """`N`, the number of documents in the row."""
         return self.cu_seqlens.numel() - 1
 
-    @property
+    @derived_property
     def total_length(self) -> int:
         """`T`, the number of tokens in the row."""
         return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
@@ -350,6 +351,12 @@ class SequenceBoundaries:
 
     def check_whole(self, fix: str) -> None:
         """Raise a `ValueError` with `fix` if these boundaries describe only a part of a row."""
+
+    def _check_longest(self, given: Mapping[str, Any]) -> None:
+        """Raise a `ValueError` if a keyword says that the longest document is shorter than it is."""
+        for name, value in given.items():
+            if name.startswith("max_") and may_read(value) and int(value) < self.max_length:
+                raise input_error(f"{name} of at least {self.max_length}, the longest document", f"{int(value)}")
 
     def same_as(self, other: "SequenceBoundaries") -> bool:
         """Whether both objects describe the same documents (compared on the host)."""

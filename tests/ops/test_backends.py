@@ -181,6 +181,35 @@ class KernelVerifiersTest(unittest.TestCase):
         for verify in (fla.verify_causal_conv1d, causal_conv1d.verify_causal_conv1d):
             self.refused(verify, conv_call(activation="gelu"), "silu and swish, not gelu")
 
+    @parameterized.expand(
+        [
+            ("as_in_0.1.3", lambda offsets, indices: (64, offsets, 3, indices), True),
+            ("without_a_total", lambda offsets, indices: (64, offsets, indices), False),
+            ("another_chunk_size", lambda offsets, indices: (32, offsets, 3, indices), False),
+            ("lengths_in_place_of_offsets", lambda offsets, indices: (64, offsets.diff(), 3, indices), False),
+            ("under_another_name", None, False),
+        ]
+    )
+    def test_flash_qla_in_graphs_needs_the_metadata_of_a_known_release(self, _, layout, known):
+        def prepare_varlen_metadata(cu_seqlens, host):
+            # The documents of 65 and 5 tokens have two chunks and one.
+            offsets, indices = torch.tensor([0, 2, 3]), torch.tensor([[0, 0], [0, 1], [1, 0]])
+            if layout is not None:
+                cu_seqlens._flash_qla_prepared_varlen = layout(offsets, indices)
+            return cu_seqlens
+
+        index = ModuleType("flash_qla.utils.index")
+        index.prepare_varlen_metadata = prepare_varlen_metadata
+        flash_qla._knows_metadata.cache_clear()
+        self.addCleanup(flash_qla._knows_metadata.cache_clear)
+        cu_seqlens = torch.tensor([0, 4, 9, 9], dtype=torch.int32)
+        in_graph = SequenceBoundaries(cu_seqlens, length=9, device_only="Pass lengths.")
+        modules = {name: ModuleType(name) for name in ("flash_qla", "flash_qla.utils")} | {index.__name__: index}
+        with mock.patch.dict(sys.modules, modules):
+            self.assertEqual(flash_qla.verify_gated_delta_rule(*rule_call(), boundaries=in_graph)[0], known)
+            whole = SequenceBoundaries.from_lengths([4, 5])
+            self.assertTrue(flash_qla.verify_gated_delta_rule(*rule_call(), boundaries=whole)[0])
+
     def test_flash_qla_leaves_states_and_other_gpus_to_the_others(self):
         verify = flash_qla.verify_gated_delta_rule
         self.refused(verify, rule_call(), "only for packed rows", output_final_state=True)

@@ -143,7 +143,7 @@ def check_heads(hidden_states: torch.Tensor, weight: torch.Tensor, key_heads: in
     """Raise an error if the channels are not whole heads of queries, keys and values."""
     channels = hidden_states.shape[-1]
     values = channels - 2 * key_heads * key_dim
-    if weight.ndim != 2 or len(weight) != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
+    if weight.ndim != 2 or weight.shape[0] != channels or hidden_states.ndim != 3 or values <= 0 or values % value_dim:
         expected = "hidden_states [B, T, D] and weight [D, W] for whole heads of queries, keys and values"
         heads = f"{key_heads} heads of {key_dim} channels and values of {value_dim}"
         got = f"{tuple(hidden_states.shape)} and {tuple(weight.shape)} for {heads}"

@@ -190,23 +190,8 @@ def shard_batch(
 
     ```
     """
-    batch = dict(batch)
-    tokens = batch.get("input_ids")
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or len(tokens) != 1:
-        got = "none" if tokens is None else f"shape {tuple(tokens.shape)}"
-        raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
-    length = tokens.shape[1]
-    padding_tokens = batch.get("padding_tokens") or 0
-    if batch.get("prompt_of") is not None:
-        fix = "Train without sequence parallelism, or without shared prompts."
-        raise input_error("documents that do not share prompts", "prompt_of", fix)
-    row = SequenceBoundaries.from_kwargs({name: batch.pop(name, None) for name in PACKING_KEYWORDS}, length)
-    if row is None:
-        if "position_ids" not in batch:
-            raise input_error("document boundaries", "none", "Return position_ids or cu_seqlens.")
-        row = SequenceBoundaries.from_position_ids(batch["position_ids"])
-    position_ids = batch.get("position_ids")
-    batch["position_ids"] = row.position_ids if position_ids is None else position_ids
+    batch, row = _settled(batch)
+    length = row.total_length
     names = [name for name in (*_TOKEN_COLUMNS, *token_columns) if name in batch]
     for name in names:
         if batch[name].shape[-1] != length:
@@ -218,18 +203,9 @@ def shard_batch(
     if "shift_labels" in batch:
         ends = row.cu_seqlens[1:].long() - 1
         batch["shift_labels"] = batch["shift_labels"].index_fill(1, ends, -100)
-
     padding = max(-length % size, minimum * size - length)
     if padding:
-        fillers = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
-        for name in names:
-            batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=fillers.get(name, 0))
-        counted = torch.arange(padding_tokens, padding_tokens + padding)
-        batch["position_ids"][..., length:] = counted.to(batch["position_ids"].device)
-        # Extend the padding document, or add one.
-        documents = row.lengths[:-1] if padding_tokens else row.lengths
-        lengths = [*documents, padding_tokens + padding]
-        row = SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device).with_padding(lengths[-1])
+        row = _padded(batch, row, names, padding, pad_token_id)
     vision = cut_vision(batch, rank, size)
     if vision and batch["position_ids"].ndim != 3:
         expected = "position_ids [4, 1, T] with images or videos, computed on the whole row"
@@ -242,3 +218,37 @@ def shard_batch(
     if "shift_labels" in batch:
         batch["labels"] = batch["shift_labels"]
     return batch | {"boundaries": shard}
+
+
+def _settled(batch: dict[str, Any]) -> tuple[dict[str, Any], SequenceBoundaries]:
+    """Return the batch with position ids in place of the packing keywords, and the boundaries of its row."""
+    tokens = batch.get("input_ids")
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or len(tokens) != 1:
+        got = "none" if tokens is None else f"shape {tuple(tokens.shape)}"
+        raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
+    if batch.get("prompt_of") is not None:
+        fix = "Train without sequence parallelism, or without shared prompts."
+        raise input_error("documents that do not share prompts", "prompt_of", fix)
+    row = SequenceBoundaries.from_kwargs({name: batch.get(name) for name in PACKING_KEYWORDS}, tokens.shape[1])
+    batch = {name: x for name, x in batch.items() if name not in PACKING_KEYWORDS}
+    position_ids = batch.get("position_ids")
+    if row is None:
+        if position_ids is None:
+            raise input_error("document boundaries", "none", "Return position_ids or cu_seqlens.")
+        row = SequenceBoundaries.from_position_ids(position_ids)
+    return batch | {"position_ids": row.position_ids if position_ids is None else position_ids}, row
+
+
+def _padded(
+    batch: dict[str, Any], row: SequenceBoundaries, names: list[str], padding: int, pad_token_id: int
+) -> SequenceBoundaries:
+    """Pad the columns `names` of a batch at the end, and return the boundaries of the longer row."""
+    fillers = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    for name in names:
+        batch[name] = torch.nn.functional.pad(batch[name], (0, padding), value=fillers.get(name, 0))
+    # Extend the padding document, or add one.
+    documents = row.lengths[:-1] if row.padding_tokens else row.lengths
+    counted = torch.arange(row.padding_tokens, row.padding_tokens + padding)
+    batch["position_ids"][..., row.total_length :] = counted.to(batch["position_ids"].device)
+    lengths = [*documents, row.padding_tokens + padding]
+    return SequenceBoundaries.from_lengths(lengths, device=row.cu_seqlens.device).with_padding(lengths[-1])

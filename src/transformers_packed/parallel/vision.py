@@ -7,7 +7,7 @@ and under FSDP its weights.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isqrt
 from typing import Any
 
@@ -53,31 +53,41 @@ def cut_vision(batch: dict[str, Any], rank: int, size: int) -> dict[str, VisionS
         `ValueError`: the numbers of tokens and patches do not match.
     """
     found = {}
-    for kind, (token_type, pixels_name, grid_name) in VISION_KINDS.items():
-        pixels, grid = batch.get(pixels_name), batch.get(grid_name)
-        if pixels is None and grid is None:
+    for kind, (token_type, *names) in VISION_KINDS.items():
+        given = [name for name in (*names, TOKEN_TYPES) if batch.get(name) is not None]
+        if set(given) <= {TOKEN_TYPES}:
             continue
-        if pixels is None or grid is None or TOKEN_TYPES not in batch:
-            got = ", ".join(name for name in (pixels_name, grid_name, TOKEN_TYPES) if batch.get(name) is not None)
-            raise input_error(f"{pixels_name}, {grid_name} and {TOKEN_TYPES} together", got)
+        if len(given) < 3:
+            raise input_error(f"{', '.join(names)} and {TOKEN_TYPES} together", ", ".join(given))
         tokens = (batch[TOKEN_TYPES][0] == token_type).view(size, -1).sum(1).tolist()
-        frames = grid.repeat_interleave(grid[:, 0], dim=0)
-        frames[:, 0] = 1
-        patches = frames.prod(1).tolist()
-        # Number of patches per token, which form a square.
-        square = len(pixels) // max(sum(tokens), 1)
-        side = isqrt(square)
-        if sum(patches) != len(pixels) or side * side * sum(tokens) != len(pixels):
-            got = f"{sum(tokens)} tokens and {len(pixels)} patches"
-            raise input_error(f"{kind} tokens for the {sum(patches)} patches of {grid_name}", got)
-        ends = [0, *accumulate(patches)]
-        # The middle of a frame determines its rank.
-        owners = torch.tensor([(a + b) * size // (2 * len(pixels)) for a, b in zip(ends, ends[1:], strict=False)])
-        computed = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == r) for r in range(size)]
-        found[kind] = VisionShard(tuple(n // square for n in computed), tuple(tokens))
-        start = sum(computed[:rank])
-        batch[pixels_name], batch[grid_name] = pixels[start : start + computed[rank]], frames[owners == rank]
-        if not computed[rank]:
-            batch[pixels_name] = pixels.new_zeros(square, *pixels.shape[1:])
-            batch[grid_name] = grid.new_tensor([[1, side, side]])
+        found[kind], frames = _share(kind, batch, tokens, names, rank)
+        batch.update(zip(names, frames, strict=True))
     return found
+
+
+def _share(
+    kind: str, batch: dict[str, Any], tokens: list[int], names: list[str], rank: int
+) -> tuple[VisionShard, tuple[torch.Tensor, torch.Tensor]]:
+    """Assign the frames of one kind to ranks, whose numbers of `tokens` are given.
+
+    Returns the assignment, and the pixels and grids of `rank`.
+    """
+    pixels, grid, size = batch[names[0]], batch[names[1]], len(tokens)
+    frames = grid.repeat_interleave(grid[:, 0], dim=0)
+    frames[:, 0] = 1
+    patches = frames.prod(1).tolist()
+    # Number of patches per token, which form a square.
+    square = len(pixels) // max(sum(tokens), 1)
+    side = isqrt(square)
+    if sum(patches) != len(pixels) or side * side * sum(tokens) != len(pixels):
+        got = f"{sum(tokens)} tokens and {len(pixels)} patches"
+        raise input_error(f"{kind} tokens for the {sum(patches)} patches of {names[1]}", got)
+    ends = [0, *accumulate(patches)]
+    # The middle of a frame determines its rank.
+    owners = torch.tensor([(a + b) * size // (2 * len(pixels)) for a, b in pairwise(ends)])
+    computed = torch.zeros(size, dtype=torch.int64).index_add(0, owners, torch.tensor(patches)).tolist()
+    shard = VisionShard(tuple(n // square for n in computed), tuple(tokens))
+    if not computed[rank]:
+        return shard, (pixels.new_zeros(square, *pixels.shape[1:]), grid.new_tensor([[1, side, side]]))
+    start = sum(computed[:rank])
+    return shard, (pixels[start : start + computed[rank]], frames[owners == rank])

@@ -16,6 +16,8 @@ from . import chunk_indices
 
 # More than the multiprocessors of a GPU.
 _MOST_BLOCKS = 256
+# The attribute of `cu_seqlens` in which FlashQLA looks for prepared index tensors.
+_METADATA = "_flash_qla_prepared_varlen"
 # What selects the kernels of the calls whose kernels were compiled together.
 _COMPILED: set[tuple] = set()
 
@@ -121,6 +123,8 @@ def verify_gated_delta_rule(
         return False, "is used only for packed rows if there are states"
     if torch.cuda.get_device_capability(query.device) not in ((9, 0), (10, 0), (10, 3)):
         return False, "needs a GPU of compute capability 9.0, 10.0 or 10.3"
+    if not _problem() and boundaries is not None and boundaries.device_only and not _knows_metadata():
+        return False, "prepares rows in another way than version 0.1.3, which CUDA graphs need"
     return not _problem(), _problem()
 
 
@@ -136,12 +140,29 @@ def _prepared(boundaries: SequenceBoundaries) -> torch.Tensor:
     cu_seqlens = boundaries.cu_seqlens
     if not boundaries.device_only:
         return prepare_varlen_metadata(cu_seqlens, boundaries.cu_seqlens_cpu)
-    # `prepare_varlen_metadata` reads the host copy. This computes on the device what version 0.1.3 attaches. Without
-    # it, FlashQLA would need a host sync, which is an error in a CUDA graph.
+    # `prepare_varlen_metadata` reads the host copy, which a CUDA graph has not. The verifier has compared the layout.
+    setattr(cu_seqlens, _METADATA, _metadata(boundaries))
+    return cu_seqlens
+
+
+def _metadata(boundaries: SequenceBoundaries) -> tuple[int, torch.Tensor, int, torch.Tensor]:
+    """Compute without a host copy what version 0.1.3 of FlashQLA attaches to `cu_seqlens`."""
     counts, total = boundaries.chunk_counts(CHUNK_SIZE)
     offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    cu_seqlens._flash_qla_prepared_varlen = (CHUNK_SIZE, offsets, total, chunk_indices(boundaries))
-    return cu_seqlens
+    return CHUNK_SIZE, offsets, total, chunk_indices(boundaries)
+
+
+@lru_cache
+def _knows_metadata() -> bool:
+    """Whether the installed FlashQLA attaches what [`_metadata`] computes. It would read anything else as that."""
+    try:
+        from flash_qla.utils.index import prepare_varlen_metadata
+    except ImportError:
+        return False
+    row = SequenceBoundaries.from_lengths([CHUNK_SIZE + 1, 5])
+    theirs = vars(prepare_varlen_metadata(row.cu_seqlens.clone(), row.cu_seqlens_cpu)).get(_METADATA, ())
+    values = [[x.tolist() if isinstance(x, torch.Tensor) else x for x in found] for found in (theirs, _metadata(row))]
+    return values[0] == values[1]
 
 
 @lru_cache

@@ -238,7 +238,7 @@ class CausalConv1dQKV(torch.autograd.Function):
         weight = weight.contiguous()
         # A window of one token needs no halo.
         halo = halo.contiguous() if halo is not None and len(halo) else None
-        length = len(x)
+        length = x.shape[0]
         q, k = (x.new_empty(length, key_heads, dim) for _ in range(2))
         v = x.new_empty(length, value_heads, dim)
         ctx.save_for_backward(x, weight, position, slot, halo)
@@ -258,12 +258,13 @@ class CausalConv1dQKV(torch.autograd.Function):
         key_heads, value_heads, _, _, runs, tokens, _ = ctx.sizes
         dx = x.new_empty(x.shape)
         dhalo = None if halo is None else torch.empty_like(halo)
-        programs = ceil_div(len(x), runs * tokens)
+        length = x.shape[0]
+        programs = ceil_div(length, runs * tokens)
         trained = ctx.needs_input_grad[1]
         dweight = x.new_empty(programs, *weight.shape, dtype=torch.float32) if trained else None
         grid = ((2 * key_heads + value_heads) * programs,)
         _convolution_backward[grid](
-            x, x.stride(0), weight, position, slot, halo, dq, dk, dv, dx, dweight, dhalo, len(x), ctx.eps, *ctx.sizes,
+            x, x.stride(0), weight, position, slot, halo, dq, dk, dv, dx, dweight, dhalo, length, ctx.eps, *ctx.sizes,
             trained, num_warps=runs,
         )  # fmt: skip
         dweight = dweight.sum(0).to(weight.dtype) if trained else None
