@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from .errors import input_error
+from .errors import input_error, unsupported
 
 
 T = TypeVar("T")
@@ -282,7 +282,7 @@ class SequenceBoundaries:
     def cu_seqlens_cpu(self) -> torch.Tensor:
         """int32 `[N+1]`: the values of `cu_seqlens` on the host."""
         if self.device_only:
-            raise input_error("ops that need no lengths on the host", "an op that reads them", self.device_only)
+            raise unsupported("a row without lengths on the host", "an op that reads them", self.device_only)
         if self.host is not None:
             return self.host
         length = self.length

@@ -16,3 +16,18 @@ def input_error(expected: object, got: object, fix: str = "", *, option: str = "
     ```
     """
     return ValueError(f"{option and f'{option}: '}expected {expected}, got {got}. {fix}".rstrip())
+
+
+def unsupported(where: str, what: str, fix: str = "") -> ValueError:
+    """Build the `ValueError` for what does not work together, although neither is malformed.
+
+    Example:
+
+    ```python
+    >>> from transformers_packed.errors import unsupported
+    >>> print(unsupported("a packed row", "a cache", "Leave it out."))
+    a packed row does not support a cache. Leave it out.
+
+    ```
+    """
+    return ValueError(f"{where} does not support {what}. {fix}".rstrip())

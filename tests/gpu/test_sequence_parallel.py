@@ -30,7 +30,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_f
 from transformers_packed import SequenceBoundaries, ops
 from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from transformers_packed.ops import dispatch, implementations_used
-from transformers_packed.parallel import RowShard, SequenceParallel, ops_for
+from transformers_packed.parallel import RowShard, SequenceParallel
 
 
 SIZE = 2
@@ -78,12 +78,12 @@ def _conv_inputs(draw):
 
 
 def _conv(tensors, weights, boundaries, impl):
-    return [ops_for(boundaries).causal_conv1d(*tensors, *weights, None, "silu", boundaries=boundaries, impl=impl)]
+    return [ops.causal_conv1d(*tensors, *weights, None, "silu", boundaries=boundaries, impl=impl)]
 
 
 def _projections(tensors, weights, boundaries, impl):
     shapes = {"key_heads": KEY_HEADS, "key_dim": DIM, "value_dim": DIM}
-    return ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, boundaries=boundaries, impl=impl, **shapes)
+    return ops.causal_conv1d_qkv(*tensors, *weights, boundaries=boundaries, impl=impl, **shapes)
 
 
 def _rule_inputs(draw):
@@ -93,7 +93,7 @@ def _rule_inputs(draw):
 
 
 def _rule(tensors, weights, boundaries, impl):
-    return [ops_for(boundaries).gated_delta_rule(*tensors, boundaries=boundaries, impl=impl)[0]]
+    return [ops.gated_delta_rule(*tensors, boundaries=boundaries, impl=impl)[0]]
 
 
 def _attention_inputs(kv_heads):
@@ -108,7 +108,7 @@ def _attention(tensors, weights, boundaries, impl):
     options = {"eager": eager_attention_forward, "scaling": HEAD_DIM**-0.5, "boundaries": boundaries}
     # The reference of attention has a different name.
     impl = "per_document(sdpa)" if impl == "reference" else impl
-    return [ops_for(boundaries).attention(module, query, key, value, None, impl=impl, **options)[0]]
+    return [ops.attention(module, query, key, value, None, impl=impl, **options)[0]]
 
 
 STATES, WHOLE = "states of cut documents", "fla with cp_context"

@@ -10,7 +10,7 @@ from parameterized import parameterized
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_5.modeling_qwen3_5 import eager_attention_forward
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, ops
 from transformers_packed.ops import prompts
 from transformers_packed.ops.prompts import repeat_rows
 from transformers_packed.shared_prompts import Copies, SharedPrompts
@@ -223,7 +223,7 @@ class RefusalsTest(unittest.TestCase):
     def test_states(self):
         row = make_row("one_group")
         inputs = tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,))
-        with self.assertRaisesRegex(ValueError, "without a state"):
+        with self.assertRaisesRegex(ValueError, "a row with shared prompts does not support initial or final states"):
             prompts.gated_delta_rule(*inputs, boundaries=row, output_final_state=True)
 
     @parameterized.expand([("weights", "eager", {"output_attentions": True}), ("flex", "flex_attention", {})])
@@ -232,13 +232,18 @@ class RefusalsTest(unittest.TestCase):
         layer, eager = attention_layer("eager")
         layer.config._attn_implementation = name
         heads = [x.transpose(1, 2) for x in tensors(row, (4, 8), (2, 8), (2, 8))]
-        with self.assertRaisesRegex(ValueError, "attention that supports shared prompts"):
+        with self.assertRaisesRegex(
+            ValueError, "a row with shared prompts does not support (attention weights|flex_attention)"
+        ):
             prompts.attention(layer, *heads, None, boundaries=row, eager=eager, scaling=1.0, **options)
 
-    def test_an_op_for_plain_rows(self):
+    def test_the_ops_take_such_rows(self):
         row = make_row("one_group")
+        inputs = tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,))
+        outputs = [call(*inputs, boundaries=row)[0] for call in (ops.gated_delta_rule, prompts.gated_delta_rule)]
+        self.assertTrue(torch.equal(*outputs))
         with self.assertRaisesRegex(ValueError, "documents that do not share prompts"):
-            prompts.rule(*tensors(row, (2, 8), (2, 8), (4, 6), (4,), (4,)), boundaries=row)
+            ops.per_document(lambda x: x, inputs[0], boundaries=row)
 
 
 class CopiesTest(unittest.TestCase):

@@ -11,9 +11,9 @@ from common.processes import ROWS, run_once, run_processes
 from parameterized import parameterized
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
-from transformers_packed import SequenceBoundaries
+from transformers_packed import SequenceBoundaries, ops
 from transformers_packed.ops import dispatch, implementations_used
-from transformers_packed.parallel import RowShard, SequenceParallel, ops_for
+from transformers_packed.parallel import RowShard, SequenceParallel
 from transformers_packed.parallel import attention as attentions
 from transformers_packed.parallel import gated_delta as rules
 from transformers_packed.parallel.groups import attention_method
@@ -32,7 +32,7 @@ def _conv_inputs(generator):
 
 
 def _conv(tensors, weights, boundaries):
-    return [ops_for(boundaries).causal_conv1d(*tensors, *weights, "silu", boundaries=boundaries)]
+    return [ops.causal_conv1d(*tensors, *weights, "silu", boundaries=boundaries)]
 
 
 def _projections_inputs(generator):
@@ -42,7 +42,7 @@ def _projections_inputs(generator):
 
 def _projections(tensors, weights, boundaries):
     heads = {"key_heads": 2, "key_dim": 3, "value_dim": 2}
-    return ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
+    return ops.causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
 
 
 def _triton_inputs(generator):
@@ -57,7 +57,7 @@ def _triton(tensors, weights, boundaries):
         mock.patch("transformers_packed.ops.backends.triton.convolution._TOKENS", 5),
     ):
         heads = {"key_heads": 1, "key_dim": 16, "value_dim": 16}
-        outputs = ops_for(boundaries).causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
+        outputs = ops.causal_conv1d_qkv(*tensors, *weights, **heads, boundaries=boundaries)
     assert implementations_used() == {"causal_conv1d_qkv": ["triton"]}
     return outputs
 
@@ -74,7 +74,7 @@ def _rule_inputs(generator):
 
 
 def _rule(tensors, weights, boundaries):
-    return [ops_for(boundaries).gated_delta_rule(*tensors, boundaries=boundaries)[0]]
+    return [ops.gated_delta_rule(*tensors, boundaries=boundaries)[0]]
 
 
 def _attention_inputs(kv_heads):
@@ -93,7 +93,7 @@ def _attention(implementation):
         module.num_key_value_groups = query.shape[1] // key.shape[1]
         module.is_causal = True
         options = {"eager": eager_attention_forward, "scaling": 0.3, "boundaries": boundaries}
-        return [ops_for(boundaries).attention(module, query, key, value, None, **options)[0]]
+        return [ops.attention(module, query, key, value, None, **options)[0]]
 
     return run
 
@@ -147,7 +147,7 @@ def _run_all(size):
 def _run_short_shards():
     shard = RowShard.cut(SequenceBoundaries.from_lengths([4]), SequenceParallel(2).rank, 2, SequenceParallel(2))
     try:
-        ops_for(shard).causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard)
+        ops.causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 4), boundaries=shard)
     except ValueError as error:
         return str(error)
 

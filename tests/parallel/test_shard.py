@@ -4,7 +4,7 @@ import torch
 from parameterized import parameterized
 
 from transformers_packed import DataCollatorWithFlattening, SequenceBoundaries, ops
-from transformers_packed.parallel import RowShard, ops_for, shard_batch
+from transformers_packed.parallel import RowShard, shard_batch
 
 
 LENGTHS = [[4, 4], [5, 3], [8], [1, 1, 1, 1, 1, 1, 1, 1], [3, 2, 2], [1, 9], [13]]
@@ -117,28 +117,19 @@ class RowShardTest(unittest.TestCase):
             torch.ones(1, 2),
             [torch.ones(1, 2, 1, 1)] * 3 + [torch.ones(1, 2, 1)] * 2,
         )
-        parts = ops_for(shard)
         calls = [
-            lambda: parts.causal_conv1d(row, weight, boundaries=shard),
-            lambda: parts.causal_conv1d_qkv(
+            lambda: ops.causal_conv1d(row, weight, boundaries=shard),
+            lambda: ops.causal_conv1d_qkv(
                 row.expand(1, 2, 3), weight.expand(3, 2), key_heads=1, key_dim=1, value_dim=1, boundaries=shard
             ),
-            lambda: parts.gated_delta_rule(*rule, boundaries=shard),
+            lambda: ops.gated_delta_rule(*rule, boundaries=shard),
         ]
         for call in calls:
             with self.assertRaisesRegex(ValueError, "expected a shard with a process group"):
                 call()
 
-    def test_the_ops_themselves_want_whole_rows(self):
-        # These would treat its pieces as documents.
+    def test_functions_of_one_document_want_whole_rows(self):
+        # They would treat its pieces as documents.
         shard = RowShard.cut(SequenceBoundaries.from_lengths([3, 1]), 1, 2)
-        self.assertIs(ops_for(shard.row), ops)
-        self.assertIs(ops_for(None), ops)
-        rule = [torch.ones(1, 2, 1, 1)] * 3 + [torch.ones(1, 2, 1)] * 2
-        for call in (
-            lambda: ops.causal_conv1d(torch.ones(1, 2, 1), torch.ones(1, 2), boundaries=shard),
-            lambda: ops.gated_delta_rule(*rule, boundaries=shard),
-            lambda: ops.per_document(lambda x: x, torch.ones(1, 2), boundaries=shard),
-        ):
-            with self.assertRaisesRegex(ValueError, "expected a whole row, got part 1 of 2"):
-                call()
+        with self.assertRaisesRegex(ValueError, "expected a whole row, got part 1 of 2"):
+            ops.per_document(lambda x: x, torch.ones(1, 2), boundaries=shard)

@@ -1,5 +1,6 @@
 """Ops that isolate the documents of a packed row, and fused ops of the layers, each with a PyTorch reference."""
 
+from . import prompts  # noqa: F401  the forms of the ops for rows with shared prompts
 from .attention import attention
 from .convolution import causal_conv1d, causal_conv1d_qkv, torch_causal_conv1d
 from .cross_entropy import linear_cross_entropy

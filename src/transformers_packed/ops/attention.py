@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .autograd import autocast_dtype
-from .dispatch import Implementation, always, ran, run
+from .dispatch import Implementation, always, mixes_tokens, ran, run
 from .example import Call, Setting
 from .per_document import per_document
 
@@ -33,6 +33,7 @@ from .per_document import per_document
 _BLOCK = 128
 
 
+@mixes_tokens
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

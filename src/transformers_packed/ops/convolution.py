@@ -17,11 +17,12 @@ from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .backends import causal_conv1d as compiled
 from .backends import fla, triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, always, mixes_tokens, run
 from .example import Call, Setting
 from .norm import widened
 
 
+@mixes_tokens
 def causal_conv1d(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -78,6 +79,7 @@ def check_channels(hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
         raise input_error("hidden_states [B, T, D] and weight [D, W]", got, fix)
 
 
+@mixes_tokens
 def causal_conv1d_qkv(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,

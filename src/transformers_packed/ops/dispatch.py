@@ -7,22 +7,30 @@ implementation, or raises an error with the reason why it does not support the c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers.utils import logging
 
+from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .autograd import is_transformed
 
 
 logger = logging.get_logger(__name__)
 
+Op = TypeVar("Op", bound=Callable[..., Any])
+
 _used: dict[str, dict[str, None]] = {}
 # The ops in `_used` that compute each token independently and need no boundaries.
 _of_tokens: set[str] = set()
 # The compiler would unroll the chunks of one reference, and keep all logits of the other.
 _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
+
+
+# The functions that run ops on rows whose documents begin elsewhere, by the class of their boundaries and the op's name.
+_FORMS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 class Implementation(NamedTuple):
@@ -77,6 +85,31 @@ def _why_reference_only(op: str, impl: str) -> str:
     return ""
 
 
+def mixes_tokens(op: Op) -> Op:
+    """Decorate an op with `boundaries`. A row whose documents begin elsewhere runs the op's form [`for_rows`] of its kind.
+
+    These are rows with shared prompts, and parts of a row that several processes share.
+    """
+
+    @wraps(op)
+    def on_any_row(*args: Any, boundaries: SequenceBoundaries | None = None, **kwargs: Any) -> Any:
+        if boundaries is None or type(boundaries) is SequenceBoundaries:
+            return op(*args, boundaries=boundaries, **kwargs)
+        return _FORMS[type(boundaries), op.__name__](*args, boundaries=boundaries, **kwargs)
+
+    return on_any_row  # type: ignore[return-value]
+
+
+def for_rows(kind: type[SequenceBoundaries]) -> Callable[[Op], Op]:
+    """Decorate the form of an op, under the same name, for rows with boundaries of this class."""
+
+    def register(form: Op) -> Op:
+        _FORMS[kind, form.__name__] = form
+        return form
+
+    return register
+
+
 def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -> Any:
     """Select an implementation with [`choose`] and call it.
 
@@ -87,7 +120,6 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     if "boundaries" not in kwargs:
         _of_tokens.add(op)
     elif kwargs["boundaries"] is not None:
-        kwargs["boundaries"].check_whole("Take the op from transformers_packed.parallel.ops_for(boundaries).")
         if torch.compiler.is_compiling():
             return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
     return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)

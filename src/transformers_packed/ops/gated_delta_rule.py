@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from ..boundaries import CHUNK_SIZE, SequenceBoundaries
 from ..errors import input_error
 from .backends import fla, flash_qla, triton
-from .dispatch import Implementation, always, run
+from .dispatch import Implementation, always, mixes_tokens, run
 from .example import Call, Setting
 from .norm import widened
 from .per_document import per_document
 
 
+@mixes_tokens
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -7,7 +7,7 @@ Each answer gives the outputs and gradients of the document "prompt and answer",
 * **Gated delta rule.** The state of an answer starts as the final state of its prompt.
 
 All of these read parts of the prompt once for each answer. [`repeat_rows`] adds the gradients of such copies in a fixed
-order, in float32. The functions have the names and arguments of those in [`transformers_packed.ops`].
+order, in float32. The ops of [`transformers_packed.ops`] call these functions for such rows.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from ..errors import input_error
+from ..errors import unsupported
 from ..shared_prompts import Copies, SharedPrompts
-from . import attention as attention_of_row
-from . import causal_conv1d as convolve
-from . import causal_conv1d_qkv as convolve_qkv
-from . import gated_delta_rule as rule
+from .attention import attention as attention_of_row
 from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
 from .autograd import first_order, is_transformed
+from .convolution import causal_conv1d as convolve
+from .convolution import causal_conv1d_qkv as convolve_qkv
 from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
-from .dispatch import ran
+from .dispatch import for_rows, ran
+from .gated_delta_rule import gated_delta_rule as rule
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -65,6 +65,7 @@ class _RepeatRows(torch.autograd.Function):
         return total, None
 
 
+@for_rows(SharedPrompts)
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -83,7 +84,7 @@ def attention(
         ("flex_attention", module.config._attn_implementation == "flex_attention"),
     ):
         if given:
-            raise input_error("attention that supports shared prompts", name, "Use sdpa, without attention weights.")
+            raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
     keys, copies = boundaries.keys
     key, value = (repeat_rows(x[0].transpose(0, 1), copies).transpose(0, 1)[None] for x in (key, value))
     if query.is_cuda:
@@ -100,6 +101,7 @@ def attention(
     return torch.cat(outputs, dim=1), None
 
 
+@for_rows(SharedPrompts)
 def causal_conv1d(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, boundaries: SharedPrompts, **options: Any
 ) -> torch.Tensor:
@@ -112,6 +114,7 @@ def causal_conv1d(
     return _convolution(function, hidden_states, weight, boundaries)[0]
 
 
+@for_rows(SharedPrompts)
 def causal_conv1d_qkv(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -147,6 +150,7 @@ def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row:
     return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 
 
+@for_rows(SharedPrompts)
 def gated_delta_rule(
     *inputs: torch.Tensor,
     boundaries: SharedPrompts,
@@ -156,7 +160,7 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
     if initial_state is not None or output_final_state:
-        raise input_error("a row with shared prompts without a state", "a state", "Run the documents one by one.")
+        raise unsupported("a row with shared prompts", "initial or final states", "Run the documents one by one.")
     first = boundaries.first_answer
     prompts, answers = zip(*(x.split([first, x.shape[1] - first], 1) for x in inputs), strict=True)
     of_prompts, states = rule(*prompts, boundaries=boundaries.prompts, output_final_state=True, **options)

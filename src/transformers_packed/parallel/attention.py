@@ -6,14 +6,14 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, unsupported
 from ..ops.attention import (
     attention_of_last_queries,
     attention_with_earlier_keys,
     implementations,
     kernel_for_earlier_keys,
 )
-from ..ops.dispatch import ran
+from ..ops.dispatch import for_rows, ran
 from .collectives import all_gather, all_to_all
 from .groups import attention_method, fits_heads
 from .shard import RowShard
@@ -29,6 +29,7 @@ class _WithGroups:
         return getattr(self._module, name)
 
 
+@for_rows(RowShard)
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -43,7 +44,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """[`ops.attention`] on a part of a row: query `[1, H, L, D]`, key and value `[1, HKV, L, D]`."""
     if options.get("output_attentions"):
-        raise input_error("a whole row for attention weights", "a part of a row", "Leave output_attentions out.")
+        raise unsupported("a part of a row", "attention weights", "Leave output_attentions out.")
     implementations(module)
     shard, options["dropout"] = boundaries, dropout
     size, heads, kv_heads = shard.size, query.shape[1], key.shape[1]

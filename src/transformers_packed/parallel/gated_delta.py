@@ -29,10 +29,10 @@ import torch
 
 from .. import ops
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
+from ..errors import input_error, unsupported
 from ..ops.backends import fla
 from ..ops.convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
-from ..ops.dispatch import ran
+from ..ops.dispatch import for_rows, ran
 from ..ops.gated_delta_rule import check_groups
 from .collectives import all_gather, all_to_all, tie
 from .shard import RowShard
@@ -86,6 +86,7 @@ def _with_halo(shard: RowShard, x: torch.Tensor, width: int) -> tuple[torch.Tens
     return joined, shard.derived(f"halo of {kept}", boundaries), kept
 
 
+@for_rows(RowShard)
 def causal_conv1d(
     hidden_states: torch.Tensor, weight: torch.Tensor, *args, boundaries: RowShard, **options: Any
 ) -> torch.Tensor:
@@ -95,6 +96,7 @@ def causal_conv1d(
     return ops.causal_conv1d(x, weight, *args, **options)[:, before:]
 
 
+@for_rows(RowShard)
 def causal_conv1d_qkv(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -117,6 +119,7 @@ def causal_conv1d_qkv(
     return tuple(y[:, before:] for y in ops.causal_conv1d_qkv(x, *call, boundaries=whole, impl=impl, **heads))
 
 
+@for_rows(RowShard)
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -133,7 +136,7 @@ def gated_delta_rule(
     """[`ops.gated_delta_rule`] on a part of a row, by the method of the shard's `parallel`."""
     check_groups(key, value)
     if initial_state is not None or output_final_state:
-        raise input_error("a part of a row without a state", "a state", "Run whole rows.")
+        raise unsupported("a part of a row", "initial or final states", "Run whole rows.")
     shard, tensors = boundaries, (query, key, value, g, beta)
     if shard.processes.gated_delta_rule == "heads":
         return _by_heads(shard, *tensors, impl=impl, **options), None

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, derived_property
-from ..errors import input_error
+from ..errors import input_error, unsupported
 from .collectives import all_gather
 from .groups import SequenceParallel
 from .vision import TOKEN_TYPES, VisionShard, cut_vision
@@ -19,7 +19,7 @@ class RowShard(SequenceBoundaries):
     """The boundaries of the tokens `[rank * T / P, (rank + 1) * T / P)` of a packed row of `T` tokens.
 
     As [`SequenceBoundaries`], it describes the pieces of documents on this rank. Pass it to a model in place of the
-    boundaries of a whole row. The layers use [`ops_for`] to compute cut documents together with the other ranks.
+    boundaries of a whole row. The ops compute cut documents together with the other ranks.
 
     Args:
         cu_seqlens (`torch.IntTensor`):
@@ -228,7 +228,7 @@ def _settled(batch: dict[str, Any]) -> tuple[dict[str, Any], SequenceBoundaries]
         raise input_error("input_ids [1, T] of one packed row", got, "Use DataCollatorWithFlattening.")
     if batch.get("prompt_of") is not None:
         fix = "Train without sequence parallelism, or without shared prompts."
-        raise input_error("documents that do not share prompts", "prompt_of", fix)
+        raise unsupported("sequence parallelism", "shared prompts (prompt_of)", fix)
     row = SequenceBoundaries.from_kwargs({name: batch.get(name) for name in PACKING_KEYWORDS}, tokens.shape[1])
     batch = {name: x for name, x in batch.items() if name not in PACKING_KEYWORDS}
     position_ids = batch.get("position_ids")

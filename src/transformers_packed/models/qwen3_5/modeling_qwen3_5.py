@@ -14,8 +14,16 @@ from transformers.utils import can_return_tuple
 
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
-from ...ops import gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
-from ...parallel import ops_for
+from ...ops import (
+    attention,
+    causal_conv1d_qkv,
+    gated_delta_gates,
+    gated_delta_rule,
+    gated_rms_norm,
+    glu,
+    qk_norm_rope,
+    rms_norm,
+)
 from ..cuda_graphs import LayerGraphs, layers_as_graphs
 from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
@@ -69,7 +77,6 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
-        ops = ops_for(boundaries)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, b, a = self.project(hidden_states)
 
@@ -80,7 +87,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
             mixed_qkv = cache.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        query, key, value = ops.causal_conv1d_qkv(
+        query, key, value = causal_conv1d_qkv(
             mixed_qkv,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
@@ -93,7 +100,7 @@ class Qwen3_5GatedDeltaNet(builtin.Qwen3_5GatedDeltaNet):
         if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
         g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
-        output, recurrent_state = ops.gated_delta_rule(
+        output, recurrent_state = gated_delta_rule(
             query,
             key,
             value,
@@ -148,7 +155,7 @@ class Qwen3_5Attention(builtin.Qwen3_5Attention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, weights = ops_for(boundaries).attention(
+        output, weights = attention(
             self,
             query,
             key,

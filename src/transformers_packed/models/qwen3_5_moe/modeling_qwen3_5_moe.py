@@ -15,8 +15,17 @@ from transformers.utils import can_return_tuple
 
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
-from ...ops import choose_experts, gated_delta_gates, gated_rms_norm, glu, qk_norm_rope, rms_norm
-from ...parallel import ops_for
+from ...ops import (
+    attention,
+    causal_conv1d_qkv,
+    choose_experts,
+    gated_delta_gates,
+    gated_delta_rule,
+    gated_rms_norm,
+    glu,
+    qk_norm_rope,
+    rms_norm,
+)
 from ..cuda_graphs import LayerGraphs, layers_as_graphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs, check_config, without_packing
@@ -71,7 +80,6 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
             raise input_error("conv1d as a torch.nn.Conv1d, whose weight is read directly", got, fix)
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
-        ops = ops_for(boundaries)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
         mixed_qkv, z, b, a = self.project(hidden_states)
 
@@ -82,7 +90,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
             mixed_qkv = cache.update_conv_state(
                 mixed_qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size
             ).transpose(1, 2)
-        query, key, value = ops.causal_conv1d_qkv(
+        query, key, value = causal_conv1d_qkv(
             mixed_qkv,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
@@ -95,7 +103,7 @@ class Qwen3_5MoeGatedDeltaNet(builtin.Qwen3_5MoeGatedDeltaNet):
         if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
         g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
-        output, recurrent_state = ops.gated_delta_rule(
+        output, recurrent_state = gated_delta_rule(
             query,
             key,
             value,
@@ -150,7 +158,7 @@ class Qwen3_5MoeAttention(builtin.Qwen3_5MoeAttention):
             query, key = builtin.apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        output, weights = ops_for(boundaries).attention(
+        output, weights = attention(
             self,
             query,
             key,
