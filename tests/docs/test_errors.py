@@ -128,7 +128,6 @@ class CommonErrorsTest(unittest.TestCase):
         row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
         state = torch.zeros(2, 2, 8, 8)
         self.assert_on_the_page(lambda: prompts.gated_delta_rule(*row, boundaries=shared, initial_state=state))
-        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=shared))
         samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
         self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
         model = patch_model(tiny_model("qwen3_5_text"))
