@@ -5,6 +5,7 @@ import unittest
 from unittest import mock
 
 import accelerate
+import pytest
 import torch
 from mixins.vision import IMAGE, TEXT, TINY, VIDEO, VISION_START, vision_config
 from parameterized import parameterized
@@ -396,8 +397,14 @@ class NoFalseAlarmTest(unittest.TestCase):
         self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
         self.assertEqual(model.model.layers[0].self_attn.attention_dropout, 0.5)
 
-    @parameterized.expand([("torch_compile",), ("method",)])
-    def test_compiled(self, how):
+    def test_compiled(self):
+        self.check_compiled("method")
+
+    @pytest.mark.slow
+    def test_compiled_in_a_wrapper(self):
+        self.check_compiled("wrapper")
+
+    def check_compiled(self, how):
         torch._dynamo.reset()
         self.addCleanup(torch._dynamo.reset)
         compiled = model = llama(num_hidden_layers=1)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common.processes import run_cli_module
 from scripts.trainer_arms import TINY
 from transformers import Qwen3_5TextConfig
 
@@ -59,9 +60,10 @@ class CommandTest(BenchTestCase):
         lengths, picture = [5, 90, 30, 64, 20], self.path / "bench.png"
         data = self.path / "data.jsonl"
         data.write_text("".join(f"{json.dumps({'input_ids': [1] * n})}\n" for n in lengths))
-        status, stdout, stderr = self.command(
-            "--data", data, "--max-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
-        )
+        with mock.patch.object(bench, "run_module", run_cli_module):
+            status, stdout, stderr = self.command(
+                "--data", data, "--max-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
+            )
         self.assertEqual(status, 0, stderr)
         lines = stdout.splitlines()
         self.assertEqual(lines[0], "qwen3_5_text on CPU: 5 documents of 5 to 90 tokens, 209 in a step.")

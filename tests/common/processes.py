@@ -168,6 +168,14 @@ def run_script(
         ]
 
 
+def run_cli_module(module: str, *arguments: str) -> None:
+    """Do what `run_module` of the commands does, in a process that need not import anything."""
+    (done,) = run_script(TESTS / "scripts" / "cli_module.py", module, *arguments)
+    print(done.stdout)
+    if done.status:
+        raise ChildProcessError(done.stderr)
+
+
 def _run_as_main(path: str, arguments: tuple, folder: str, environment: dict, written: str) -> None:
     for stream, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{written}.{end}", os.O_WRONLY | os.O_CREAT), stream)

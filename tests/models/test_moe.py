@@ -1,14 +1,13 @@
 """The experts of our models: which implementation runs, and how other documents of a row affect a document."""
 
 import copy
-import subprocess
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
 import torch
+from common.processes import run_script
 from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from mixins.patch import BUILTINS, COMPOSITE, CONFIGS, builtin_model, documents
 from parameterized import parameterized
@@ -208,11 +207,12 @@ class ChoiceTest(MoeTestCase):
             "torch.save(model(input_ids=torch.load(out)).logits.detach(), out)"
         )
         with tempfile.TemporaryDirectory() as folder:
-            path, out = f"{folder}/model.pt", f"{folder}/out.pt"
+            path, out, script = f"{folder}/model.pt", f"{folder}/out.pt", Path(folder, "load.py")
             torch.save(model, path)
             torch.save(ids, out)
-            done = subprocess.run([sys.executable, "-c", code, path, out], capture_output=True, text=True)
-            self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+            script.write_text(code)
+            (done,) = run_script(script, path, out)
+            self.assertEqual(done.status, 0, done.stderr[-2000:])
             self.assertLess(relative_error(torch.load(out), model(input_ids=ids).logits), 1e-6)
 
 

@@ -4,6 +4,7 @@ import tempfile
 import unittest
 
 import peft
+import pytest
 import torch
 from mixins.model import total_relative_error
 from parameterized import parameterized
@@ -115,12 +116,16 @@ class NeftuneTest(unittest.TestCase):
             ("moe", "qwen3_next_moe", {}),
             ("stock", "llama", {}),
             ("checkpointed", "qwen3_5", {checkpointing_argument(): True}),
-            ("compiled", "qwen3_5", {"torch_compile": True, "torch_compile_backend": "eager", **SAME_TOTAL}),
             ("compiled_stock", "llama", {"torch_compile": True, "torch_compile_backend": "eager"}),
         ]
     )
     def test_configured(self, _, model_type, arguments):
         self.check_documents(configure_packing(self.trainer(make(model_type), **arguments)))
+
+    @pytest.mark.slow
+    def test_compiled(self):
+        trainer = self.trainer(make("qwen3_5"), torch_compile=True, torch_compile_backend="eager", **SAME_TOTAL)
+        self.check_documents(configure_packing(trainer))
 
     def test_rows(self):
         self.check_documents(configure_packing(self.trainer(make()), True, 128))
