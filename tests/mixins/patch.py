@@ -20,7 +20,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as builtin_qwen3_
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import patch_model
-from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, check_patch
+from transformers_packed.models.registry import check_patch
+from transformers_packed.models.replacements import FAST_PATHS, REPLACEMENTS
 
 
 EXPERTS = {

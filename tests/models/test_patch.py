@@ -27,8 +27,9 @@ from transformers import Qwen3_5TextConfig, set_seed
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
-from transformers_packed.models.registry import FAST_PATHS, REPLACEMENTS, check_patch, modeling_module
+from transformers_packed.models.registry import check_patch, modeling_module
 from transformers_packed.models.releases import recorder_key
+from transformers_packed.models.replacements import FAST_PATHS, REPLACEMENTS
 
 
 class PatchTest(PatchTestCase):

@@ -225,7 +225,7 @@ class RegisterTest(unittest.TestCase):
 class ModularTest(unittest.TestCase):
     def test_importing_a_modular_file_replaces_nothing(self):
         from transformers_packed.models.qwen3_next import modeling_qwen3_next
-        from transformers_packed.models.registry import REPLACEMENTS
+        from transformers_packed.models.replacements import REPLACEMENTS
 
         before = dict(REPLACEMENTS)
         from transformers_packed.models.qwen3_next import modular_qwen3_next

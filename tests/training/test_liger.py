@@ -36,7 +36,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing, patch_model, registered
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models import registry
+from transformers_packed.models import packed_model, replacements
 
 
 HAS_LIGER = find_spec("liger_kernel") is not None
@@ -114,7 +114,7 @@ class KeptTest(LigerTestCase):
 
     def test_forward_stays(self):
         model = self.build()
-        with mock.patch.object(registry.logger, "warning_once") as warned:
+        with mock.patch.object(packed_model.logger, "warning_once") as warned:
             model.forward = MethodType(lce_forward, model)
         (message,) = warned.call_args.args
         self.assertIn("Qwen3_5ForCausalLM keeps its forward: Liger's fused_linear", message)
@@ -156,7 +156,7 @@ class KeptTest(LigerTestCase):
             pass
 
         trainer = self.trainer(self.build(ours=False), collator=False)
-        with mock.patch.dict(registry.REPLACEMENTS, {modeling_qwen3_5.Qwen3_5RMSNorm: FasterRMSNorm}):
+        with mock.patch.dict(replacements.REPLACEMENTS, {modeling_qwen3_5.Qwen3_5RMSNorm: FasterRMSNorm}):
             output = self.configured(trainer)
         self.assertRegex(output, r"Liger leaves fused_linear_cross_entropy, rms_norm.* to this package\n$")
         self.assertIs(trainer.args.liger_kernel_config["rms_norm"], False)

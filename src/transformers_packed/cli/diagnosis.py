@@ -18,9 +18,11 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..errors import input_error
 from ..models.families import families_of, sizes_of
 from ..models.family import Mixers, Own, Refused, Unpacked
+from ..models.packed_model import PackedModelMixin
 from ..models.padding import why_padded
-from ..models.registry import REPLACEMENTS, PackedModelMixin, check_transformers, patch_model
+from ..models.registry import check_transformers, patch_model
 from ..models.releases import builds, supports_flash_attention
+from ..models.replacements import REPLACEMENTS
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import judge, text_config
 from ..ops.attention import serves_packed_rows

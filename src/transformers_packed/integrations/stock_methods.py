@@ -14,7 +14,8 @@ from transformers.utils import logging
 from ..errors import input_error
 from ..models.families import OWN, families_of
 from ..models.family import PATCHED
-from ..models.registry import REPLACEMENTS, modeling_module, patch_model
+from ..models.registry import modeling_module, patch_model
+from ..models.replacements import REPLACEMENTS
 
 
 logger = logging.get_logger(__name__)

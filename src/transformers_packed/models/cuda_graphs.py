@@ -24,8 +24,8 @@ from ..errors import input_error
 from ..ops.autograd import autocast_dtype
 from .experts import isolates
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
-from .registry import Model
 from .releases import checkpoint_of
+from .replacements import Model
 from .untouched import hooks_of
 
 

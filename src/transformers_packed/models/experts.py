@@ -15,18 +15,18 @@ from ..ops.moe import verify_triton
 from ..ops.terms import Adapter
 from .families import OWN
 from .lora import adapter_of_parameter, lora_class
+from .packed_model import EXPERTS
 from .releases import has_post_expert_norm, has_usual_gate
 from .untouched import is_untouched
 
 
-NAME = "transformers_packed"
 _DEFAULT = "grouped_mm"
 _CLASSES = [family.experts for family in OWN if family.experts]
 
 
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
-    before, after = (_DEFAULT, NAME) if ours else (NAME, _DEFAULT)
+    before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
     for module in model.modules():
         if type(module).__name__ in _CLASSES and module.config._experts_implementation == before:
             module.config._experts_implementation = after
@@ -37,7 +37,7 @@ def isolates(module: torch.nn.Module) -> bool:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     # Any other module may lack these attributes, or have a forward of its own.
-    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != NAME:
+    if type(module).__name__ not in _CLASSES or module.config._experts_implementation != EXPERTS:
         return False
     return not _problem(module, module.gate_up_proj.new_empty(1, module.config.hidden_size), None, None)
 
@@ -95,7 +95,7 @@ def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, list[Adapter
             found[module.parameter_name] = adapter
         module = module.base_layer
     plain = type(module).__name__ in _CLASSES and is_untouched(module, type(module))
-    if not plain or module.config._experts_implementation != NAME:
+    if not plain or module.config._experts_implementation != EXPERTS:
         return module, None
     return module, [found.get(name) for name in ("gate_up_proj", "down_proj")]
 
@@ -144,6 +144,6 @@ def _problem(module, hidden_states, index, weights, gate_up_adapter=None, down_a
 
 
 # At import, because a model that was pickled is not created again.
-moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+moe.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
 # Experts of an FP8 checkpoint look up the same name in a table of their own.
-finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, finegrained_fp8.fp8_grouped_mm_experts_forward)
+finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(EXPERTS, finegrained_fp8.fp8_grouped_mm_experts_forward)

@@ -11,7 +11,7 @@ from ..errors import input_error
 from ..ops.float8 import MULTIPLE
 from .cuda_graphs import forget_graphs, text_models_of
 from .quantization import SENSITIVE
-from .registry import Model
+from .replacements import Model
 
 
 logger = logging.get_logger(__name__)

@@ -43,8 +43,9 @@ from .inputs import (
     resolve_boundaries,
     tokens_of,
 )
-from .registry import REPLACEMENTS, PackedModelMixin
+from .packed_model import PackedModelMixin
 from .releases import CACHE, CHECKPOINTS, FLEX, check_other_families, class_names, registered_classes
+from .replacements import REPLACEMENTS
 
 
 _NO_TEXT = ("VisionModel", "AudioModel")
@@ -58,13 +59,13 @@ _KEYWORDS = [
 
 
 def announce(family: Family) -> None:
-    """Add our classes for a family with `Mixers` or `Unpacked` to `registry.REPLACEMENTS`, once."""
+    """Add our classes for a family with `Mixers` or `Unpacked` to `replacements.REPLACEMENTS`, once."""
     for name in (*family.mixers, *language_models(family)):
         _replace(family, name)
 
 
 def announce_families_of(model: torch.nn.Module) -> None:
-    """Add our classes for the families of `model` to `registry.REPLACEMENTS`."""
+    """Add our classes for the families of `model` to `replacements.REPLACEMENTS`."""
     families = families_of(model, *PATCHED)
     for family in families:
         if not isinstance(family.apart, Own):

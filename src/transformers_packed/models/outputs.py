@@ -25,7 +25,7 @@ from ..ops import linear_cross_entropy
 from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import TargetCount
 from .inputs import kept_tokens, mask_targets_across_documents
-from .registry import PackedModelMixin
+from .packed_model import PackedModelMixin, Switch
 from .releases import CACHE
 from .untouched import is_bare_linear, is_sharded_linear
 
@@ -39,18 +39,9 @@ class LanguageModelMixin(PackedModelMixin):
     # The loss is a mean over all targets of a step, so Trainer may pass their number.
     accepts_loss_kwargs = True
 
-    @property
-    def skips_logits(self) -> bool:
-        """Whether forwards in training skip the logits if labels are given. Set for all submodels too.
-
-        `False` is for losses that read the logits of a copied output, as under mixed precision. The argument
-        `skip_logits` of a call overrides it.
-        """
-        return vars(self).get("_skips_logits", True)
-
-    @skips_logits.setter
-    def skips_logits(self, value: bool) -> None:
-        self._set_everywhere("_skips_logits", value)
+    # Whether forwards in training skip the logits if labels are given. `False` is for losses that read the logits of a
+    # copied output, as under mixed precision. The argument `skip_logits` of a call overrides it.
+    skips_logits = Switch(True)
 
     @can_return_tuple
     def forward_with_boundaries(

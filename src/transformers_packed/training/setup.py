@@ -23,7 +23,8 @@ from ..models.families import LANGUAGE_MODELS, TITLES, families_of
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
-from ..models.registry import REPLACEMENTS, check_patch, patch_model, transformers_model
+from ..models.registry import check_patch, patch_model, transformers_model
+from ..models.replacements import REPLACEMENTS
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback

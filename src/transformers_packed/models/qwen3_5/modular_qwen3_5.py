@@ -8,6 +8,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 from ...boundaries import SequenceBoundaries
 from ..inputs import without_packing
 from ..outputs import LanguageModelMixin
+from ..packed_model import PackedModelMixin
 from ..padding import prompt_ids_of
 from ..projections import project
 from ..qwen3_next.modular_qwen3_next import (
@@ -22,8 +23,8 @@ from ..qwen3_next.modular_qwen3_next import (
     Qwen3NextRMSNorm,
     Qwen3NextRMSNormGated,
 )
-from ..registry import PackedModelMixin, replaces_builtin
 from ..releases import CACHE, takes_cache
+from ..replacements import replaces_builtin
 from ..vision import features_of_tokens, packed_position_ids
 
 

@@ -30,10 +30,11 @@ from ..cuda_graphs import LayerGraphs, layers_as_graphs
 from ..experts import run_experts
 from ..inputs import PackingKwargs, check_config, without_packing
 from ..outputs import LanguageModelMixin
+from ..packed_model import PackedModelMixin
 from ..padding import padded_batch, prompt_ids_of
 from ..projections import project, to_fuse
-from ..registry import PackedModelMixin, fast_path, replaces_builtin
 from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
+from ..replacements import fast_path, replaces_builtin
 from ..untouched import is_untouched
 from ..vision import features_of_tokens, packed_position_ids
 

@@ -1,0 +1,118 @@
+"""`PackedModelMixin`, the base of all our model classes."""
+
+from collections.abc import Mapping, Set
+from copy import deepcopy
+from typing import Any
+
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from ..errors import input_error
+from .families import family_of
+from .family import Own
+from .quantization import QuantizationMixin
+from .replacements import convert
+
+
+logger = logging.get_logger(__name__)
+
+# The `experts_implementation` of this package.
+EXPERTS = "transformers_packed"
+
+
+class Switch:
+    """An attribute of our models. Setting it also sets it in all submodels.
+
+    Args:
+        default (`bool`):
+            The value of models in which it was never set.
+    """
+
+    def __init__(self, default: bool):
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        return self if model is None else vars(model).get(self.name, self.default)
+
+    def __set__(self, model: Any, value: bool) -> None:
+        for module in model.modules():
+            if isinstance(module, PackedModelMixin):
+                vars(module)[self.name] = value
+
+
+class SavedNamesMixin:
+    """Models that load weights by the names of a checkpoint, too."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights by the names of this model, or by those that `save_pretrained` writes.
+
+        The two differ for experts and for the language model of a composite checkpoint. `Trainer` resumes with this
+        method and `strict=False`, which would leave these weights out with no more than a warning.
+        """
+        own = self.state_dict().keys()
+        if not state_dict.keys() <= own:
+            state_dict = self._from_saved_names(state_dict, own)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _from_saved_names(self, state_dict: Mapping[str, Any], own: Set[str]) -> Mapping[str, Any]:
+        """`state_dict` by the names of this model, converted as `from_pretrained` does; unknown names stay."""
+        parameters = {name: x.to("meta") for name, x in self.named_parameters()}
+        saved = revert_weight_conversion(self, parameters).keys()
+        if not state_dict.keys() & (saved - own):
+            return state_dict
+        if missing := sorted(saved - state_dict.keys()):
+            fix = "Save checkpoints in one file, or under FSDP, which keeps the names of the model."
+            raise input_error("all weights that save_pretrained wrote", f"a part of them, without {missing[0]}", fix)
+        weights = {name: x for name, x in state_dict.items() if name in saved or name in own}
+        loaded = type(self).from_pretrained(None, config=deepcopy(self.config), state_dict=weights, dtype=self.dtype)
+        return loaded.state_dict() | {name: x for name, x in state_dict.items() if name not in weights}
+
+
+class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
+    """Base of all our model classes. Converts the layers of a model to our classes when the model is created."""
+
+    # The stock classes do not declare this, so only our models accept flex_attention in `set_attn_implementation`.
+    _supports_flex_attn = True
+    # Whether padded batches run as packed rows if no cache is used.
+    packs_padding = Switch(True)
+    # Whether documents of a padded batch share the prompts that they start with.
+    shares_prompts = Switch(False)
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        convert(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only
+        # place to intercept it. Liger's norms and MLPs may stay, because they process each token separately.
+        module = getattr(getattr(value, "__func__", None), "__module__", None) or ""
+        if name == "forward" and module.startswith("liger_kernel."):
+            logger.warning_once(
+                f"{type(self).__name__} keeps its forward: Liger's fused_linear_cross_entropy ignores document "
+                "boundaries and would train on targets across them."
+            )
+            return
+        super().__setattr__(name, value)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # The weights are those of the stock class, so Transformers' weight conversion and initialization apply.
+        return False
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # The check reads the source of the class's module, so it needs the stock class.
+        return _builtin(cls)._can_set_experts_implementation()
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        if isinstance(family_of(type(self)).apart, Own):
+            requested_experts = EXPERTS if requested_experts is None else requested_experts
+        return super().get_correct_experts_implementation(requested_experts)
+
+
+def _builtin(cls: type) -> type:
+    """Return the stock class that one of our model classes derives from."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
