@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import transformers_packed
+from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models import families, releases
 
 
@@ -68,11 +69,13 @@ class RegisterTest(unittest.TestCase):
         auto_class = getattr(transformers, auto_name)
         torch.manual_seed(0)
         # The causal LM of a composite checkpoint is the language model of the vision-language model.
-        composite = class_name.endswith("ForCausalLM") and not config_name.endswith(("TextConfig", "NextConfig"))
+        config_class = getattr(transformers, config_name)
+        config = BY_NAME.get(config_name) or tiny_config(config_class.model_type)
+        composite = class_name.endswith("ForCausalLM") and "vision_config" in config_class.sub_configs
         saved_class = builtin_class(
             family, class_name.replace("ForCausalLM", "ForConditionalGeneration" if composite else "ForCausalLM")
         )
-        builtin = saved_class(BY_NAME[config_name]).eval()
+        builtin = saved_class(config).eval()
         input_ids = torch.randint(1, VOCAB_SIZE, (2, 20))
         with tempfile.TemporaryDirectory() as directory, torch.no_grad():
             builtin.save_pretrained(directory)
