@@ -10,8 +10,8 @@ from parameterized import parameterized
 from peft import LoraConfig, get_peft_model
 
 from transformers_packed.models import projections
-from transformers_packed.models.projections import project, terms_of
-from transformers_packed.ops import dispatch, linear
+from transformers_packed.models.projections import project, terms_of, to_fuse
+from transformers_packed.ops import dispatch, gated_rms_norm, glu, linear
 from transformers_packed.ops.linear import product_dtype, shared_input_linears
 from transformers_packed.ops.terms import Adapter, Dequantized, Projection
 
@@ -123,6 +123,23 @@ class ProjectTest(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "same dtype"):
             project(x.double(), *layers)
         self.assertEqual(self.calls, [])
+
+    def test_an_op_before_a_layer_gets_its_parameters_or_a_function(self):
+        (layer, *_), x = make(FLOAT32)
+        layer.weight.requires_grad_(False)
+        self.assertIs(to_fuse(layer, x).weight, layer.weight)
+        with torch.autocast("cpu", BFLOAT16):
+            # The op's result is in float32, and the layer's products are not.
+            found = to_fuse(layer, x)(x)
+            self.assertTrue(torch.equal(found, project(x, layer)[0]))
+        self.assertEqual(found.dtype, BFLOAT16)
+        layer.register_forward_hook(lambda *_: None)
+        self.assertIs(to_fuse(layer, x), layer)
+        glued = glu(x, x, layer)
+        self.assertTrue(torch.equal(glued, layer(glu(x, x))))
+        heads = x.unflatten(-1, (2, 3))
+        normed = gated_rms_norm(heads, heads, torch.ones(3), linear_weight=layer)
+        self.assertTrue(torch.equal(normed, layer(gated_rms_norm(heads, heads, torch.ones(3)).flatten(-2))))
 
     def test_frozen_weights_under_autocast_are_called_together(self):
         layers, x = make(FLOAT32)

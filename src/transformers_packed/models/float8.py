@@ -18,7 +18,8 @@ logger = logging.get_logger(__name__)
 
 # By default, smaller products (tokens * out * in) keep the dtype of the model: casts would take longer than they save.
 _LEAST_WORK = 1e11
-# The attribute of a layer with the fewest tokens whose products run in float8.
+# The attribute of a layer with the fewest tokens whose products run in float8. Copies and pickles of a model keep it,
+# unlike an entry of a table.
 _MARK = "_float8_from"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -106,6 +107,11 @@ def _problem(model: torch.nn.Module, name: str, layer: torch.nn.Linear) -> str:
     parent = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
     ours = type(parent).__module__.startswith(__package__) and _LAYER.search(name) is not None
     return "" if ours else f"{type(parent).__name__} calls outside of the ops of this package"
+
+
+def has_float8(model: torch.nn.Module) -> bool:
+    """Whether [`use_float8`] has seen a layer of this model."""
+    return any(_MARK in vars(module) for module in model.modules())
 
 
 def is_in_float8(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:

@@ -37,6 +37,7 @@ from ..data.prefixes import documents_of
 from ..data.samples import IGNORED_LABEL, has_items
 from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
+from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
 from ..models.registry import transformers_model
 from ..models.releases import dataloaders_of, prepare_inputs, token_logps, training_metrics
@@ -466,7 +467,7 @@ def _precision(model: torch.nn.Module, args: Any = None) -> str:
     """The precision of the matrix products, a key of `_BARS`. `args` are those of a Trainer, which runs autocast."""
     weight = next(x for x in model.parameters() if x.is_floating_point())
     device = weight.device.type
-    if any("_float8_from" in vars(module) for module in model.modules()):
+    if has_float8(model):
         return "float8"
     autocast = torch.is_autocast_enabled(device) if args is None else args.bf16 or args.fp16
     if weight.dtype.itemsize < 4 or autocast:
