@@ -219,9 +219,8 @@ class SequenceBoundaries:
         given = {name: kwargs[name] for name in LAYER_KEYWORDS if kwargs.get(name) is not None}
         padding, seq_idx = kwargs.get("padding_tokens"), given.get("seq_idx")
         cumulative = {name: tensor for name, tensor in given.items() if name.startswith("cu_")}
-        if seq_idx is not None and seq_idx.shape != (1, total_length):
-            expected = f"seq_idx of shape [1, {total_length}], one document number per token"
-            raise input_error(expected, f"{tuple(seq_idx.shape)}", "Pass the seq_idx of this row.")
+        if seq_idx is not None:
+            _check_tokens("seq_idx", seq_idx, total_length)
         if cumulative:
             boundaries = cls._from_cumulative(cumulative, padding or 0, total_length)
         elif seq_idx is not None:
@@ -508,6 +507,12 @@ def _check_integers(name: str, tensor: Any, shape: str, *, ndim: int, minimum_si
         cut = "If the collator's was correct, accelerate's dispatcher may have split it: set `dispatch_batches=False`."
         fix = cut if name == "cu_seqlens" else "Convert it first."
         raise input_error(f"{name} as an int32 or int64 tensor {shape}", _describe(tensor), fix)
+
+
+def _check_tokens(name: str, tensor: torch.Tensor, total_length: int) -> None:
+    if tensor.shape != (1, total_length):
+        expected = f"{name} of shape [1, {total_length}], one document number per token"
+        raise input_error(expected, f"{tuple(tensor.shape)}", f"Pass the {name} of this row.")
 
 
 def _check_total(total: int, total_length: int | None, fix: str) -> None:

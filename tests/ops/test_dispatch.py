@@ -51,6 +51,22 @@ class DispatchTest(unittest.TestCase):
         self.table["fourth"] = Implementation(print, mock.Mock(side_effect=AssertionError("asked")))
         choose("op", "auto", self.table)
 
+    def test_a_choice_is_not_kept_for_another_call(self):
+        def verify(x):
+            return torch.is_autocast_enabled("cpu") and x.dtype == torch.float32, "needs autocast"
+
+        table = {"kernel": Implementation(torch.cos, verify), "reference": Implementation(torch.sin, always)}
+        x = torch.ones(3)
+        for _ in range(2):
+            self.assertIs(choose("op", "auto", table, x), torch.sin)
+            with torch.autocast("cpu"):
+                self.assertIs(choose("op", "auto", table, x), torch.cos)
+                self.assertIs(choose("op", "auto", table, x.double()), torch.sin)
+                transformed = torch.func.vmap(lambda y: run("op", "auto", table, y))
+                self.assertTrue(torch.equal(transformed(x), x.sin()))
+            with mock.patch.dict(table, kernel=Implementation(torch.tan, always)):
+                self.assertIs(choose("op", "auto", table, x), torch.tan)
+
     def test_the_compiler_gets_the_reference(self):
         def fused(x):
             raise AssertionError("kernels are opaque to the compiler")
