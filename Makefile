@@ -139,11 +139,12 @@ style: .venv/.installed  ## Format the code and sort the imports.
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
-quality: .venv/.installed  ## Check formatting, lint, types, and that imports go one way down.
+quality: .venv/.installed  ## Check formatting, lint, types, that imports go one way down, and the sizes of functions.
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/python utils/count.py src
 
 modular: .venv/.installed  ## Generate the modeling files from the modular files.
 	$(BIN)/python utils/modular_model_converter.py
