@@ -16,8 +16,9 @@ from parameterized import parameterized
 from safetensors.torch import load_file
 
 import transformers_packed
-from transformers_packed.models.families import FAMILIES
-from transformers_packed.models.registry import modeling_module
+from transformers_packed.models.families import family_of, modeling_module
+from transformers_packed.models.family import Own
+from transformers_packed.models.generic import auto_entries
 
 
 # Family, whether the checkpoint is composite, and whether each expert has separate tensors.
@@ -34,11 +35,17 @@ STORED = [
 FEATURE = document(40, 3, images=((1, 4, 4),), videos=((2, 4, 4),))
 HEADS = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"}
 CASES = [
-    (f"{config}_{auto_name}_{'unfused' if unfused else 'as_is'}", family, composite, unfused, auto_name)
+    (
+        f"{config.__name__}_{auto.__name__}_{'unfused' if unfused else 'as_is'}",
+        family,
+        composite,
+        unfused,
+        auto.__name__,
+    )
     for family, composite, unfused in STORED
-    for config, classes in FAMILIES[family].auto_classes.items()
-    if composite == (config in ("Qwen3_5Config", "Qwen3_5MoeConfig"))
-    for auto_name in sorted(HEADS & set(classes))
+    for auto, config, ours in auto_entries(Own)
+    if family_of(ours).name == family and composite == ("vision_config" in config.sub_configs)
+    if auto.__name__ in HEADS
 ]
 
 

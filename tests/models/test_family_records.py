@@ -8,7 +8,7 @@ from pathlib import Path
 from parameterized import parameterized
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from transformers_packed.models.families import FAMILIES, OWN
+from transformers_packed.models.families import FAMILIES, OWN, family_of
 
 
 SRC = Path(__file__).parents[2] / "src" / "transformers_packed"
@@ -24,7 +24,8 @@ SIZES = set(
 WORDS = {"git", "mamba"}
 TYPES = {*CONFIG_MAPPING_NAMES, *FAMILIES} - WORDS
 # Prefixes of the names of classes, such as `Qwen3Next` and `Qwen3_5Moe`.
-CLASSES = {re.sub("(Text)?Config$", "", name) for family in OWN for name in family.auto_classes}
+CONFIGS = [name for model_type, name in CONFIG_MAPPING_NAMES.items() if family_of(model_type) in OWN]
+CLASSES = {re.sub("(Text|Vision)?Config$", "", name) for name in CONFIGS}
 EXCEPTIONS = {
     "audit/tiny.py",  # settings of tiny models, by model type
     "cli/demo_arms.py",  # the small model of the demo

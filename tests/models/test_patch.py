@@ -27,7 +27,8 @@ from transformers import Qwen3_5TextConfig, set_seed
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from transformers_packed import DataCollatorWithFlattening, patch_model, unpatch_model
-from transformers_packed.models.registry import check_patch, modeling_module
+from transformers_packed.models.families import modeling_module
+from transformers_packed.models.registry import check_patch
 from transformers_packed.models.releases import recorder_key
 from transformers_packed.models.replacements import FAST_PATHS, REPLACEMENTS
 

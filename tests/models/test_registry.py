@@ -28,7 +28,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import transformers_packed
 from transformers_packed.audit.tiny import tiny_config
-from transformers_packed.models import families, releases
+from transformers_packed.models import releases
+from transformers_packed.models.families import family_of
+from transformers_packed.models.family import Own
+from transformers_packed.models.generic import auto_entries
 
 
 TINY = {**TINY_TEXT, "num_labels": 3}
@@ -47,10 +50,8 @@ BY_NAME = {type(config).__name__: config for config in CONFIGS.values()}
 BY_NAME["Qwen3_5Config"] = Qwen3_5Config(**vision_config(TINY))
 BY_NAME["Qwen3_5MoeConfig"] = Qwen3_5MoeConfig(**vision_config({**TINY, **EXPERTS}))
 REGISTERED = [
-    (f"{config}_{auto_name}", family, config, auto_name, class_name)
-    for family, record in families.FAMILIES.items()
-    for config, classes in record.auto_classes.items()
-    for auto_name, class_name in classes.items()
+    (f"{config.__name__}_{auto.__name__}", family_of(ours).name, config.__name__, auto.__name__, ours.__name__)
+    for auto, config, ours in auto_entries(Own)
 ]
 
 

@@ -8,10 +8,9 @@ import unittest
 import torch
 from parameterized import parameterized
 
-from transformers_packed.models.families import FAMILIES, OWN
+from transformers_packed.models.families import FAMILIES, OWN, modeling_module
 from transformers_packed.models.generic import announce
 from transformers_packed.models.inputs import named_arguments
-from transformers_packed.models.registry import modeling_module
 from transformers_packed.models.releases import CACHES, supports_other_families, takes_cache
 from transformers_packed.models.replacements import REPLACEMENTS
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from transformers_packed import patch_model
-from transformers_packed.models.registry import modeling_module
+from transformers_packed.models.families import modeling_module
 
 
 MODELS = {

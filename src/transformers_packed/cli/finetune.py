@@ -28,9 +28,10 @@ from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import TITLES, family_of
+from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.registry import registered
-from ..models.releases import checkpointing_argument, use_one_gpu
+from ..models.releases import builds, checkpointing_argument, use_one_gpu
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
@@ -150,8 +151,7 @@ def _supported_config(source: str) -> PreTrainedConfig:
         raise cannot_read("--model", source, "checkpoint", error) from error
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
-    ours = {} if config is None else family_of(config).auto_classes.get(type(config).__name__, {})
-    if "AutoModelForCausalLM" not in ours:
+    if config is None or not (isinstance(family_of(config).apart, Own) and builds(AutoModelForCausalLM, config)):
         raise input_error(f"a checkpoint of {TITLES}", f"{source}: {found}", option="--model")
     return config
 

@@ -12,9 +12,9 @@ import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..models.families import OWN, families_of
+from ..models.families import OWN, families_of, modeling_module
 from ..models.family import PATCHED
-from ..models.registry import modeling_module, patch_model
+from ..models.registry import patch_model
 from ..models.replacements import REPLACEMENTS
 
 

@@ -3,6 +3,8 @@
 Families with classes of their own have their record beside them. For each other family, one line in a table is enough.
 """
 
+from importlib import import_module
+from types import ModuleType
 from typing import overload
 
 import torch
@@ -171,6 +173,11 @@ def family_of(asked: torch.nn.Module | PreTrainedConfig | type | str) -> Family 
 def families_of_class(cls: type) -> list[Family]:
     """Return the families of the stock classes that a class derives from, the closest first."""
     return list(filter(None, map(stock_family, cls.__mro__)))
+
+
+def modeling_module(family: str) -> ModuleType:
+    """Import the generated modeling file of a family of `OWN`, which adds its classes to `REPLACEMENTS`."""
+    return import_module(f"{__package__}.{family}.modeling_{family}")
 
 
 def stock_family(cls: type) -> Family | None:

@@ -10,14 +10,14 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Own:
-    """The family has classes of this package, which take boundaries as an argument.
+    """The family has classes of this package, which take boundaries as an argument and are named like the stock classes.
 
     Args:
-        classes (`Mapping`):
-            For each configuration class, the class that each Auto class builds.
+        also (`tuple`, *optional*):
+            Models that the stock Auto classes do not build: (Auto class, configuration class, model class).
     """
 
-    classes: Mapping[str, Mapping[str, str]]
+    also: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,6 @@ class Family:
     def stock(self) -> str:
         """The name of the stock module."""
         return f"transformers.models.{self.name}.modeling_{self.name}"
-
-    @property
-    def auto_classes(self) -> Mapping[str, Mapping[str, str]]:
-        """The classes of [`Own`], empty for other families."""
-        return self.apart.classes if isinstance(self.apart, Own) else {}
 
     @property
     def mixers(self) -> Mapping[str, Mixer]:

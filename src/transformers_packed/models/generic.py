@@ -33,7 +33,16 @@ from ..boundaries import FLASH_KEYWORDS, LAYER_KEYWORDS, PACKING_KEYWORDS, Seque
 from ..errors import input_error
 from ..ops.dispatch import ran
 from ..ops.per_document import per_document
-from .families import LANGUAGE_MODELS, TITLES, families_of, family_named, family_of, stock_family
+from .families import (
+    LANGUAGE_MODELS,
+    OWN,
+    TITLES,
+    families_of,
+    family_named,
+    family_of,
+    modeling_module,
+    stock_family,
+)
 from .family import PATCHED, Family, Mixer, Mixers, Own, Unpacked
 from .inputs import (
     check_config,
@@ -44,7 +53,7 @@ from .inputs import (
     tokens_of,
 )
 from .packed_model import PackedModelMixin
-from .releases import CACHE, CHECKPOINTS, FLEX, check_other_families, class_names, registered_classes
+from .releases import CACHE, CHECKPOINTS, FLEX, check_other_families, class_names
 from .replacements import REPLACEMENTS
 
 
@@ -93,15 +102,24 @@ def packed_class(family: Family, name: str) -> type:
     return _replace(family, name)
 
 
-def auto_entries() -> Iterator[tuple]:
-    """Yield (registered classes of an Auto class, configuration class, our class) for all models that they build."""
+def auto_entries(*apart: type) -> Iterator[tuple]:
+    """Yield (Auto class, configuration class, our class) for the models that they build, of families of these ways."""
     for auto in filter(lambda value: isinstance(value, type), list(vars(modeling_auto).values())):
         for model_type, class_name in class_names(auto).items():
             family = family_of(model_type)
-            if isinstance(family.apart, Mixers | Unpacked) and class_name in language_models(family):
+            ours = _model_of_ours(family, class_name) if isinstance(family.apart, apart) else None
+            if ours is not None:
                 # Not from CONFIG_MAPPING, because importing flash-linear-attention registers its own Mamba there.
-                config = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-                yield registered_classes(auto), config, packed_class(family, class_name)
+                yield auto, getattr(transformers, CONFIG_MAPPING_NAMES[model_type]), ours
+    for family in OWN:
+        for auto, config, name in family.apart.also:
+            yield getattr(modeling_auto, auto), getattr(transformers, config), _model_of_ours(family, name)
+
+
+def _model_of_ours(family: Family, name: str) -> type | None:
+    if isinstance(family.apart, Own):
+        return getattr(modeling_module(family.name), name, None)
+    return packed_class(family, name) if name in language_models(family) else None
 
 
 def language_models(family: Family) -> dict[str, type]:

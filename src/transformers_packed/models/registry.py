@@ -9,12 +9,11 @@ import torch
 import transformers
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
-from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from ..errors import input_error
-from .families import OWN, families_of_class
-from .family import Isolated, Refused
+from .families import OWN, families_of_class, modeling_module
+from .family import PATCHED, Isolated, Own, Refused
 from .packed_model import PackedModelMixin
 from .releases import check_names, check_signatures, registered_classes, supports_other_families
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
@@ -131,19 +130,8 @@ def registered() -> Iterator[None]:
 
 def _entries() -> Iterator[tuple]:
     """Yield (registered classes of an Auto class, configuration class, our model class) for every registration."""
-    for family in OWN:
-        modeling = modeling_module(family.name)
-        for config_name, classes in family.auto_classes.items():
-            for auto_name, class_name in classes.items():
-                registered = registered_classes(getattr(modeling_auto, auto_name))
-                yield registered, getattr(transformers, config_name), getattr(modeling, class_name)
-    if supports_other_families():
-        yield from _generic().auto_entries()
-
-
-def modeling_module(family: str) -> ModuleType:
-    """Import the generated modeling file of a family of `OWN`, which adds its classes to `REPLACEMENTS`."""
-    return import_module(f"{__package__}.{family}.modeling_{family}")
+    for auto, config, ours in _generic().auto_entries(*(PATCHED if supports_other_families() else (Own,))):
+        yield registered_classes(auto), config, ours
 
 
 def _generic() -> ModuleType:

@@ -8,23 +8,7 @@ from ..sizes import hybrid_sizes
 
 QWEN3_5 = Family(
     "qwen3_5",
-    Own(
-        {
-            "Qwen3_5TextConfig": {
-                "AutoModel": "Qwen3_5TextModel",
-                "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
-                "AutoModelForSequenceClassification": "Qwen3_5TextForSequenceClassification",
-                "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
-            },
-            "Qwen3_5Config": {
-                "AutoModel": "Qwen3_5Model",
-                "AutoModelForCausalLM": "Qwen3_5ForCausalLM",
-                "AutoModelForImageTextToText": "Qwen3_5ForConditionalGeneration",
-                "AutoModelForSequenceClassification": "Qwen3_5ForSequenceClassification",
-                "AutoModelForTokenClassification": "Qwen3_5ForTokenClassification",
-            },
-        }
-    ),
+    Own(also=(("AutoModelForTokenClassification", "Qwen3_5TextConfig", "Qwen3_5ForTokenClassification"),)),
     title="Qwen3.5",
     required=(
         "Qwen3_5ForSequenceClassification",

@@ -8,19 +8,7 @@ from ..sizes import hybrid_sizes
 
 QWEN3_5_MOE = Family(
     "qwen3_5_moe",
-    Own(
-        {
-            "Qwen3_5MoeTextConfig": {
-                "AutoModel": "Qwen3_5MoeTextModel",
-                "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
-            },
-            "Qwen3_5MoeConfig": {
-                "AutoModel": "Qwen3_5MoeModel",
-                "AutoModelForCausalLM": "Qwen3_5MoeForCausalLM",
-                "AutoModelForImageTextToText": "Qwen3_5MoeForConditionalGeneration",
-            },
-        }
-    ),
+    Own(),
     title="Qwen3.5-MoE",
     required=("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
     experts="Qwen3_5MoeExperts",

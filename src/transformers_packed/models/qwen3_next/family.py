@@ -8,17 +8,7 @@ from ..sizes import hybrid_sizes
 
 QWEN3_NEXT = Family(
     "qwen3_next",
-    Own(
-        {
-            "Qwen3NextConfig": {
-                "AutoModel": "Qwen3NextModel",
-                "AutoModelForCausalLM": "Qwen3NextForCausalLM",
-                "AutoModelForSequenceClassification": "Qwen3NextForSequenceClassification",
-                "AutoModelForTokenClassification": "Qwen3NextForTokenClassification",
-                "AutoModelForQuestionAnswering": "Qwen3NextForQuestionAnswering",
-            },
-        }
-    ),
+    Own(),
     title="Qwen3-Next",
     required=(
         "Qwen3NextGatedDeltaNet.fix_query_key_value_ordering",
