@@ -123,6 +123,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
     ```
     """
 
+    # That of the collator in whose place it is. Trainer saves it beside the model.
+    tokenizer: Any = None
+
     def __init__(
         self,
         *args,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .releases import BASE_CLASS
+from .typed import ModelBase
 
 
 # The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
@@ -81,7 +82,7 @@ def save_builtin_classes() -> None:
 _saving_builtin_classes: set[type] = set()
 
 
-class AdapterMixin:
+class AdapterMixin(ModelBase):
     """Makes PEFT save the stock class of a model when it puts adapters into the model."""
 
     def __setattr__(self, name: str, value: Any) -> None:

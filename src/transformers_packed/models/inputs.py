@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from inspect import Parameter
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints, overload
 
 import torch
 from transformers.utils import TransformersKwargs, logging
@@ -307,6 +307,14 @@ def warn_of_rope(config: Any) -> None:
         )
 
 
+@overload
+def mask_targets_across_documents(
+    boundaries: SequenceBoundaries, labels: torch.Tensor, kwargs: dict, logits_to_keep: int | torch.Tensor = 0
+) -> torch.Tensor: ...
+@overload
+def mask_targets_across_documents(
+    boundaries: SequenceBoundaries, labels: None, kwargs: dict, logits_to_keep: int | torch.Tensor = 0
+) -> None: ...
 def mask_targets_across_documents(
     boundaries: SequenceBoundaries,
     labels: torch.Tensor | None,

@@ -5,6 +5,8 @@ module's attributes. Such a module is called normally, so they have the same eff
 [`terms_of`] adds plain LoRA layers and 4-bit weights.
 """
 
+from typing import TypeGuard
+
 import torch
 
 
@@ -43,7 +45,7 @@ def is_untouched(module: torch.nn.Module, *classes: type, parameters: tuple[type
     return True
 
 
-def is_bare_linear(module: torch.nn.Module) -> bool:
+def is_bare_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     """Whether the weight and the bias fully determine the output of this linear layer."""
     return is_untouched(module, torch.nn.Linear)
 

@@ -1,11 +1,12 @@
 """Change a Trainer as a [`Setup`] says, and undo it. No other code changes a Trainer."""
 
 import torch
-from transformers import Trainer
 
-from ..models.registry import has_our_classes, transformers_model, unpatch_model
+from ..models.packed_model import PackedModelMixin
+from ..models.registry import has_our_classes, inner_model, unpatch_model
 from .preference import without_autocast
 from .setup import Change, Setup
+from .typed import Trainer
 
 
 def apply(trainer: Trainer, setup: Setup) -> None:
@@ -47,5 +48,6 @@ def _unpatch(models: list[torch.nn.Module] | tuple[torch.nn.Module, ...]) -> Non
         try:
             unpatch_model(model)
         except ValueError:
-            inner = transformers_model(model)
-            inner.packs_padding = inner.skips_logits = False
+            inner = inner_model(model)
+            if isinstance(inner, PackedModelMixin):
+                inner.packs_padding = inner.skips_logits = False

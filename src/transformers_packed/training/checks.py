@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -25,7 +24,7 @@ from ..errors import input_error
 from ..models.adapters import adapter_per_row
 from ..models.families import LANGUAGE_MODELS, TITLES, families_of, family_of
 from ..models.family import PATCHED, Mixers, Own, Unpacked
-from ..models.registry import check_patch, transformers_model
+from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import has_images
 from ..models.sizes import sizes_for_ops
 from ..models.verdict import (
@@ -38,6 +37,7 @@ from ..models.verdict import (
 )
 from ..ops.availability import availability
 from .preference import without_autocast
+from .typed import Trainer
 
 
 _VISION = {*VISION_COLUMNS, TOKEN_TYPES}
@@ -46,6 +46,8 @@ _TEXT = {"input_ids", "attention_mask", "labels", "seq_lengths"}
 _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq")
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
+_MODEL, _FOREIGN = "a causal language model of Transformers", "which is not a Transformers model"
+_PACKS = f"a model that packs padded batches ({TITLES})"
 _SDPA = 'attn_implementation="sdpa"'
 # TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
 PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
@@ -58,7 +60,9 @@ _APART = tuple(
     "get_test_dataloader get_train_sampler get_eval_sampler add_callback pop_callback remove_callback is_ maybe_log "
     "call_model hyperparameter hp_".split()
 )
-_EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+
+
+_EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
 def reason_against(trainer: Trainer, mode: str, share_prompts: bool = False) -> ValueError | None:
@@ -71,6 +75,10 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[Value
     model, padded = transformers_model(trainer.model), is_preference_trainer(trainer)
     yield from _of_mode(trainer, mode, padded)
     yield from of_devices(trainer)
+    if model is None:
+        name = type(trainer.model).__name__
+        yield input_error(_PACKS, name) if padded else input_error(_MODEL, f"{name}, {_FOREIGN}", _PADDED)
+        return
     if padded:
         yield from _of_padded_batches(trainer, model)
     else:
@@ -97,7 +105,7 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[Value
         )
 
 
-def refused(*rules: tuple[Any, str, str, str]) -> Iterator[ValueError]:
+def refused(*rules: tuple[Any, str, Any, str]) -> Iterator[ValueError]:
     """The errors of rules that apply: a condition, what was expected, what came, and the fix."""
     for applies, expected, got, fix in rules:
         if applies:
@@ -145,7 +153,7 @@ def _of_patch(trainer: Trainer, padded: bool) -> Iterator[ValueError]:
                 yield input_error("a model that can be packed", got, "Use padded batches.")
 
 
-def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, bool], ValueError | None, str | None]:
+def isolation(model: torch.nn.Module, automatic: bool) -> tuple[dict[str, Any], ValueError | None, str | None]:
     """The boundaries with which a patched model keeps documents apart; a reason if there are none; or a doubt."""
     leak = doubt = None
     # Our classes keep documents apart. Others do if the audit found so, with all boundaries or with position_ids alone.
@@ -179,7 +187,7 @@ def is_trl_trainer(trainer: Trainer, *names: str) -> bool:
 
 def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
     """The isolation mechanism of this Trainer's model after patching, and an error if there is none."""
-    model = transformers_model(trainer.model)
+    model = inner_model(trainer.model)
     config = text_config(model)
     if families_of(model, Unpacked):
         return "running the model on each document alone", None
@@ -205,7 +213,7 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
 def _compute_dtype(trainer: Trainer) -> torch.dtype:
     if trainer.args.bf16:
         return torch.bfloat16
-    return torch.float16 if trainer.args.fp16 else transformers_model(trainer.model).dtype
+    return torch.float16 if trainer.args.fp16 else inner_model(trainer.model).dtype
 
 
 def check_devices(trainer: Trainer) -> None:
@@ -226,10 +234,8 @@ def of_devices(trainer: Trainer) -> Iterator[ValueError]:
             yield input_error("whole rows", f"{name}={size}, which cuts rows", f"Set {name}=1.")
 
 
-def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
-    expected, name = "a causal language model of Transformers", type(model or trainer.model).__name__
-    if model is None:
-        yield input_error(expected, f"{name}, which is not a Transformers model", _PADDED)
+def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
+    name = type(model).__name__
     per_row, other = adapter_per_row(trainer.model), not name.endswith(LANGUAGE_MODELS)
     yield from refused((per_row, "adapters that act per document", per_row, _PADDED))
     # Trainer decides by the name of the class.
@@ -241,19 +247,19 @@ def _of_model(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[Value
     other |= getattr(model.config, "is_encoder_decoder", False)
     patched = ((measured(model)[1] or {}).get("ours") or {}).get("all") or {}
     yield from refused(
-        (name.endswith("ForSequenceClassification"), expected, classifies, _PADDED),
-        (other, expected, f"{name}, which is not a causal language model", _PADDED),
+        (name.endswith("ForSequenceClassification"), _MODEL, classifies, _PADDED),
+        (other, _MODEL, f"{name}, which is not a causal language model", _PADDED),
         # `check_patch` raises its own errors for unsupported models.
         (patched.get("verdict") == "leaks", SEPARATE, f"{name}, which leaks in {patched.get('module')}", _PADDED),
     )
     yield from filter(None, [first_label_error(model)])
 
 
-def _of_padded_batches(trainer: Trainer, model: torch.nn.Module | None) -> Iterator[ValueError]:
+def _of_padded_batches(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
     """Reasons why the model of a trainer of preferences cannot pack its padded batches."""
-    args, got = trainer.args, type(model or trainer.model).__name__
-    if model is None or not families_of(model, Own):
-        yield input_error(f"a model that packs padded batches ({TITLES})", got)
+    args = trainer.args
+    if not families_of(model, Own):
+        yield input_error(_PACKS, type(model).__name__)
     per_row, config = adapter_per_row(trainer.model), text_config(model)
     noise = "neftune_noise_alpha, whose noise depends on the padded length"
     compiled = "torch_compile=True, with which the model computes padding"
@@ -325,7 +331,7 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
         yield ValueError(unusable[1])
 
 
-def _of_columns(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError]:
+def _of_columns(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:
     """The columns that a padded batch would pass to the model, but a packed row does not."""
     sample = first_sample(trainer.train_dataset)
     if sample is None or is_sft_trainer(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening):
@@ -337,7 +343,7 @@ def _of_columns(trainer: Trainer, model: torch.nn.Module) -> Iterator[ValueError
     yield from refused((left_out, "samples of tokens", got, "Remove the columns, or train on padded batches."))
 
 
-def _takes_images(model: torch.nn.Module) -> bool:
+def _takes_images(model: transformers.PreTrainedModel) -> bool:
     """Whether the packed rows of a vision-language model may hold images."""
     return hasattr(model.config, "vision_config") and family_of(model.config).takes_images
 

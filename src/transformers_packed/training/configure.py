@@ -1,11 +1,12 @@
 """`configure_packing`: padding-free or packed training for an existing Trainer, in one line."""
 
-from typing import Any
+from typing import Any, cast
 
 from transformers import Trainer
 
 from ..errors import input_error
 from ..models.releases import TRAINING, check_names
+from . import typed
 from .apply import apply
 from .checks import say
 from .setup import Options, decide
@@ -108,9 +109,10 @@ reference (causal convolution), per_document(sdpa) (attention)
     if not isinstance(trainer, Trainer):
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     check_names(TRAINING)
+    built = cast(typed.Trainer, trainer)
     options = Options(packing, max_length, float8, share_prompts, cuda_graphs, verify, plan_options)
-    setup = decide(trainer, options)
-    apply(trainer, setup)
+    setup = decide(built, options)
+    apply(built, setup)
     if setup.mode != "off" and verify:
-        VerifyCallback.add(trainer, setup)
-    return say(trainer, setup.line)
+        VerifyCallback.add(built, setup)
+    return say(built, setup.line)

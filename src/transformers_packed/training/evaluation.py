@@ -7,10 +7,9 @@ generation, expects a row per sample. It gets the padded batches of the user's o
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Trainer
-
 from ..data.documents import PaddedSamples, unpacked
 from .checks import overridden
+from .typed import Trainer
 
 
 # Collators that pad labels as well as tokens.

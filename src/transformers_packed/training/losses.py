@@ -117,8 +117,9 @@ def per_document_logps(
         # The ops import the compiler of torch.
         from ..ops import linear_logps
 
-        options = {"ignore_index": IGNORED_LABEL, "chunk_size": chunk_size}
+        options: dict[str, Any] = {"ignore_index": IGNORED_LABEL, "chunk_size": chunk_size}
         values = linear_logps(rows, head.weight, targets, head.bias, **options)
+        assert isinstance(values, torch.Tensor)
     else:
         values = _called_logps(head, rows, targets, chunk_size or 512)
     # Move each value from the predicting token to the predicted token.
@@ -276,6 +277,7 @@ class SampleMean:
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         """`num_items_in_batch`: documents with targets in the whole step. Defaults to those of this batch."""
         boundaries, self._boundaries = self._boundaries, None
+        assert boundaries is not None
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
         losses, counts = per_document_loss(logits.flatten(0, 1)[None], labels.flatten()[None], boundaries)
         if num_items_in_batch is None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import Trainer
 
 from ..models.releases import prepare_again, undo_prepare
+from .typed import Trainer
 
 
 @contextmanager

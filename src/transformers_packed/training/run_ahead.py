@@ -22,7 +22,8 @@ class RunAheadCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.step = trainer, trainer.training_step
-        self.filters, self.total, self.number = False, 0.0, 0
+        self.filters, self.number = False, 0
+        self.total: torch.Tensor | float = 0.0
 
     def __call__(self, *args, **kwargs) -> torch.Tensor:
         loss, settings = self.step(*args, **kwargs), self.trainer.args

@@ -13,16 +13,16 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import sizes_of
-from ..models.registry import transformers_model
+from ..models.registry import inner_model
 from ..models.releases import is_rebalancing
 from ..parallel import RowShard, SequenceParallel, shard_batch
 from .callbacks.metrics import PackingMetricsCallback
 from .checks import check_devices
+from .typed import Trainer
 
 
 def collate_part(collator: DataCollatorWithFlattening, rank: int, size: int, minimum: int, features: list) -> dict:
@@ -31,13 +31,13 @@ def collate_part(collator: DataCollatorWithFlattening, rank: int, size: int, min
     return shard_batch(collator(features), rank, size, minimum=minimum, pad_token_id=pad, token_columns=columns)
 
 
-class SequenceParallelMixin:
+class SequenceParallelMixin(Trainer):
     """For a Trainer with packed rows. Has no effect before `make_sequence_parallel` is called."""
 
     sequence_parallel: SequenceParallel | None = None
     _compared_rows = False
 
-    def make_sequence_parallel(self: Trainer, size: int, **methods: Any) -> None:
+    def make_sequence_parallel(self, size: int, **methods: Any) -> None:
         """Form the process groups. `methods` are arguments of [`SequenceParallel`].
 
         Raises:
@@ -45,13 +45,14 @@ class SequenceParallelMixin:
         """
         check_sequence_parallel(self)
         self.sequence_parallel = SequenceParallel(size, device_type=self.args.device.type, **methods)
-        sizes = sizes_of(transformers_model(self.model).config, "Train this model without sequence parallelism.")
+        sizes = sizes_of(inner_model(self.model).config, "Train this model without sequence parallelism.")
         self.sequence_parallel.check_heads(sizes.heads, sizes.linear_heads)
 
-    def cut_rows(self: Trainer) -> None:
+    def cut_rows(self) -> None:
         """Cut the rows of all dataloaders from now on; to be called when the collator is the one of packed rows."""
         parallel = self.sequence_parallel
-        config = transformers_model(self.model).config
+        assert parallel is not None
+        config = inner_model(self.model).config
         window = sizes_of(config).delta_rule.window
         if self.data_collator.config is None and hasattr(config, "vision_config"):
             # Image positions can only be computed on the whole row.
@@ -69,9 +70,8 @@ class SequenceParallelMixin:
                 got = "a stream, from which each process would read different samples"
                 raise input_error("a dataset with a length", got)
             sampler = dataloader.batch_sampler
-            dealt = isinstance(sampler, BatchSamplerShard)
-            inner = sampler.batch_sampler if dealt else sampler
-            if not dealt or is_rebalancing(inner):
+            inner = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
+            if not isinstance(sampler, BatchSamplerShard) or is_rebalancing(inner):
                 got = f"a sampler that distributes them itself ({type(inner).__name__})"
                 fix = 'Keep train_sampling_strategy="random", or set "sequential".'
                 raise input_error("batches that accelerate distributes to the processes", got, fix)
@@ -106,6 +106,7 @@ class SequenceParallelMixin:
 def _check_same_row(shard: RowShard) -> None:
     """Raise a `ValueError` if the ranks hold parts of different rows. Their loss would look plausible."""
     found = [None] * shard.size
+    assert shard.parallel is not None
     dist.all_gather_object(found, shard.checksum, group=shard.parallel.group)
     if len(set(found)) > 1:
         fix = "Shuffle with the same seed on all processes, and pass the whole dataset to all of them."

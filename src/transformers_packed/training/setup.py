@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
@@ -23,7 +23,8 @@ from ..models.families import LANGUAGE_MODELS, TITLES, families_of
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
-from ..models.registry import check_patch, patch_model, transformers_model
+from ..models.packed_model import PackedModelMixin
+from ..models.registry import check_patch, inner_model, patch_model, transformers_model
 from ..models.replacements import REPLACEMENTS
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -43,16 +44,23 @@ from .checks import (
 )
 from .evaluation import OwnBatches, padded_batches_of
 from .run_ahead import RunAheadCallback
+from .typed import Trainer
 
 
 logger = logging.get_logger(__name__)
 
 MODES = ("auto", "padding_free", "pack", "off")
 # Options of Liger, and the class name suffixes of the modules that they replace.
-_LIGER = {"fused_linear_cross_entropy": LANGUAGE_MODELS, "rms_norm": "RMSNorm", "swiglu": "MLP"}
+_LIGER: dict[str, str | tuple[str, ...]] = {
+    "fused_linear_cross_entropy": LANGUAGE_MODELS,
+    "rms_norm": "RMSNorm",
+    "swiglu": "MLP",
+}
 _FLOAT8 = "; linear layers train in float8"
 # DDP sums gradients in buckets of 25 MB by default. A few large sums disturb the kernels beside them less.
 _BUCKET_MB = 100
+# What is done to a model.
+Prepare = Callable[[torch.nn.Module], Any]
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ class Setup:
     line: str
     options: Options
     models: tuple[torch.nn.Module, ...] = ()
-    prepare: tuple[Callable[[torch.nn.Module], Any], ...] = ()
+    prepare: tuple[Prepare, ...] = ()
     changes: tuple[Change, ...] = ()
     padded: Callable | None = None
 
@@ -168,7 +176,8 @@ def _off(trainer: Trainer, options: Options, why: str) -> Setup:
     """Leave the Trainer as it is, but for the arguments that hold the active mode, and for `float8`."""
     args = trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
-    changes, unchanged, prepare = Change.of(args, **unset), "training is unchanged", ()
+    changes, unchanged = Change.of(args, **unset), "training is unchanged"
+    prepare: tuple[Prepare, ...] = ()
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
     if options.float8:
@@ -183,7 +192,11 @@ def _off(trainer: Trainer, options: Options, why: str) -> Setup:
 def _of_batches(trainer: Trainer, options: Options) -> Setup:
     """The padded batches of a trainer of preferences, which the policy and the reference model pack."""
     models = tuple(filter(None, (getattr(trainer, "ref_model", None), trainer.model)))
-    prepare = (patch_model, *[_share_prompts] * options.share_prompts, *[_in_float8] * options.float8)
+    prepare: tuple[Prepare, ...] = (
+        patch_model,
+        *[_share_prompts] * options.share_prompts,
+        *[_in_float8] * options.float8,
+    )
     shares = options.share_prompts or getattr(transformers_model(trainer.model), "shares_prompts", False)
     liger, kept = _keep_from_liger(trainer)
     line = "Padding-free on: the model computes only the real tokens of padded batches"
@@ -200,8 +213,8 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
         dataset, packed = _packed_dataset(trainer, packed, options), True
     collator = _collator(trainer)
     own = overridden(trainer)
-    warn_of_rope(transformers_model(trainer.model).config)
-    prepare: list[Callable[[torch.nn.Module], Any]] = [partial(_prepare, args.use_cache)]
+    warn_of_rope(inner_model(trainer.model).config)
+    prepare: list[Prepare] = [partial(_prepare, args.use_cache)]
     prepare += [_keep_logits] * bool(own) + [_in_float8] * options.float8
     if options.cuda_graphs:
         rows = _rows_of_graphs(trainer, dataset, packed)
@@ -224,20 +237,19 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
     current, kind = trainer.data_collator, type(trainer.data_collator)
     if isinstance(current, DataCollatorWithFlattening):
         return current
-    options, _, doubt = isolation(trainer.model, automatic=False)
+    given, _, doubt = isolation(trainer.model, automatic=False)
     if doubt is not None:
         logger.warning(f"configure_packing: it is unknown whether the model keeps documents apart: {doubt}.")
-    model = transformers_model(trainer.model)
+    model = inner_model(trainer.model)
     fused = bool(families_of(model, Own))
     # Compiled models read no lengths on the host, and a loss of the user may cut the row.
     on_host = fused and not trainer.args.torch_compile and not overridden(trainer, "compute_loss")
-    options = {**options, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
+    options = {**given, "model": model, "on_leak": "ignore", "return_boundaries": on_host}
     if kind.__name__ == "DataCollatorForLanguageModeling" and kind.__module__.startswith("transformers."):
         collator: DataCollatorWithFlattening = CausalLabelsCollator(current.tokenizer.pad_token_id, **options)
     else:
         collator = DataCollatorWithFlattening(**options)
     collator.model_shares_prompts = fused
-    # Trainer saves it beside the model.
     collator.tokenizer = getattr(current, "tokenizer", None)
     return collator
 
@@ -305,7 +317,7 @@ def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
     return changes + Change.of(args, **values)
 
 
-def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[TrainerCallback]]:
+def _of_ddp(trainer: Trainer) -> tuple[list[Change], list["EveryGradient"]]:
     args, ddp = trainer.args, trainer.accelerator.ddp_handler
     if ddp is None:
         return [], []
@@ -316,8 +328,8 @@ def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[TrainerCallback]]:
     searches = args.ddp_find_unused_parameters is not None or not _trains_in_each_step(trainer)
     if not searches:
         values["find_unused_parameters"] = False
-    checks = [] if searches or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled else [EveryGradient()]
-    return Change.of(ddp, **values), checks
+    shards = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return Change.of(ddp, **values), [EveryGradient()] * (not (searches or shards))
 
 
 def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, checks: list) -> list[Change]:
@@ -354,7 +366,7 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
 
 def _trains_in_each_step(trainer: Trainer) -> bool:
     """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
-    model, inner = trainer.model, transformers_model(trainer.model)
+    model, inner = trainer.model, inner_model(trainer.model)
     used = inner.base_model, inner.get_output_embeddings() or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
     text = bool(families_of(inner, Own)) and getattr(inner.config, "vision_config", None) is None
@@ -380,8 +392,7 @@ class EveryGradient(TrainerCallback):
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
     """Prepare a model of the Trainer or of its `model_init`, in which Trainer does not set `use_cache`."""
-    patch_model(model)
-    inner = transformers_model(model)
+    inner = inner_model(patch_model(model))
     inner.config.use_cache = use_cache
     if (reason := check_cache(inner)) is not None:
         raise reason
@@ -389,11 +400,15 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
 
 def _keep_logits(model: torch.nn.Module) -> None:
     """Compute the logits in training, which a loss of the user may read from a copy of the output."""
-    transformers_model(model).skips_logits = False
+    inner = inner_model(model)
+    if isinstance(inner, PackedModelMixin):
+        inner.skips_logits = False
 
 
 def _share_prompts(model: torch.nn.Module) -> None:
-    transformers_model(model).shares_prompts = True
+    inner = inner_model(model)
+    if isinstance(inner, PackedModelMixin):
+        inner.shares_prompts = True
 
 
 def _in_float8(model: torch.nn.Module) -> None:

@@ -1,13 +1,14 @@
 """`PackedTrainer`: a Trainer that trains without padding and evaluates each document."""
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import reduce
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
@@ -19,8 +20,10 @@ from .sequence_parallel import SequenceParallelMixin
 
 
 # The options of `PackedTrainingArguments` that other arguments lack.
-_OPTIONS = ("float8", "cuda_graphs", "verify", "compile_before_training", "sequence_parallel_size")
-_OPTIONS += ("sequence_parallel_gated_delta_rule", "sequence_parallel_attention")
+_OPTIONS = (
+    *("float8", "cuda_graphs", "verify", "compile_before_training", "sequence_parallel_size"),
+    *("sequence_parallel_gated_delta_rule", "sequence_parallel_attention"),
+)
 
 
 @dataclass
@@ -88,7 +91,7 @@ class PackedTrainingArguments(TrainingArguments):
         return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
 
 
-class PackedTrainer(SequenceParallelMixin, Trainer):
+class PackedTrainer(SequenceParallelMixin):
     """`Trainer` with [`configure_packing`] and [`warm_up`] built in.
 
     Takes the arguments of `Trainer`. [`PackedTrainingArguments`] select the mode; plain `TrainingArguments` use
@@ -123,17 +126,18 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
     def __init__(self, *args: Any, sequence_parallel_size: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._evaluated: list[torch.Tensor] = []
-        self._predicts, self._full = False, None
+        self._predicts = False
+        self._full: tuple[int, int] | None = None
         packing = getattr(self.args, "packing_mode", "auto")
         fields = PackedTrainingArguments.__dataclass_fields__
-        own = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
+        own: dict[str, Any] = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
         size = own["sequence_parallel_size"] if sequence_parallel_size is None else sequence_parallel_size
         if size != 1:
             methods = {name: own[f"sequence_parallel_{name}"] for name in ("gated_delta_rule", "attention")}
             self.make_sequence_parallel(size, **methods)
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
-        options = {name: own[name] for name in ("float8", "cuda_graphs", "verify")}
+        options: dict[str, Any] = {name: own[name] for name in ("float8", "cuda_graphs", "verify")}
         configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **options)
         if size != 1:
             self.cut_rows()
@@ -188,11 +192,14 @@ class PackedTrainer(SequenceParallelMixin, Trainer):
             return None
         return super()._get_num_items_in_batch(*args, **kwargs)
 
-    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
         self._evaluated, self._full = [], _samples_of_last_batch(dataloader)
-        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        options = prediction_loss_only, ignore_keys, metric_key_prefix
+        output = super().evaluation_loop(dataloader, description, *options)
         name = f"{metric_key_prefix}_loss"
-        if self._evaluated and name in output.metrics:
+        if self._evaluated and output.metrics is not None and name in output.metrics:
             # Batches that only fill the last round come last.
             own = torch.stack(self._evaluated)[: getattr(dataloader, "own_batches", None)]
             total, targets = reduce(own.sum(0), "sum").tolist()
@@ -221,7 +228,7 @@ def _samples_of_last_batch(dataloader: DataLoader) -> tuple[int, int] | None:
         return None
     last, size = len(dataloader) - 1, sampler.batch_size
     before = (last * sampler.num_processes + sampler.process_index) * size
-    return last, min(max(len(dataloader.dataset) - before, 0), size)
+    return last, min(max(len(cast(Sized, dataloader.dataset)) - before, 0), size)
 
 
 def _without_padding(states: Any, mask: torch.Tensor) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..audit.isolation import UnseenError, indices_of, leak_between, watch
@@ -39,13 +39,15 @@ from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
-from ..models.registry import transformers_model
+from ..models.packed_model import PackedModelMixin
+from ..models.registry import inner_model
 from ..models.releases import dataloaders_of, prepare_inputs, token_logps, training_metrics
 from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
 from .setup import Setup
-from .warm_up import as_before, compiles_kernels, drop_gradients, make_row
+from .typed import Trainer
+from .warm_up import as_before, compiles_kernels, drop_gradients, make_row, only_loss
 
 
 logger = logging.get_logger(__name__)
@@ -131,10 +133,10 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     with _as_before(inner):
         leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
         _check_leak(leak, len(places))
-        losses = _losses(inner, batch, places)
-    if None not in losses and not abs(losses[0] - losses[1]) <= _BARS[_precision(inner)][0] * abs(losses[1]):
-        raise DifferenceError(f"{_difference('the documents alone', *losses)} {_PADDED}")
-    return Verified(len(places), leak, *losses)
+        loss, alone = _losses(inner, batch, places)
+    if loss is not None and alone is not None and not abs(loss - alone) <= _BARS[_precision(inner)][0] * abs(alone):
+        raise DifferenceError(f"{_difference('the documents alone', loss, alone)} {_PADDED}")
+    return Verified(len(places), leak, loss, alone)
 
 
 def _losses(model: torch.nn.Module, batch: Mapping[str, Any], places: list) -> tuple[float | None, float | None]:
@@ -341,9 +343,9 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
     """Compare a padded batch that the model packs with one that it does not pack."""
     batch = _padded_batch(trainer, model, loader)
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    inner = transformers_model(model)
+    inner = inner_model(model)
     words = "gradients between rows were not looked at, because rows share prompts"
-    if not inner.shares_prompts:
+    if not getattr(inner, "shares_prompts", False):
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
 
         def forward() -> None:
@@ -386,7 +388,7 @@ def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
             ids, mask = batch["input_ids"], batch["attention_mask"]
             return compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]
         training_metrics(trainer).clear()
-        loss = trainer.compute_loss(model, dict(batch))
+        loss = only_loss(trainer.compute_loss(model, dict(batch)))
     logged = training_metrics(trainer)
     return torch.tensor([loss.item(), *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])
 
@@ -412,7 +414,7 @@ def _verify_evaluation(trainer: Trainer) -> str:
     return f"; evaluation of {got} is complete"
 
 
-def _evaluate(trainer: Trainer, dataset: list) -> dict[str, int | None]:
+def _evaluate(trainer: Trainer, dataset: Any) -> dict[str, int | None]:
     """The predictions and the targets that the evaluation loop returns for a dataset, in batches of 2."""
     seen: list[tuple[Any, Any]] = []
 
@@ -447,7 +449,7 @@ def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any
 def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
     batch, items = _items(trainer, batch)
     with trainer.compute_loss_context_manager():
-        return trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items)
+        return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
 
 
 def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -478,15 +480,15 @@ def _precision(model: torch.nn.Module, args: Any = None) -> str:
 @contextmanager
 def _not_packing(model: torch.nn.Module) -> Iterator[None]:
     """Compute padded batches as such meanwhile."""
-    inner = transformers_model(model)
-    before = getattr(inner, "packs_padding", None)
+    inner = inner_model(model)
+    if not isinstance(inner, PackedModelMixin):
+        yield
+        return
+    before, inner.packs_padding = inner.packs_padding, False
     try:
-        if before is not None:
-            inner.packs_padding = False
         yield
     finally:
-        if before is not None:
-            inner.packs_padding = before
+        inner.packs_padding = before
 
 
 @contextmanager
@@ -513,7 +515,7 @@ def _same_trainer(trainer: Trainer) -> Iterator[None]:
             if name not in ("train_dataset", "eval_dataset") and isinstance(value, dict | list) and _is_plain(value):
                 setattr(trainer, name, copy.deepcopy(value))
         # A loss of the user may log.
-        trainer.log = _say_nothing
+        vars(trainer)["log"] = _say_nothing
         # Loaders of the evaluation are listed, so that accelerate can set their epochs.
         loaders = dataloaders_of(trainer.accelerator)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))

@@ -32,7 +32,7 @@ from ..audit.model_state import same_buffers
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS
-from ..models.registry import transformers_model
+from ..models.registry import inner_model
 from ..ops.compilations import Compilation, compilations
 
 
@@ -174,13 +174,19 @@ def compiles_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def only_loss(result: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
+    """Return what the `compute_loss` of a Trainer returns without `return_outputs=True`."""
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
 def _loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return model(**batch).loss if "labels" in batch else model(**batch)[0].float().sum()
 
 
 def make_row(model: torch.nn.Module, lengths: list[int], collator: Any, device: torch.device) -> dict[str, Any]:
     """Return a row with documents of these lengths. It has labels only if the model predicts tokens."""
-    inner = transformers_model(model)
+    inner = inner_model(model)
     config = inner.config
     # Tokens that stand for images would need images.
     special = {getattr(config, name, None) for name in vars(config) if name.endswith("_token_id")}

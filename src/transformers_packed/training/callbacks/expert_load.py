@@ -8,6 +8,8 @@ and warm-ups of CUDA graphs are not followed by this addition.
 The tensors are no buffers, because DDP would overwrite them with those of the first process in each forward.
 """
 
+from typing import Any
+
 import torch
 from accelerate.utils import reduce
 
@@ -25,9 +27,9 @@ class ExpertLoad:
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device):
-        routers = [module for module in model.modules() if hasattr(type(module), "count_choices")]
+        routers: list[Any] = [module for module in model.modules() if hasattr(type(module), "count_choices")]
         spread = getattr(model, "hf_device_map", None)
-        groups = {}
+        groups: dict[tuple, list[Any]] = {}
         for router in routers:
             key = router.weight.device if spread else device, len(router.weight), router.top_k
             groups.setdefault(key, []).append(router)

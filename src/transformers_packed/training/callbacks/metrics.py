@@ -9,6 +9,7 @@ import time
 import numpy as np
 import torch
 from accelerate.utils import gather
+from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
@@ -16,7 +17,7 @@ from ...boundaries import SequenceBoundaries
 from ...data.planning.cost import PackingCost
 from ...data.planning.rows import mean_of_longest
 from ...models.parameters import trained_share
-from ...models.registry import transformers_model
+from ...models.registry import inner_model, transformers_model
 from ...models.releases import rows_per_batch
 from ...ops.dispatch import implementations_used
 from .expert_load import ExpertLoad
@@ -36,6 +37,10 @@ PEAKS = {
     "RTX 4090": 165e12,
     "T4": 65e12,
 }
+
+
+def _no_experts() -> ExpertLoad:
+    return ExpertLoad(torch.nn.Module(), torch.device("cpu"))
 
 
 class PackingMetricsCallback(TrainerCallback):
@@ -67,7 +72,9 @@ class PackingMetricsCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, row_tokens: int | None = None):
-        self.trainer, self.row_tokens, self._handles, self._load = trainer, row_tokens, [], None
+        self.trainer, self.row_tokens = trainer, row_tokens
+        self._handles: list[RemovableHandle] = []
+        self._load = _no_experts()
         self._start()
 
     def _start(self) -> None:
@@ -80,7 +87,8 @@ class PackingMetricsCallback(TrainerCallback):
         # log, and the lengths of its documents.
         self._steps: list[np.ndarray] = []
         self._lengths: list[torch.Tensor] = []
-        self._now, self._now_lengths = np.zeros(4, dtype=np.int64), []
+        self._now_lengths: list[torch.Tensor] = []
+        self._now = np.zeros(4, dtype=np.int64)
 
     def on_train_begin(self, args, state, control, **kwargs):
         model = transformers_model(self.trainer.model)
@@ -101,9 +109,8 @@ class PackingMetricsCallback(TrainerCallback):
     def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._load is not None:
-            self._load.close()
-        self._handles, self._load = [], None
+        self._load.close()
+        self._handles, self._load = [], _no_experts()
 
     def _add_load(self, module, positional, output) -> None:
         if module.training and torch.is_grad_enabled():
@@ -217,7 +224,7 @@ class PackingMetricsCallback(TrainerCallback):
 def known_cost(model: torch.nn.Module, **options) -> PackingCost | None:
     """The cost of a forward pass of the model, or `None` if its operations are unknown."""
     try:
-        return PackingCost.from_config(model.config, **options)
+        return PackingCost.from_config(inner_model(model).config, **options)
     except ValueError:
         return None
 

@@ -12,6 +12,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ...boundaries import SequenceBoundaries
 from ...models.inputs import resolve_boundaries
+from ...parallel import RowShard
 
 
 class DocumentNoise(TrainerCallback):
@@ -59,7 +60,7 @@ class DocumentNoise(TrainerCallback):
 
 def document_lengths(boundaries: SequenceBoundaries) -> torch.Tensor:
     """int32 `[1, T]`: the length of each token's document. For a shard of a row, the whole document counts."""
-    row = boundaries.row if boundaries.is_shard else boundaries
+    row = boundaries.row if isinstance(boundaries, RowShard) else boundaries
     row.check_whole("Set neftune_noise_alpha to None.")
     lengths = row.cu_seqlens.diff()[row.seq_idx.long()]
-    return boundaries.of_row(lengths) if boundaries.is_shard else lengths
+    return boundaries.of_row(lengths) if isinstance(boundaries, RowShard) else lengths

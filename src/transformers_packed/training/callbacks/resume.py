@@ -181,7 +181,8 @@ class _StatesPutIn:
 
 def _turns(loader: Any, next_worker: int) -> Iterator[tuple[dict, dict]]:
     """Batches and their states. Each round of the workers starts with `next_worker`."""
-    later, last = [], -1
+    later: list[tuple[dict, dict]] = []
+    last = -1
     for batch in loader:
         state = json.loads(batch.pop(_KEY))
         worker = state["shard"][0] % max(loader.num_workers, 1)
@@ -205,11 +206,12 @@ class _StatesTakenOut(DataLoader):
         self.loader = loader
         self.waiting: deque[dict] = deque()
         # After a resume, the state of a worker is the saved one until training on one of its batches is done.
-        self.resumed, self.next_worker = (saved["readers"], saved["next_worker"]) if saved else ({}, 0)
+        self.resumed: dict[str, dict] = saved["readers"] if saved else {}
+        self.next_worker: int = saved["next_worker"] if saved else 0
         self.readers: dict[str, dict] = {}
         self.finished = False
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict]:  # type: ignore[override]  # torch annotates its own iterators
         self.waiting.clear()
         self.readers, self.resumed, self.finished = dict(self.resumed), {}, False
         next_worker, self.next_worker = self.next_worker, 0

@@ -1,13 +1,14 @@
 """Before the first step of a Trainer: compile every kernel, and choose between CUDA graphs and none."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import transformers
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ...data.dataset import PackingDataset, sampled_lengths
@@ -16,7 +17,8 @@ from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
-from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, split, warm_up
+from ..typed import Trainer
+from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
 
 
@@ -43,8 +45,8 @@ class WarmUpCallback(TrainerCallback):
     # Of the rows, and the argument without which they do not run.
     purpose, option = "compile kernels", "compile_before_training=False"
 
-    def __init__(self, trainer: Trainer, progress: bool | None = None):
-        self.trainer = trainer
+    def __init__(self, trainer: transformers.Trainer, progress: bool | None = None):
+        self.trainer = cast(Trainer, trainer)
         self.progress = not trainer.args.disable_tqdm if progress is None else progress
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -96,7 +98,7 @@ class WarmUpCallback(TrainerCallback):
             if type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None:
                 return model(**batch).loss
             targets = (batch["labels"] != -100).sum()
-            return trainer.compute_loss(model, batch, num_items_in_batch=targets)
+            return only_loss(trainer.compute_loss(model, batch, num_items_in_batch=targets))
 
 
 class GraphsCallback(WarmUpCallback):
