@@ -60,7 +60,7 @@ class CommandTest(BenchTestCase):
         lengths, picture = [5, 90, 30, 64, 20], self.path / "bench.png"
         data = self.path / "data.jsonl"
         data.write_text("".join(f"{json.dumps({'input_ids': [1] * n})}\n" for n in lengths))
-        with mock.patch.object(bench, "run_module", run_cli_module):
+        with mock.patch.object(arms, "run_module", run_cli_module):
             status, stdout, stderr = self.command(
                 "--data", data, "--max-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
             )

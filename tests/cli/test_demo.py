@@ -106,7 +106,7 @@ def test_tokenize(tmp_path):
 def test_demo(tmp_path, monkeypatch, capfd):
     some_sources = Path(sysconfig.get_paths()["stdlib"]) / "email"
     monkeypatch.setattr(demo_data, "read_pairs", lambda: read_pairs(some_sources))
-    monkeypatch.setattr(demo, "run_module", run_cli_module)
+    monkeypatch.setattr(arms, "run_module", run_cli_module)
     status = cli.main(["demo", "--output", str(tmp_path / "new"), "--samples=24", "--steps=3", "--batch-size=4"])
     output = capfd.readouterr().out
     print(output)
