@@ -1,6 +1,7 @@
 """The audit finds every planted fault and names its module, and finds none in correct models."""
 
 import random
+import sys
 import unittest
 from unittest import mock
 
@@ -23,7 +24,6 @@ from transformers import (
 from transformers import Qwen3_5ForCausalLM as BuiltinQwen3_5ForCausalLM
 
 from transformers_packed import AuditReport, SequenceBoundaries, audit_model
-from transformers_packed import ops as packed_ops
 from transformers_packed.audit.probe import Probe
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
@@ -78,7 +78,7 @@ def gpt2():
 
 def plant_in_op(module: torch.nn.Module, *ops: str, replace) -> None:
     """While `module` runs, pass its ops `replace(boundaries)` instead of the right boundaries."""
-    namespace = vars(packed_ops)
+    namespace = vars(sys.modules[type(module).__module__])
     forward = module.forward
 
     def faulty(op):
@@ -236,7 +236,7 @@ class PlantedFaultsTest(unittest.TestCase):
     def test_only_past_64_tokens(self):
         model = qwen3_5()
         layer = model.model.layers[2].linear_attn
-        namespace, forward = vars(packed_ops), layer.forward
+        namespace, forward = vars(modeling_qwen3_5), layer.forward
         rule = namespace["gated_delta_rule"]
 
         def faulty(*args, boundaries=None, **kwargs):
