@@ -444,11 +444,9 @@ class Probe:
     def _locate(self, leaks: list[Leak], direction: str, run: Callable, tolerance: float) -> None:
         """Find the module of the largest leak in this direction into a document long enough to show its kind."""
         forward = [leak for leak in leaks if leak.direction == "forward"]
-        candidates = [leak for leak in leaks if leak.direction == direction]
-        if direction == "backward":
-            # The other pairs repeat leaks of the forward.
-            pairs = {(leak.from_document, leak.to_document) for leak in forward}
-            candidates = [leak for leak in candidates if (leak.from_document, leak.to_document) not in pairs]
+        # Other pairs repeat leaks of the forward in backward.
+        pairs = {leak.pair for leak in forward} if direction == "backward" else set()
+        candidates = [leak for leak in leaks if leak.direction == direction and leak.pair not in pairs]
         if not candidates:
             return
         leak = max(candidates, key=lambda leak: (self.lengths[leak.to_document] >= 16, leak.size))
@@ -458,16 +456,14 @@ class Probe:
             # Custom code may not support hooks or separate calls of modules. The leak remains valid.
             self.notes.append(f"{leak.source} {direction}: the search for the module failed: {_message(error)}")
             return
-        if found is None:
-            return
-        module, module_class, kind = found
-        if direction == "alone" and len({leak.direction for leak in leaks}) == 1:
-            kind = "positions"
-        if direction == "backward":
-            # The pair is below the noise in forward, but the module may also leak there.
-            kinds = {leak.module: leak.kind for leak in forward}
-            kind = kinds.get(module) or kind
-        leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
+        if found is not None:
+            module, module_class, kind = found
+            if all(leak.direction == "alone" for leak in leaks):
+                kind = "positions"
+            if direction == "backward":
+                # The pair is below the noise in forward, but the module may also leak there.
+                kind = {leak.module: leak.kind for leak in forward}.get(module) or kind
+            leaks[leaks.index(leak)] = replace(leak, module=module, module_class=module_class, kind=kind)
 
     def _find(self, leak: Leak, run: Callable, tolerance: float) -> Found | None:
         tokens = self.documents[leak.to_document]

@@ -51,6 +51,11 @@ class Leak:
     module_class: str | None = None
     kind: str | None = None
 
+    @property
+    def pair(self) -> tuple[int | None, int]:
+        """`from_document` and `to_document`."""
+        return self.from_document, self.to_document
+
     def __str__(self) -> str:
         pair = f"document {self.to_document} differs from the same document run alone"
         if self.from_document is not None:
