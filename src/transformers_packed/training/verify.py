@@ -15,11 +15,9 @@ This costs a forward and a backward per document, a step of the row and of the p
 Weights, gradients, random states, and the counters and metrics of the Trainer remain as they were.
 """
 
-import copy
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -39,23 +37,29 @@ from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
-from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
-from ..models.releases import dataloaders_of, prepare_inputs, token_logps, training_metrics
+from ..models.releases import prepare_inputs, token_logps, training_metrics
 from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
+from .restore import (
+    as_before,
+    drop_gradients,
+    not_packing,
+    replace_collator,
+    replaced_collator,
+    same_trainer,
+    say_nothing,
+)
 from .setup import Setup
 from .typed import Trainer
-from .warm_up import as_before, compiles_kernels, drop_gradients, make_row, only_loss
+from .warm_up import compiles_kernels, make_row, only_loss
 
 
 logger = logging.get_logger(__name__)
 
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS = (20, 48, 32)
-# Containers of a Trainer with more elements are data, not counters or metrics.
-_LARGE = 10_000
 _PADDED = "Use padded batches, or pass verify=False to train anyway."
 # Largest relative difference of a loss, and of a gradient, by the precision of the matrix products. In bfloat16, gradients
 # of the row and of the padded batch were 1 to 5 % apart with 4 to 24 layers, and a loss per sample 36 %.
@@ -130,7 +134,7 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     ends = boundaries.cu_seqlens.tolist()
     places = [torch.arange(*pair) for pair in zip(ends, ends[1:], strict=False)]
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    with _as_before(inner):
+    with without_graphs(inner), as_before(inner, next(inner.parameters()).device):
         leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
         _check_leak(leak, len(places))
         loss, alone = _losses(inner, batch, places)
@@ -240,16 +244,17 @@ class VerifyCallback(TrainerCallback):
         for callback in callbacks:
             # Training is just beginning for all that were there.
             if callback not in trainer.callback_handler.callbacks:
-                vars(callback)["on_train_begin"] = _say_nothing
+                vars(callback)["on_train_begin"] = say_nothing
         if setup.padded is not None:
-            _replace(loader, ours, trainer.data_collator)
+            replace_collator(loader, ours, trainer.data_collator)
         say(trainer, f"Packing off, training is unchanged: {difference}")
 
     def _verify(self, loader: Any) -> str:
         trainer = self.trainer
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        with _as_before(model), _same_trainer(trainer):
+        # A graph serves no second backward, and none is worth recording for a short row.
+        with without_graphs(model), as_before(model, trainer.args.device), same_trainer(trainer):
             if self.setup.mode == "batches":
                 return _verify_batches(trainer, model, loader)
             documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
@@ -288,10 +293,10 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dic
         got = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise DifferenceError(str(input_error("a step of training on packed rows", got, _PADDED))) from error
     with quiet(model):
-        with _replaced(loader, packed, setup.padded or PaddedSamples(columns)):
+        with replaced_collator(loader, packed, setup.padded or PaddedSamples(columns)):
             batch = _collate_padded(loader, documents, columns)
         # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-        with nullcontext() if compiles_kernels(trainer.args.device) else _not_packing(model):
+        with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model):
             found["padded"] = _step(trainer, model, batch, places_of(batch, documents) or [])
         precision = _precision(model, trainer.args)
         different = _compare(*found["row"], *found["padded"], precision)
@@ -357,7 +362,7 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
         words = "gradients between rows are 0"
     with quiet(model):
         packed = _scores(trainer, model, batch)
-        with _not_packing(model):
+        with not_packing(model):
             padded = _scores(trainer, model, batch)
     error = float((packed - padded).norm() / padded.norm().clamp(min=1e-12))
     if not error <= _BARS[_precision(model, trainer.args)][1]:
@@ -475,91 +480,3 @@ def _precision(model: torch.nn.Module, args: Any = None) -> str:
     if weight.dtype.itemsize < 4 or autocast:
         return "half"
     return "float32" if device == "cpu" else "tf32"
-
-
-@contextmanager
-def _not_packing(model: torch.nn.Module) -> Iterator[None]:
-    """Compute padded batches as such meanwhile."""
-    inner = inner_model(model)
-    if not isinstance(inner, PackedModelMixin):
-        yield
-        return
-    before, inner.packs_padding = inner.packs_padding, False
-    try:
-        yield
-    finally:
-        inner.packs_padding = before
-
-
-@contextmanager
-def _as_before(model: torch.nn.Module) -> Iterator[None]:
-    """Restore what a forward and a backward change, and the random states of Python and NumPy. No CUDA graph runs."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        # A graph serves no second backward, and none is worth recording for a short row.
-        with without_graphs(model), as_before(model, next(model.parameters()).device):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-@contextmanager
-def _same_trainer(trainer: Trainer) -> Iterator[None]:
-    """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
-    with ExitStack() as stack:
-        for target in (trainer, trainer.args, trainer.callback_handler):
-            before = dict(vars(target))
-            stack.callback(_restore, target, before)
-        for name, value in dict(vars(trainer)).items():
-            if name not in ("train_dataset", "eval_dataset") and isinstance(value, dict | list) and _is_plain(value):
-                setattr(trainer, name, copy.deepcopy(value))
-        # A loss of the user may log.
-        vars(trainer)["log"] = _say_nothing
-        # Loaders of the evaluation are listed, so that accelerate can set their epochs.
-        loaders = dataloaders_of(trainer.accelerator)
-        stack.callback(loaders.__setitem__, slice(None), list(loaders))
-        yield
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-def _restore(target: Any, before: dict[str, Any]) -> None:
-    vars(target).clear()
-    vars(target).update(before)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a container holds only numbers, words and such containers, and is no dataset."""
-    if isinstance(value, dict | list | tuple) and len(value) > _LARGE:
-        return False
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float | str | torch.Tensor | None)
-
-
-# Attributes in which data loaders and collators keep a wrapped collator.
-_INSIDE = ("collate_fn", "data_collator", "base_dataloader")
-
-
-def _replace(loader: Any, old: Any, new: Any) -> None:
-    """Replace a collator in a data loader, directly or inside of wrappers."""
-    for name in _INSIDE:
-        inside = getattr(loader, name, None)
-        if inside is old:
-            setattr(loader, name, new)
-        elif inside is not None:
-            _replace(inside, old, new)
-
-
-@contextmanager
-def _replaced(loader: Any, old: Any, new: Any) -> Iterator[None]:
-    _replace(loader, old, new)
-    try:
-        yield
-    finally:
-        _replace(loader, new, old)

@@ -20,20 +20,19 @@ select a variant:
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from ..audit.model_state import same_buffers
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS
 from ..models.registry import inner_model
 from ..ops.compilations import Compilation, compilations
+from .restore import as_before, drop_gradients
 
 
 logger = logging.get_logger(__name__)
@@ -200,25 +199,3 @@ def make_row(model: torch.nn.Module, lengths: list[int], collator: Any, device: 
     if not type(inner).__name__.endswith(LANGUAGE_MODELS):
         batch = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-
-
-def drop_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@contextmanager
-def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), same_buffers(model):
-        try:
-            drop_gradients(model)
-            model.train()
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for parameter, gradient in gradients:
-                parameter.grad = gradient

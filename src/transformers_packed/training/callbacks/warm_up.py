@@ -17,8 +17,9 @@ from ...models.cuda_graphs import documents_of_graphs, find_text_models, remove_
 from ...models.releases import prepare_inputs, rows_per_batch
 from ..checks import excludes_graphs, say
 from ..graphs import choose_graphs
+from ..restore import as_before, drop_gradients
 from ..typed import Trainer
-from ..warm_up import as_before, compiles_kernels, drop_gradients, make_row, only_loss, split, warm_up
+from ..warm_up import compiles_kernels, make_row, only_loss, split, warm_up
 from .expert_load import ExpertLoad
 
 

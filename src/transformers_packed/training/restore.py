@@ -1,0 +1,118 @@
+"""Leave models, Trainers and data loaders as they were, after something has run on them before the first step."""
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..audit.model_state import same_buffers
+from ..models.packed_model import PackedModelMixin
+from ..models.registry import inner_model
+from ..models.releases import dataloaders_of
+from .typed import Trainer
+
+
+# Containers of a Trainer with more elements are data, not counters or metrics.
+_LARGE = 10_000
+# Attributes in which data loaders and collators keep a wrapped collator.
+_INSIDE = ("collate_fn", "data_collator", "base_dataloader")
+
+
+def drop_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
+    states = random.getstate(), np.random.get_state()
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), same_buffers(model):
+        try:
+            drop_gradients(model)
+            model.train()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextmanager
+def not_packing(model: torch.nn.Module) -> Iterator[None]:
+    """Compute padded batches as such meanwhile."""
+    inner = inner_model(model)
+    if not isinstance(inner, PackedModelMixin):
+        yield
+        return
+    before, inner.packs_padding = inner.packs_padding, False
+    try:
+        yield
+    finally:
+        inner.packs_padding = before
+
+
+@contextmanager
+def same_trainer(trainer: Trainer) -> Iterator[None]:
+    """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
+    with ExitStack() as stack:
+        for target in (trainer, trainer.args, trainer.callback_handler):
+            before = dict(vars(target))
+            stack.callback(_restore, target, before)
+        for name, value in dict(vars(trainer)).items():
+            if name not in ("train_dataset", "eval_dataset") and isinstance(value, dict | list) and _is_plain(value):
+                setattr(trainer, name, copy.deepcopy(value))
+        # A loss of the user may log.
+        vars(trainer)["log"] = say_nothing
+        # Loaders of the evaluation are listed, so that accelerate can set their epochs.
+        loaders = dataloaders_of(trainer.accelerator)
+        stack.callback(loaders.__setitem__, slice(None), list(loaders))
+        yield
+
+
+def say_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _restore(target: Any, before: dict[str, Any]) -> None:
+    vars(target).clear()
+    vars(target).update(before)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a container holds only numbers, words and such containers, and is no dataset."""
+    if isinstance(value, dict | list | tuple) and len(value) > _LARGE:
+        return False
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | torch.Tensor | None)
+
+
+def replace_collator(loader: Any, old: Any, new: Any) -> None:
+    """Replace a collator in a data loader, directly or inside of wrappers."""
+    for name in _INSIDE:
+        inside = getattr(loader, name, None)
+        if inside is old:
+            setattr(loader, name, new)
+        elif inside is not None:
+            replace_collator(inside, old, new)
+
+
+@contextmanager
+def replaced_collator(loader: Any, old: Any, new: Any) -> Iterator[None]:
+    replace_collator(loader, old, new)
+    try:
+        yield
+    finally:
+        replace_collator(loader, new, old)
