@@ -61,9 +61,9 @@ def train(name: str, config: dict, args) -> dict:
     def tell(compilation: Compilation) -> None:
         found.append(now | asdict(compilation))
 
-    def record_graph(self, layers, parameters, inputs, row_length, slots, *others):
+    def record_graph(self, layers, parameters, inputs, max_length, slots, *others):
         start = time.perf_counter()
-        init(self, layers, parameters, inputs, row_length, slots, *others)
+        init(self, layers, parameters, inputs, max_length, slots, *others)
         tell(Compilation("cuda graph", f"{slots - 2} documents", "", time.perf_counter() - start, False))
 
     def loss(model, batch):

@@ -121,7 +121,7 @@ def grpo_step(arm: str, config: dict, args):
     model = make_model(config, "padded", args.device)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     if arm != "trl":
-        patch_model(model).shares_prompts = arm == "ours+shared"
+        patch_model(model).share_prompts = arm == "ours+shared"
     autocast = nullcontext
     if args.lora:
         model = get_peft_model(model, lora_config())

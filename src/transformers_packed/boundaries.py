@@ -101,7 +101,7 @@ class SequenceBoundaries:
     # Whether these boundaries describe one part of a row that several processes share (`parallel.RowShard`).
     is_shard: ClassVar[bool] = False
     # Whether several documents continue the same one (`shared_prompts.SharedPrompts`).
-    shares_prompts: ClassVar[bool] = False
+    share_prompts: ClassVar[bool] = False
 
     def __post_init__(self):
         # torch.compile cannot make one, and boundaries in its graphs need none.

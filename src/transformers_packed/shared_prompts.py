@@ -44,7 +44,7 @@ class SharedPrompts(SequenceBoundaries):
     """
 
     prompt_of: tuple[int, ...] = ()
-    shares_prompts: ClassVar[bool] = True
+    share_prompts: ClassVar[bool] = True
 
     @classmethod
     def of(cls, boundaries: SequenceBoundaries, prompt_of: Sequence[int] | torch.Tensor) -> "SharedPrompts":

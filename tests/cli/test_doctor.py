@@ -104,8 +104,8 @@ class MachineTest(unittest.TestCase):
         found = sections(stdout)
         self.assertEqual(status, 0)
         self.assertEqual(set(found) & {"Problems", "Slow"}, set())
-        self.assertIn("use_cuda_graphs(model, row_length=4096)", found["Notes"])
-        self.assertIn("use_cuda_graphs(model, row_length=2048)", found["Notes"])
+        self.assertIn("use_cuda_graphs(model, max_length=4096)", found["Notes"])
+        self.assertIn("use_cuda_graphs(model, max_length=2048)", found["Notes"])
         self.assertIn("float8=True", found["Notes"])
         table = found["On cuda, bfloat16, a packed row would train with"]
         self.assertEqual(table[0].split(), ["flash_qla", "gated_delta_rule"])
@@ -213,7 +213,7 @@ class ModelTest(unittest.TestCase):
         notes = sections(stdout)["Notes"]
         self.assertIn("bf16=True", notes)
         self.assertIn("FP8 is possible, but saves little with a hidden size of 32.", notes)
-        self.assertIn("use_cuda_graphs(model, row_length=4096)", notes)
+        self.assertIn("use_cuda_graphs(model, max_length=4096)", notes)
         self.assertNotIn("experts", stdout)
 
     @parameterized.expand(["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_5"])

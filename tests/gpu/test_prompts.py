@@ -45,7 +45,7 @@ class SharedPromptsTest(unittest.TestCase):
         return model, copy.deepcopy(model).float()
 
     def run_model(self, model, batch, shares):
-        model.shares_prompts = shares
+        model.share_prompts = shares
         output = model(**batch, use_cache=False)
         return output, gradients(model, output.loss)
 
@@ -73,7 +73,7 @@ class SharedPromptsTest(unittest.TestCase):
         batch, answers = make_batch()
         changed, row = {name: x.clone() for name, x in batch.items()}, answers[0]
         changed["input_ids"][row, -1] = changed["input_ids"][row, -1] % 96 + 1
-        model.shares_prompts = True
+        model.share_prompts = True
         before, after = (model(**x, use_cache=False).logits for x in (batch, changed))
         others = [i for i in range(len(before)) if i != row]
         self.assertTrue(torch.equal(before[others], after[others]))

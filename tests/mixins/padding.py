@@ -170,7 +170,7 @@ class PackedPaddingTesterMixin:
 
     def sharing_models(self, attention: str = "sdpa"):
         builtin, model = self.models(attention)
-        model.shares_prompts = True
+        model.share_prompts = True
         if self.has_vision:
             for each in (builtin, model):
                 each.model.visual.requires_grad_(False)
@@ -209,13 +209,13 @@ class PackedPaddingTesterMixin:
         text, counts = self.text_model(model), []
         for each in (None, model, model.model, text):
             if each is not None:
-                each.shares_prompts = True
-                self.assertTrue(text.shares_prompts)
+                each.share_prompts = True
+                self.assertTrue(text.share_prompts)
             with computed_tokens(model) as seen:
                 model(**batch, use_cache=False)
             counts += seen
             if each is not None:
-                each.shares_prompts = False
+                each.share_prompts = False
         real = int(batch["attention_mask"].sum())
         # The text model of a composite model gets embeddings, and cannot tell equal prompts by them.
         alone = real if self.has_vision else distinct

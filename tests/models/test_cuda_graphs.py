@@ -273,7 +273,7 @@ class CudaGraphsTest(unittest.TestCase):
         self.assertIn(reason, self.warnings[0])
 
     def test_longer_rows(self):
-        self.assert_runs_without("more than row_length=128 tokens", *models_of(), row_of([100, 29]))
+        self.assert_runs_without("more than max_length=128 tokens", *models_of(), row_of([100, 29]))
 
     @parameterized.expand([(name, step) for name in MODELS for step in (1, 2)])
     def test_checkpointing(self, name, step):

@@ -463,13 +463,13 @@ class KeptTest(Float8TestCase):
     def test_recorded_graphs_are_dropped(self):
         """Graphs that were recorded before hold the earlier products."""
         model = make()
-        use_cuda_graphs(model, row_length=64)
+        use_cuda_graphs(model, max_length=64)
         before = model.model.layer_graphs
         self.assertIsNotNone(before)
         use_float8(model, supported)
         after = model.model.layer_graphs
         self.assertIsNot(after, before)
-        self.assertEqual(after.row_length, 64)
+        self.assertEqual(after.max_length, 64)
 
 
 class LeakTest(Float8TestCase):

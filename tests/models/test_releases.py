@@ -46,7 +46,7 @@ OTHERS = {
 
 
 # Attributes of this package on modules of others, by text.
-OURS = {"_layer_graphs", "_float8_from", "_packs_padding", "_shares_prompts", "_derived", "_recipe"}
+OURS = {"_layer_graphs", "_float8_from", "_packs_padding", "_share_prompts", "_derived", "_recipe"}
 # Ends of the names of ops.
 SUFFIXES = {"_linear", "_lora"}
 _COMPARE = ("endswith", "startswith")

@@ -53,7 +53,7 @@ def make_batch():
 
 def make_model(family="qwen3_5"):
     model = patch_model(builtin_model(family))
-    model.shares_prompts = True
+    model.share_prompts = True
     return model
 
 
@@ -96,7 +96,7 @@ class ClassifiersTest(unittest.TestCase):
         """Each answer is classified by its own last token."""
         builtin = classifier()
         model = patch_model(copy.deepcopy(builtin))
-        model.shares_prompts = True
+        model.share_prompts = True
         batch = make_batch() | {"labels": torch.tensor([0, 1, 2])}
         outputs = []
         for each in (model, builtin):

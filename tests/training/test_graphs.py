@@ -165,10 +165,10 @@ class ChoiceTest(GivenGpuTest):
         model, _ = models_of()
         with mock.patch.object(recordings, "_Recording", side_effect=RuntimeError("no capture")):
             self.assertEqual(self.choose(model), (False, "measuring stopped with RuntimeError: no capture"))
-        self.assertEqual(model.model.layer_graphs.row_length, 0)
+        self.assertEqual(model.model.layer_graphs.max_length, 0)
         with self.assertRaises(KeyboardInterrupt), mock.patch.object(graphs, "_time", side_effect=KeyboardInterrupt):
             choose_graphs(model, ROW_LENGTH, lambda: None)
-        self.assertEqual(model.model.layer_graphs.row_length, 0)
+        self.assertEqual(model.model.layer_graphs.max_length, 0)
 
     def test_memory_of_the_longest_row_and_of_further_graphs(self):
         model, _ = models_of()
@@ -209,7 +209,7 @@ class ChoiceTest(GivenGpuTest):
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
         self.assertEqual(self.choose(model), (False, "the layers cannot run as graphs"))
         self.assertIn("is hooked", self.warnings[0])
-        self.assertEqual(model.model.layer_graphs.row_length, 0)
+        self.assertEqual(model.model.layer_graphs.max_length, 0)
 
 
 class TrainerTest(GivenGpuTest):
@@ -219,15 +219,15 @@ class TrainerTest(GivenGpuTest):
             self.enterContext(mock.patch.object(place, "compiles_kernels", lambda device: True))
         self.gpu = self.use(Gpu())
 
-    def train(self, times=1, family="qwen3_5", row_length=None, **options):
+    def train(self, times=1, family="qwen3_5", chosen=None, **options):
         """Return the trained model, and the lines about graphs."""
         samples = [{"input_ids": [n] * n, "labels": [n] * n} for n in range(2, 40)]
         defaults = {"packing": True, "max_length": 50, "per_device_train_batch_size": 2}
         set_seed(0)
         model, output = MODELS[family](), io.StringIO()
         self.gpu.text = model.model
-        if row_length is not None:
-            use_cuda_graphs(model, row_length)
+        if chosen is not None:
+            use_cuda_graphs(model, chosen)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(output):
             args = PackedTrainingArguments(
                 folder,
@@ -269,10 +269,10 @@ class TrainerTest(GivenGpuTest):
         self.assertEqual((len(lines), RunsAgain.made), (2, 8))
 
     @parameterized.expand([(0,), (64,)])
-    def test_a_choice_of_the_user_stays(self, row_length):
-        model, lines = self.train(row_length=row_length)
+    def test_a_choice_of_the_user_stays(self, chosen):
+        model, lines = self.train(chosen=chosen)
         graphs = model.model.layer_graphs
-        self.assertEqual((lines, graphs.row_length), ([], row_length))
+        self.assertEqual((lines, graphs.max_length), ([], chosen))
 
     @parameterized.expand(
         [
@@ -369,7 +369,7 @@ class TrainerTest(GivenGpuTest):
 
     def test_without_measurement(self):
         trainer, lines = self.configured(train=False, cuda_graphs=True)
-        self.assertEqual((lines, trainer.model.model.layer_graphs.row_length), ([], 128))
+        self.assertEqual((lines, trainer.model.model.layer_graphs.max_length), ([], 128))
 
     @parameterized.expand(
         [

@@ -254,7 +254,7 @@ class ReasonsTest(PreferenceTestCase):
         """Also those that an earlier call or the user turned on."""
         trainer = self.trainer("dpo")
         self.assertNotIn("a prompt once", configured(trainer))
-        transformers_model(trainer.model).shares_prompts = True
+        transformers_model(trainer.model).share_prompts = True
         self.assertIn("a prompt once", configured(trainer))
 
     def test_sharing_prompts_without_packing(self):
@@ -303,7 +303,7 @@ class ReasonsTest(PreferenceTestCase):
             Trainer(build_model("padded", 64), TrainingArguments(self.directory, use_cpu=True, report_to="none")),
             RewardTrainer.__new__(RewardTrainer),
         ):
-            with self.assertRaisesRegex(ValueError, "expected share_prompts with DPOTrainer.*shares_prompts = True"):
+            with self.assertRaisesRegex(ValueError, "expected share_prompts with DPOTrainer.*share_prompts = True"):
                 configure_packing(trainer, share_prompts=True)
 
 

@@ -45,7 +45,7 @@ def models(model: LlamaForCausalLM) -> None:
     with registered():
         unregister()
     assert_type(patch_model(model), LlamaForCausalLM)
-    assert_type(use_cuda_graphs(model, row_length=2048), LlamaForCausalLM)
+    assert_type(use_cuda_graphs(model, max_length=2048), LlamaForCausalLM)
     assert_type(use_cuda_graphs(use_float8(patch_model(model)), 64), LlamaForCausalLM)
     assert_type(use_float8(model, lambda module, name: "mlp" in name), LlamaForCausalLM)
     assert_type(unpatch_model(model), LlamaForCausalLM)

@@ -41,7 +41,7 @@ def add_parser(subparsers) -> Parser:
     count("--mean-length", "mean number of tokens of generated documents", 480)
     parser.add_lora()
     add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
-    add("--graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
+    add("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
     add("--seconds", type=positive_float, default=20, metavar="S", help="seconds of timed steps per arm")
     add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         check_float8(bfloat16)
     config = supported_config(args.model).get_text_config()
     lengths = choose_lengths(args)
-    names = ("batch_size", "lora", "lora_rank", "float8", "graphs", "gradient_checkpointing", "attn", "weights")
+    names = ("batch_size", "lora", "lora_rank", "float8", "cuda_graphs", "gradient_checkpointing", "attn", "weights")
     settings = {name: getattr(args, name) for name in (*names, "seconds", "seed")}
     settings |= {"lengths": lengths, "bfloat16": bfloat16}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

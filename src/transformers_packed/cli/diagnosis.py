@@ -311,7 +311,7 @@ def _of_graphs(model: PreTrainedModel | None) -> Iterator[Finding]:
         if count is None or count <= most:
             text = f"Rows of up to {tokens:,} tokens are bound by the host, rows of {_LONG_ROW:,} by the GPU"
             text = f"{text} (measured on an H200 at the {shape} shape)."
-            yield Finding("note", text, f"use_cuda_graphs(model, row_length={tokens})")
+            yield Finding("note", text, f"use_cuda_graphs(model, max_length={tokens})")
             if count is not None:
                 return
     if count is not None:

@@ -186,7 +186,7 @@ def untrained_model(
     settings: Namespace,
     bfloat16: bool,
     device: torch.device,
-    row_length: int,
+    max_length: int,
     ours: bool = True,
 ) -> PreTrainedModel:
     """A causal language model with random weights, with our classes and their options or with Transformers'."""
@@ -199,8 +199,8 @@ def untrained_model(
         getattr(model, f"{checkpointing_argument()}_enable")({"use_reentrant": False})
     if ours and settings.float8:
         use_float8(model)
-    if ours and settings.graphs:
-        use_cuda_graphs(model, graph_length(row_length))
+    if ours and settings.cuda_graphs:
+        use_cuda_graphs(model, graph_length(max_length))
     return model
 
 

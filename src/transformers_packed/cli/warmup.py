@@ -29,7 +29,7 @@ def add_parser(subparsers) -> Parser:
     count("--max-documents", "maximum number of documents per row (default: 128)")
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
-    add("--graphs", action="store_true", help="run the layers as CUDA graphs")
+    add("--cuda-graphs", action="store_true", help="run the layers as CUDA graphs")
     shared("--attn", "--dtype", "--weights", "--gradient-checkpointing")
     return parser
 

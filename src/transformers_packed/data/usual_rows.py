@@ -17,11 +17,11 @@ _SERVED = 0.95
 class Rows(NamedTuple):
     """The rows that a model gets in training.
 
-    A graph serves rows of up to `row_length` tokens, a multiple of 64. A typical row has `tokens` in `documents`, and the
+    A graph serves rows of up to `max_length` tokens, a multiple of 64. A typical row has `tokens` in `documents`, and the
     longest one `longest` tokens. Rows have from `fewest` to `most` documents.
     """
 
-    row_length: int
+    max_length: int
     tokens: int
     documents: int
     longest: int

@@ -44,11 +44,11 @@ _WEIGHTS = (torch.nn.Parameter, torch.Tensor)
 _RECORDING = "transformers.utils.output_capturing"
 
 
-def use_cuda_graphs(model: Model, row_length: int) -> Model:
-    """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `row_length` tokens.
+def use_cuda_graphs(model: Model, max_length: int) -> Model:
+    """Run the layers of a model as CUDA graphs when it trains on packed rows of up to `max_length` tokens.
 
     Graphs speed up rows whose kernels finish before the host can launch the next ones: up to about 8,192 tokens for
-    Qwen3.5-0.8B on an H200. Every row is computed with `row_length` tokens. Recording takes seconds for the first row
+    Qwen3.5-0.8B on an H200. Every row is computed with `max_length` tokens. Recording takes seconds for the first row
     of each kind. The graphs keep their memory: the saved activations of one row, and a gradient for each trained
     parameter of the layers.
 
@@ -60,14 +60,14 @@ def use_cuda_graphs(model: Model, row_length: int) -> Model:
     Args:
         model (`PreTrainedModel`):
             A Qwen3.5 or Qwen3-Next model of this package, on a CUDA device.
-        row_length (`int`):
+        max_length (`int`):
             The length in tokens of the longest row that uses a graph. Must be a multiple of 64.
 
     Returns:
         `torch.nn.Module`: the same model. `use_cuda_graphs(model, 0)` disables graphs and frees their memory.
 
     Raises:
-        `ValueError`: the model is not supported, or `row_length` is not a multiple of 64.
+        `ValueError`: the model is not supported, or `max_length` is not a multiple of 64.
 
     Example:
 
@@ -76,21 +76,21 @@ def use_cuda_graphs(model: Model, row_length: int) -> Model:
     >>> from transformers_packed import use_cuda_graphs
     >>> from transformers_packed.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
     >>> config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
-    >>> model = use_cuda_graphs(Qwen3_5ForCausalLM(config), row_length=2048)
+    >>> model = use_cuda_graphs(Qwen3_5ForCausalLM(config), max_length=2048)
 
     ```
     """
-    if not isinstance(row_length, int) or row_length < 0 or row_length % 64:
+    if not isinstance(max_length, int) or max_length < 0 or max_length % 64:
         raise input_error(
-            "row_length as a multiple of 64", repr(row_length), "Round up the length of the longest row."
+            "max_length as a multiple of 64", repr(max_length), "Round up the length of the longest row."
         )
     for text in text_models_of(model):
-        text.layer_graphs = LayerGraphs(row_length)
+        text.layer_graphs = LayerGraphs(max_length)
     return model
 
 
 def graph_length(tokens: int) -> int:
-    """Return the `row_length` of [`use_cuda_graphs`] for rows of up to so many tokens."""
+    """Return the `max_length` of [`use_cuda_graphs`] for rows of up to so many tokens."""
     return -(-tokens // 64) * 64
 
 
@@ -143,7 +143,7 @@ def forget_graphs(model: torch.nn.Module) -> None:
     """Remove recorded graphs of modules in `model`, whose code or tensors have changed. The next rows record others."""
     for text in find_text_models(model):
         if text.layer_graphs is not None:
-            text.layer_graphs = LayerGraphs(text.layer_graphs.row_length)
+            text.layer_graphs = LayerGraphs(text.layer_graphs.max_length)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def layers_as_graphs(
 ) -> Iterator[None]:
     """Replace the layers of `text` with one module that runs them as graphs, if graphs are enabled and can help."""
     graphs = text.layer_graphs
-    wanted = graphs is not None and graphs.row_length and boundaries is not None
+    wanted = graphs is not None and graphs.max_length and boundaries is not None
     if not wanted or not (text.training and torch.is_grad_enabled()):
         yield
         return
@@ -211,8 +211,8 @@ class _AllLayers(torch.nn.Module):
 class LayerGraphs:
     """The graphs of one model's layers, keyed by the properties of their inputs. All graphs share one memory pool."""
 
-    def __init__(self, row_length: int):
-        self.row_length = row_length
+    def __init__(self, max_length: int):
+        self.max_length = max_length
         self._graphs: dict[tuple, RecordedLayers] = {}
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
@@ -225,10 +225,10 @@ class LayerGraphs:
         return bool(self._graphs)
 
     def __deepcopy__(self, memo: dict) -> "LayerGraphs":
-        return type(self)(self.row_length)
+        return type(self)(self.max_length)
 
     def __reduce__(self):
-        return type(self), (self.row_length,)
+        return type(self), (self.max_length,)
 
     def reason_against(
         self,
@@ -246,9 +246,9 @@ class LayerGraphs:
     ) -> Iterator[tuple[bool, str]]:
         yield not is_on_gpu(hidden_states), f"the row is on {hidden_states.device}, not on the current GPU"
         yield boundaries.is_shard, "the row is a shard"
-        yield boundaries.shares_prompts, "the row shares prompts"
-        longer = hidden_states.shape[1] > self.row_length
-        yield longer, f"the row has more than row_length={self.row_length} tokens"
+        yield boundaries.share_prompts, "the row shares prompts"
+        longer = hidden_states.shape[1] > self.max_length
+        yield longer, f"the row has more than max_length={self.max_length} tokens"
         last = self._last()
         yield last is not None and not last.over, "the backward of an earlier row has not run yet"
 
@@ -286,7 +286,7 @@ class LayerGraphs:
             if self._place is None:
                 self._place = new_place()
             logger.info(f"{_CALL}: recording a graph for rows of up to {slots - 2} documents.")
-            graph = RecordedLayers(list(layers), self._parameters, inputs, self.row_length, slots, cast, self._place)
+            graph = RecordedLayers(list(layers), self._parameters, inputs, self.max_length, slots, cast, self._place)
             self._graphs[key] = graph
         graph.fill(inputs, boundaries)
         use = Use()

@@ -293,7 +293,7 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
         boundaries = resolve_boundaries(inputs, mixes=root.mixes, reads_patterns=root.reads_patterns(model, inputs))
     if boundaries is None:
         return root.run_builtin(model, inputs)
-    if boundaries.shares_prompts:
+    if boundaries.share_prompts:
         boundaries.check_whole(f"Use a family with classes of this package ({TITLES}).")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)

@@ -95,7 +95,7 @@ def resolve_boundaries(
         source, boundaries = _RESTART, _inferred(inputs, tokens, padding)
     if boundaries is None:
         return None
-    if prompt_of is not None and not boundaries.shares_prompts:
+    if prompt_of is not None and not boundaries.share_prompts:
         boundaries = SharedPrompts.of(boundaries, prompt_of)
     _check_beside(source, boundaries, metadata, inputs, tokens)
     made_in_graph = given is None and is_torchdynamo_compiling()
@@ -134,7 +134,7 @@ def _readable_row(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor 
 def _check_beside(source: str, boundaries: SequenceBoundaries, metadata: dict, inputs: dict[str, Any], tokens) -> None:
     """Raise a `ValueError` if a packed row has position ids of other documents, a mask or a cache."""
     row = text_position_ids(inputs.get("position_ids"), tokens.shape[1])
-    if metadata and not boundaries.shares_prompts and row is not None and may_read(row):
+    if metadata and not boundaries.share_prompts and row is not None and may_read(row):
         boundaries.check_same(SequenceBoundaries.from_position_ids(row[:1]), "position_ids")
     refused = [name for name in ("attention_mask", *CACHES) if inputs.get(name) is not None]
     if refused or inputs.get("use_cache"):

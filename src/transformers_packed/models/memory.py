@@ -27,16 +27,16 @@ def loss_memory(sizes: Sizes, tokens: int, frozen: bool = False) -> float:
 
 
 def layer_memory(
-    sizes: Sizes, layer: Layer, row_length: int, size: int, attention: str | None, lora_rank: int = 0
+    sizes: Sizes, layer: Layer, max_length: int, size: int, attention: str | None, lora_rank: int = 0
 ) -> tuple[float, float]:
     """Bytes that a layer saves for backward on one GPU, and the peak of additional bytes in this backward."""
-    tokens, hidden, whole_row = -(-row_length // size), sizes.hidden, 0
+    tokens, hidden, whole_row = -(-max_length // size), sizes.hidden, 0
     if isinstance(layer.mixer, DeltaRule):
         kept, made = _of_delta_rule(layer.mixer)
     else:
         gathers = size > 1 and way_of_attention(layer.mixer, size, attention) == "gather"
         kept, made = _of_attention(layer.mixer, size, gathers)
-        whole_row = (row_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
+        whole_row = (max_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
     mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept

@@ -79,7 +79,7 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     # Whether padded batches run as packed rows if no cache is used.
     packs_padding = Switch(True)
     # Whether documents of a padded batch share the prompts that they start with.
-    shares_prompts = Switch(False)
+    share_prompts = Switch(False)
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)

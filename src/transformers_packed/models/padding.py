@@ -6,7 +6,7 @@ attention is not causal or cannot keep documents apart; if NEFTune scales its no
 gives its layers an argument for each row, such as `adapter_names` or the offsets of aLoRA. [`why_padded`] tells the
 reason, which the log states once.
 
-With `shares_prompts`, documents that start with the same tokens, such as the answers to one prompt, form a row with
+With `share_prompts`, documents that start with the same tokens, such as the answers to one prompt, form a row with
 shared prompts ([`SharedPrompts`]). Hidden states of a shared token are copied to all of its documents. Dropout then
 draws one mask for a shared token.
 """
@@ -190,7 +190,7 @@ def prompt_ids_of(inputs: dict[str, Any]) -> torch.Tensor | None:
     names = ("inputs_embeds", "position_ids", "pixel_values", "pixel_values_videos")
     given = [name for name in names if inputs.get(name) is not None]
     if given:
-        logger.warning_once(f"Prompts are not shared in a batch with {given[0]}, although shares_prompts is set.")
+        logger.warning_once(f"Prompts are not shared in a batch with {given[0]}, although share_prompts is set.")
     return None if given else inputs.get("input_ids")
 
 
@@ -237,7 +237,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
     real = read_padding(mask) if is_padding(mask) else None
-    shares = model.shares_prompts and "prompt_ids" not in inputs
+    shares = model.share_prompts and "prompt_ids" not in inputs
     why = "" if real is None else why_padded(model, inputs)
     prompt_ids, _ = inputs.pop("prompt_ids", None), inputs.pop("packs_padding", None)
     if real is None or tokens is None or real.shape != tokens.shape[:2]:

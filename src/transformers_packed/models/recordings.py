@@ -23,10 +23,10 @@ class Use:
 class RecordedLayers:
     """The recordings of one forward and one backward of layers, for rows of up to a number of documents."""
 
-    def __init__(self, layers, parameters, inputs, row_length, slots, cast, place):
-        self.inputs = [x.new_zeros(x.shape[0], row_length, *x.shape[2:]) for x in inputs]
+    def __init__(self, layers, parameters, inputs, max_length, slots, cast, place):
+        self.inputs = [x.new_zeros(x.shape[0], max_length, *x.shape[2:]) for x in inputs]
         self.inputs[0].requires_grad_(inputs[0].requires_grad)
-        self.cu_seqlens = torch.full((slots + 1,), row_length, dtype=torch.int32, device=inputs[0].device)
+        self.cu_seqlens = torch.full((slots + 1,), max_length, dtype=torch.int32, device=inputs[0].device)
         self.cu_seqlens[0] = 0
         self._segments = list(_segments(layers))
         self._stand_ins = _stand_ins(layers)
@@ -116,11 +116,11 @@ class RecordedLayers:
         return [None if x is None else next(copies) for x in gradients]
 
 
-def _open_boundaries(cu_seqlens: torch.Tensor, row_length: int) -> SequenceBoundaries:
+def _open_boundaries(cu_seqlens: torch.Tensor, max_length: int) -> SequenceBoundaries:
     """Create boundaries without a host copy, so a graph supports any documents written to `cu_seqlens`."""
     return SequenceBoundaries(
         cu_seqlens,
-        length=row_length,
+        length=max_length,
         device_only="CUDA graphs support the gated delta rule from flash-linear-attention or FlashQLA and attention "
         "from varlen_attn, in float16 or bfloat16 (or under autocast) and without attention dropout. Load the model "
         'in bfloat16 with attn_implementation="sdpa" and install the kernels that `transformers-packed doctor` names, '

@@ -88,7 +88,7 @@ def packed_position_ids(config: Any, boundaries: SequenceBoundaries, inputs: dic
     """Compute the position ids of a packed row from a forward's arguments, with M-RoPE for images and videos."""
     if inputs.get("image_grid_thw") is None and inputs.get("video_grid_thw") is None:
         return boundaries.position_ids
-    if boundaries.shares_prompts:
+    if boundaries.share_prompts:
         boundaries.check_whole("Train on images without shared prompts.")
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
     return packed_mrope_position_ids(config, boundaries, **{name: inputs.get(name) for name in names})

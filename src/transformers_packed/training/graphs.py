@@ -19,7 +19,7 @@ _GIB = 2**30
 
 def choose_graphs(
     model: torch.nn.Module,
-    row_length: int,
+    max_length: int,
     run: Callable[[], None],
     run_longest: Callable[[], None] | None = None,
     others: Sequence[Callable[[], None]] = (),
@@ -33,7 +33,7 @@ def choose_graphs(
     Args:
         model (`torch.nn.Module`):
             A Qwen3.5 or Qwen3-Next model of this package on a GPU, without graphs and with compiled kernels.
-        row_length (`int`):
+        max_length (`int`):
             The length in tokens of the longest row with a graph. A multiple of 64.
         run (`Callable`):
             Runs forward and backward of a typical row, and leaves no gradients.
@@ -49,7 +49,7 @@ def choose_graphs(
     """
     on = False
     try:
-        on, reason = _choose(model, row_length, run, run_longest or run, others, 1 + _REST / rows_per_step)
+        on, reason = _choose(model, max_length, run, run_longest or run, others, 1 + _REST / rows_per_step)
     except Exception as error:
         reason = f"measuring stopped with {type(error).__name__}: {error}"
     finally:
@@ -58,7 +58,7 @@ def choose_graphs(
     return on, reason
 
 
-def _choose(model, row_length, run, run_longest, others, step_per_row):
+def _choose(model, max_length, run, run_longest, others, step_per_row):
     run()
     host, plain = _time(run, 1)
     # One row shows a large difference.
@@ -75,7 +75,7 @@ def _choose(model, row_length, run, run_longest, others, step_per_row):
     # The graphs keep the activations and gradients of a step.
     if step > room:
         return False, f"graphs may need {step / _GIB:.1f} GiB, and {max(room, 0) / _GIB:.1f} GiB are free"
-    use_cuda_graphs(model, row_length)
+    use_cuda_graphs(model, max_length)
     run()
     if not all(records_graphs(text) for text in text_models_of(model)):
         return False, "the layers cannot run as graphs"

@@ -148,7 +148,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     compiles = options.float8 and trainer.args.torch_compile
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
     shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
-    repeats = "Set model.shares_prompts = True if your own padded batches repeat prompts."
+    repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     why = _excludes_graphs(trainer, mode) if options.cuda_graphs else None
     graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
@@ -197,7 +197,7 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
         *[_share_prompts] * options.share_prompts,
         *[_in_float8] * options.float8,
     )
-    shares = options.share_prompts or getattr(transformers_model(trainer.model), "shares_prompts", False)
+    shares = options.share_prompts or getattr(transformers_model(trainer.model), "share_prompts", False)
     liger, kept = _keep_from_liger(trainer)
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
@@ -218,7 +218,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     prepare += [_keep_logits] * bool(own) + [_in_float8] * options.float8
     if options.cuda_graphs:
         rows = _rows_of_graphs(trainer, dataset, packed)
-        prepare.append(partial(use_cuda_graphs, row_length=rows.row_length))
+        prepare.append(partial(use_cuda_graphs, max_length=rows.max_length))
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
     liger, kept = _keep_from_liger(trainer)
@@ -408,7 +408,7 @@ def _keep_logits(model: torch.nn.Module) -> None:
 def _share_prompts(model: torch.nn.Module) -> None:
     inner = inner_model(model)
     if isinstance(inner, PackedModelMixin):
-        inner.shares_prompts = True
+        inner.share_prompts = True
 
 
 def _in_float8(model: torch.nn.Module) -> None:

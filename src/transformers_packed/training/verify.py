@@ -126,7 +126,7 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     ```
     """
     boundaries = resolve_boundaries(dict(batch))
-    if boundaries is None or boundaries.num_documents < 2 or boundaries.shares_prompts:
+    if boundaries is None or boundaries.num_documents < 2 or boundaries.share_prompts:
         got = "no boundaries" if boundaries is None else f"{boundaries.num_documents} documents, or shared prompts"
         raise input_error("a packed row of several documents", got, "Pass a batch of DataCollatorWithFlattening.")
     if any(base.__module__.startswith("torch.distributed.fsdp") for x in model.modules() for base in type(x).__mro__):
@@ -350,7 +350,7 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
     ids, mask = batch["input_ids"], batch["attention_mask"]
     inner = inner_model(model)
     words = "gradients between rows were not looked at, because rows share prompts"
-    if not getattr(inner, "shares_prompts", False):
+    if not getattr(inner, "share_prompts", False):
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
 
         def forward() -> None:

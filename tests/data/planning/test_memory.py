@@ -131,13 +131,13 @@ def measured_on_gpus():
                 yield run["model"], run["tokens"], size, True, 16 * run.get("lora", False), max(peaks)
 
 
-def expected_peak(model, row_length, size, checkpointing, lora_rank):
+def expected_peak(model, max_length, size, checkpointing, lora_rank):
     """Compute GiB by the formulas if gradients exist only after a layer's backward: at the loss, or in some layer."""
     config = Qwen3_5TextConfig(**SIZES[model])
-    parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, row_length // size
+    parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, max_length // size
     sizes = sizes_of(config)
-    need = step_memory(sizes, parameters, row_length, size, 1, 2, checkpointing, None, lora_rank)
-    layer = [layer_memory(sizes, one, row_length, size, None, lora_rank) for one in sizes.layers]
+    need = step_memory(sizes, parameters, max_length, size, 1, 2, checkpointing, None, lora_rank)
+    layer = [layer_memory(sizes, one, max_length, size, None, lora_rank) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
     for number in range(layers):
@@ -275,7 +275,7 @@ class PlanTest(unittest.TestCase):
                 {"memory": 4},
                 r"expected at least [\d.]+ GiB per GPU for .* 4.21 B parameters .* got 4\.",
             ),
-            ("no row", {"row_length": 0}, "row_length above 0"),
+            ("no row", {"max_length": 0}, "max_length above 0"),
             ("no GPU", {"gpus": 0}, "gpus above 0"),
             ("no memory", {"memory": -1.0}, "memory above 0"),
             ("weights", {"weights": "int8"}, "weights"),
@@ -283,7 +283,7 @@ class PlanTest(unittest.TestCase):
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
             (
                 "heads",
-                {"memory": 20, "row_length": 2**20, "gpus": 64, "attention": "heads"},
+                {"memory": 20, "max_length": 2**20, "gpus": 64, "attention": "heads"},
                 "larger P does not fit the heads",
             ),
         ]
@@ -291,7 +291,7 @@ class PlanTest(unittest.TestCase):
     def test_refuses(self, _, changes, message):
         with self.assertRaisesRegex(ValueError, message):
             plan_sequence_parallel(
-                Qwen3_5TextConfig(**SIZE_4B), **{"row_length": 2**17, "gpus": 8, "memory": 80, **changes}
+                Qwen3_5TextConfig(**SIZE_4B), **{"max_length": 2**17, "gpus": 8, "memory": 80, **changes}
             )
 
     def test_adapters_of_experts(self):

@@ -129,7 +129,7 @@ class ExpertLoadTest(unittest.TestCase):
         load = ExpertLoad(model, torch.device("cpu"))
         # Recorded graphs would not count.
         self.assertIsNot(model.model.layer_graphs, graphs)
-        self.assertEqual(model.model.layer_graphs.row_length, 64)
+        self.assertEqual(model.model.layer_graphs.max_length, 64)
         lengths, counted = (20, 9), []
         for length in lengths:
             ids = torch.arange(1, length + 1)

@@ -107,7 +107,7 @@ class SequenceParallelPlan:
             The configuration of the model.
         parameters ([`Parameters`]):
             The number of parameters.
-        row_length (`int`):
+        max_length (`int`):
             Tokens per row.
         gpus (`int`):
             The number of GPUs.
@@ -126,7 +126,7 @@ class SequenceParallelPlan:
 
     config: PreTrainedConfig
     parameters: Parameters
-    row_length: int
+    max_length: int
     gpus: int
     memory: float
     options: dict[int, tuple[StepMemory, StepMemory]]
@@ -141,14 +141,14 @@ class SequenceParallelPlan:
 
     def exchanges(self, size: int) -> list[Exchange]:
         """The exchanges of all layers for one row over `size` processes."""
-        return exchanges(self.config, self.row_length, size, **self.methods)
+        return exchanges(self.config, self.max_length, size, **self.methods)
 
     def summary(self) -> str:
         """The plan as text."""
         first = self.options[self.size][0]
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
-            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.row_length:,} tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.max_length:,} tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
             f"{_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
@@ -158,7 +158,7 @@ class SequenceParallelPlan:
         ]
         for size, pair in self.options.items():
             without, with_it = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in pair)
-            tokens = -(-self.row_length // size)
+            tokens = -(-self.max_length // size)
             lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {without:>25} {with_it:>9}".rstrip())
         lines += [f"* more than {FILLED:.0%} of the memory", ""]
         for name, size in zip(("without", "with"), self.needed, strict=True):
@@ -190,7 +190,7 @@ class SequenceParallelPlan:
 
 def plan_sequence_parallel(
     config: PreTrainedConfig,
-    row_length: int,
+    max_length: int,
     gpus: int,
     memory: float,
     *,
@@ -205,7 +205,7 @@ def plan_sequence_parallel(
         config (`PreTrainedConfig`):
             The configuration of a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE model. For a vision-language model, the plan
             counts the parameters of the vision tower but not its activations.
-        row_length (`int`):
+        max_length (`int`):
             Tokens per row.
         gpus (`int`):
             The number of GPUs.
@@ -242,7 +242,7 @@ def plan_sequence_parallel(
     widths = {"bfloat16": HALF, "float32": FULL}
     if weights not in widths:
         raise input_error('weights "bfloat16" or "float32"', repr(weights))
-    for name, value in (("row_length", row_length), ("gpus", gpus), ("memory", memory)):
+    for name, value in (("max_length", max_length), ("gpus", gpus), ("memory", memory)):
         if not value > 0:
             raise input_error(f"{name} above 0", value)
     if lora_rank < 0:
@@ -252,17 +252,17 @@ def plan_sequence_parallel(
     if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
         raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
     # Each part must cover the receptive field of the convolution.
-    most = max(1, row_length // max(1, sizes.delta_rule.window - 1))
+    most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
     fitting, unfit = _that_fit_heads(divisors, sizes, gated_delta_rule, attention)
     parameters = Parameters.of(config)
     options = {}
     for size in fitting:
-        given = (sizes, parameters, row_length, size, gpus, widths[weights])
+        given = (sizes, parameters, max_length, size, gpus, widths[weights])
         options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
     needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    plan = SequenceParallelPlan(config, parameters, row_length, gpus, memory, options, needed, methods, lora_rank)
+    plan = SequenceParallelPlan(config, parameters, max_length, gpus, memory, options, needed, methods, lora_rank)
     if needed == (None, None):
         raise _nothing_fits(plan, unfit)
     return plan
@@ -291,7 +291,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     parameters, least = plan.parameters, min((pair[1] for pair in plan.options.values()), key=lambda need: need.total)
     sharded = least.weights + least.gradients + least.moments
     return input_error(
-        f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.row_length:,} tokens and "
+        f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
         f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora_rank)} on {plan.gpus:,} GPUs "
         f"({_gib(sharded)} for weights, gradients "
         f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
@@ -303,7 +303,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
 def step_memory(
     sizes: Sizes,
     parameters: Parameters,
-    row_length: int,
+    max_length: int,
     size: int,
     gpus: int,
     width: int,
@@ -315,8 +315,8 @@ def step_memory(
 
     `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
     """
-    tokens = -(-row_length // size)
-    layers = [layer_memory(sizes, layer, row_length, size, attention, lora_rank) for layer in sizes.layers]
+    tokens = -(-max_length // size)
+    layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
     given = HALF * tokens * sizes.hidden
     layer = max(kept - given + made if checkpointing else made for kept, made in layers)
@@ -341,7 +341,7 @@ def _adapters(parameters: Parameters, lora_rank: int) -> str:
 
 def exchanges(
     config: PreTrainedConfig,
-    row_length: int,
+    max_length: int,
     size: int,
     *,
     gated_delta_rule: str = "state",
@@ -350,7 +350,7 @@ def exchanges(
     """The data that each of `size` GPUs receives in the forward of a row, by kind of layer."""
     sizes = sizes_of(config)
     heads, rule = sizes.attention, sizes.delta_rule
-    tokens, others = -(-row_length // size), size - 1
+    tokens, others = -(-max_length // size), size - 1
     full = sum(layer.mixer is heads for layer in sizes.layers)
     linear = len(sizes.layers) - full
     # A tensor that is cut over heads instead of tokens: all but 1/P of this GPU's share comes from other GPUs.

@@ -359,7 +359,7 @@ class Qwen3_5MoeModel(PackedModelMixin, builtin.Qwen3_5MoeModel):
             if position_ids is None or position_ids.ndim == 2:
                 inputs["position_ids"] = packed_position_ids(self.config, boundaries, inputs)
             inputs["boundaries"] = boundaries
-        elif self.shares_prompts:
+        elif self.share_prompts:
             inputs["prompt_ids"] = prompt_ids_of(inputs)
         return super().forward(**inputs)
 

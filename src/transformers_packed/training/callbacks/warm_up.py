@@ -141,7 +141,7 @@ class GraphsCallback(WarmUpCallback):
             longest = partial(run_new, rows.longest, rows.documents) if rows.longest > rows.tokens else None
             others = [partial(run_new, rows.tokens, number) for number in documents_of_graphs(rows.fewest, rows.most)]
             accumulated = trainer.args.gradient_accumulation_steps
-            on, reason = choose_graphs(model, rows.row_length, typical, longest, others, accumulated)
+            on, reason = choose_graphs(model, rows.max_length, typical, longest, others, accumulated)
         # Each step waits for the slowest process.
         everywhere = trainer.accelerator.gather(torch.tensor([int(on)], device=device)).all()
         if on and not everywhere:
