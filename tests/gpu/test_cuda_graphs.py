@@ -250,6 +250,7 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
                 per_device_train_batch_size=1,
                 max_steps=8,
                 cuda_graphs=wanted,
+                verify=False,
                 bf16=True,
                 save_strategy="no",
                 report_to="none",
