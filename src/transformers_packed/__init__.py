@@ -51,13 +51,25 @@ _MODULES = {
     "training.warm_up": ("warm_up",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
-_PACKAGES = ("audit", "boundaries", "cli", "data", "errors", "models", "ops", "parallel", "training")
+_SUBMODULES = (
+    "audit",
+    "boundaries",
+    "cli",
+    "data",
+    "errors",
+    "integrations",
+    "models",
+    "ops",
+    "parallel",
+    "shared_prompts",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    if name in _PACKAGES:
+    if name in _SUBMODULES:
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

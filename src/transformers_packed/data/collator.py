@@ -1,7 +1,7 @@
 """Flatten a batch of samples, or of rows of samples, into one packed row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from .samples import (
 
 logger = logging.get_logger(__name__)
 
+OnLeak = Literal["error", "warn", "ignore"]
 _CALL = "DataCollatorWithFlattening"
 
 
@@ -135,11 +136,11 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
         pad_token_id: int | None = None,
         token_columns: Sequence[str] = (),
         model: Any = None,
-        on_leak: str = "error",
+        on_leak: OnLeak = "error",
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        if on_leak not in ("error", "warn", "ignore"):
+        if on_leak not in get_args(OnLeak):
             raise input_error('on_leak "error", "warn" or "ignore"', repr(on_leak))
         if pad_to_multiple_of is not None:
             if pad_to_multiple_of < 1:

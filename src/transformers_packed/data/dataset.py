@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from ..errors import input_error
-from .overlong import check_settings
+from .overlong import Overlong, TruncationSide, check_settings
 from .planning.plan import PackingPlan
 from .planning.planner import plan_packing
 from .planning.rows import offsets_of, ranges
@@ -108,8 +108,8 @@ class PackingDataset(torch.utils.data.Dataset):
         max_length: int,
         *,
         length_column: str | None = None,
-        overlong: str = "error",
-        truncation_side: str = "right",
+        overlong: Overlong = "error",
+        truncation_side: TruncationSide = "right",
         world_size: int = 1,
         gradient_accumulation_steps: int = 1,
         balance: Any = True,

@@ -1,13 +1,13 @@
 """Handling of samples longer than a row, and the argument checks that planners and datasets share."""
 
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import input_error
 
 
-OVERLONG = ("error", "truncate", "split", "drop")
-TRUNCATION_SIDES = ("right", "left")
+Overlong = Literal["error", "truncate", "split", "drop"]
+TruncationSide = Literal["right", "left"]
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
@@ -19,10 +19,12 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 def check_settings(max_length: int, overlong: str, truncation_side: str) -> None:
     """Raise a `ValueError` for a bad row length, overlong action or truncation side."""
     check_count("max_length", max_length)
-    choices = ("overlong", overlong, OVERLONG), ("truncation_side", truncation_side, TRUNCATION_SIDES)
-    for name, value, known in choices:
-        if value not in known:
-            raise input_error(f"{name} {' or '.join(map(repr, known))}", repr(value))
+    for name, value, choice in (
+        ("overlong", overlong, Overlong),
+        ("truncation_side", truncation_side, TruncationSide),
+    ):
+        if value not in get_args(choice):
+            raise input_error(f"{name} {' or '.join(map(repr, get_args(choice)))}", repr(value))
 
 
 def overlong_pieces(length: int, max_length: int, overlong: str, truncation_side: str) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ import torch
 from transformers.utils import logging
 
 from ..errors import input_error
-from .overlong import check_count, check_settings, overlong_pieces
+from .overlong import Overlong, TruncationSide, check_count, check_settings, overlong_pieces
 from .samples import cut_sample, has_items, real_sample
 
 
@@ -97,8 +97,8 @@ class IterablePackingDataset(torch.utils.data.IterableDataset):
         max_length: int,
         *,
         buffer_size: int = 64,
-        overlong: str = "error",
-        truncation_side: str = "right",
+        overlong: Overlong = "error",
+        truncation_side: TruncationSide = "right",
         rank: int | None = None,
         world_size: int | None = None,
         shard_by_worker: bool | None = None,

@@ -1,6 +1,7 @@
 """Gated linear units: the activation of one projection times another, as in an MLP or at the end of attention."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from .linear import apply_reference, as_projection, check_layer, verify_layer
 from .terms import Projection, planned
 
 
+Activation = Literal["silu", "sigmoid"]
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 # Name of the op in records such as `implementations_used`.
 _NAMES = {"silu": "swiglu", "sigmoid": "sigmoid_gate"}
@@ -23,7 +25,7 @@ def glu(
     hidden_states: torch.Tensor,
     linear_weight: torch.Tensor | Projection | Callable[[torch.Tensor], torch.Tensor] | None = None,
     *,
-    activation: str = "silu",
+    activation: Activation = "silu",
     impl: str = "auto",
 ) -> torch.Tensor:
     """Compute `activation(gate) * hidden_states`, and optionally a linear layer on the product.

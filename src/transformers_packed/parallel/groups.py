@@ -1,13 +1,16 @@
 """The processes that share a row, and the methods by which they compute its layers."""
 
+from typing import Literal, get_args
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..errors import input_error
 
 
-GATED_DELTA_RULES = ("state", "heads")
-ATTENTIONS = ("heads", "gather")
+# How processes share a layer of each kind.
+DeltaRuleMethod = Literal["state", "heads"]
+AttentionMethod = Literal["heads", "gather"]
 
 
 class SequenceParallel:
@@ -41,8 +44,8 @@ class SequenceParallel:
         self,
         size: int,
         *,
-        gated_delta_rule: str = "state",
-        attention: str | None = None,
+        gated_delta_rule: DeltaRuleMethod = "state",
+        attention: AttentionMethod | None = None,
         device_type: str | None = None,
     ):
         _check_names(gated_delta_rule, attention)
@@ -107,7 +110,7 @@ def check_methods(
 
 
 def _check_names(gated_delta_rule: str, attention: str | None) -> None:
-    known = {"gated_delta_rule": GATED_DELTA_RULES, "attention": (None, *ATTENTIONS)}
+    known = {"gated_delta_rule": get_args(DeltaRuleMethod), "attention": (None, *get_args(AttentionMethod))}
     for name, value in {"gated_delta_rule": gated_delta_rule, "attention": attention}.items():
         if value not in known[name]:
             raise input_error(f"{name} of {known[name]}", repr(value))

@@ -9,13 +9,13 @@ from ..models.releases import TRAINING, check_names
 from . import typed
 from .apply import apply
 from .checks import say
-from .setup import Options, decide
+from .setup import Mode, Options, decide
 from .verify import VerifyCallback
 
 
 def configure_packing(
     trainer: Trainer,
-    packing: str | bool = "auto",
+    packing: Mode | bool = "auto",
     max_length: int | None = None,
     *,
     float8: bool = False,

@@ -10,7 +10,7 @@ are not kept.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ from ..errors import input_error
 from ..models.inputs import mask_targets_across_documents, resolve_boundaries
 from ..models.releases import COUNT_ITEMS, TRAINING, check_names
 from ..models.untouched import is_bare_linear
+
+
+# How the targets of a document count in its loss, and those of a step in its loss.
+Reduction = Literal["mean", "sum"]
+Normalization = Literal["token", "sample"]
 
 
 class DocumentLogps(NamedTuple):
@@ -147,7 +152,7 @@ def per_document_loss(
     labels: torch.Tensor,
     boundaries: SequenceBoundaries | torch.Tensor,
     *,
-    normalization: str = "mean",
+    normalization: Reduction = "mean",
     head: Callable[[torch.Tensor], torch.Tensor] | None = None,
     chunk_size: int | None = None,
 ) -> DocumentLosses:
@@ -185,7 +190,7 @@ def per_document_loss(
 
     ```
     """
-    if normalization not in ("mean", "sum"):
+    if normalization not in get_args(Reduction):
         raise input_error('normalization "mean" or "sum"', repr(normalization))
     sums, counts, _ = per_document_logps(logits, labels, boundaries, head=head, chunk_size=chunk_size)
     # Not `-sums`: the loss of a document without targets is 0, not -0.
@@ -205,7 +210,7 @@ def _count(labels: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor
     return counts.index_add(0, boundaries.seq_idx[0].long(), (labels != IGNORED_LABEL).long())
 
 
-def set_loss_normalization(trainer: Any, normalization: str) -> None:
+def set_loss_normalization(trainer: Any, normalization: Normalization) -> None:
     """Normalize a Trainer's loss per token or per document, over all rows and processes of an optimizer step.
 
     Args:
@@ -233,7 +238,7 @@ def set_loss_normalization(trainer: Any, normalization: str) -> None:
 
     ```
     """
-    if normalization not in ("token", "sample"):
+    if normalization not in get_args(Normalization):
         raise input_error('normalization "token" or "sample"', repr(normalization))
     if isinstance(trainer.compute_loss_func, SampleMean):
         for name in trainer.compute_loss_func.methods:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import IterableDataset
@@ -49,7 +49,8 @@ from .typed import Trainer
 
 logger = logging.get_logger(__name__)
 
-MODES = ("auto", "padding_free", "pack", "off")
+Mode = Literal["auto", "padding_free", "pack", "off"]
+MODES = get_args(Mode)
 # Options of Liger, and the class name suffixes of the modules that they replace.
 _LIGER: dict[str, str | tuple[str, ...]] = {
     "fused_linear_cross_entropy": LANGUAGE_MODELS,
@@ -67,7 +68,7 @@ Prepare = Callable[[torch.nn.Module], Any]
 class Options:
     """The arguments of [`configure_packing`]."""
 
-    packing: str | bool
+    packing: Mode | bool
     max_length: int | None = None
     float8: bool = False
     share_prompts: bool = False

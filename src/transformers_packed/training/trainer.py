@@ -13,10 +13,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import input_error
 from ..models.releases import shifts_labels
+from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
 from .sequence_parallel import SequenceParallelMixin
+from .setup import Mode
 
 
 # The options of `PackedTrainingArguments` that other arguments lack.
@@ -65,8 +67,8 @@ class PackedTrainingArguments(TrainingArguments):
     padding_free: bool | None = field(default=None, metadata={"help": "Concatenate the samples of a batch."})
     max_length: int | None = field(default=None, metadata={"help": "Maximum number of tokens per packed row."})
     sequence_parallel_size: int = field(default=1, metadata={"help": "Processes per row."})
-    sequence_parallel_gated_delta_rule: str = field(default="state", metadata={"help": "state or heads."})
-    sequence_parallel_attention: str | None = field(default=None, metadata={"help": "heads or gather."})
+    sequence_parallel_gated_delta_rule: DeltaRuleMethod = field(default="state", metadata={"help": "state or heads."})
+    sequence_parallel_attention: AttentionMethod | None = field(default=None, metadata={"help": "heads or gather."})
     cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of rows as CUDA graphs."})
     verify: bool = field(default=True, metadata={"help": "Compare with padded batches before the first step."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
@@ -84,11 +86,13 @@ class PackedTrainingArguments(TrainingArguments):
             raise input_error("packing=True with max_length", "none", fix)
 
     @property
-    def packing_mode(self) -> str:
+    def packing_mode(self) -> Mode:
         """The `packing` argument of [`configure_packing`] that corresponds to these arguments."""
         if self.packing:
             return "pack"
-        return {None: "auto", True: "padding_free", False: "off"}[self.padding_free]
+        if self.padding_free is None:
+            return "auto"
+        return "padding_free" if self.padding_free else "off"
 
 
 class PackedTrainer(SequenceParallelMixin):
@@ -128,7 +132,7 @@ class PackedTrainer(SequenceParallelMixin):
         self._evaluated: list[torch.Tensor] = []
         self._predicts = False
         self._full: tuple[int, int] | None = None
-        packing = getattr(self.args, "packing_mode", "auto")
+        packing: Mode = getattr(self.args, "packing_mode", "auto")
         fields = PackedTrainingArguments.__dataclass_fields__
         own: dict[str, Any] = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
         size = own["sequence_parallel_size"] if sequence_parallel_size is None else sequence_parallel_size

@@ -13,7 +13,7 @@ from ...errors import input_error
 from ...models.families import sizes_of
 from ...models.memory import FULL, HALF, layer_memory, loss_memory, way_of_attention
 from ...models.sizes import Experts, Sizes
-from ...parallel.groups import check_methods
+from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 
 
 _GIB, _MIB = 2**30, 2**20
@@ -196,8 +196,8 @@ def plan_sequence_parallel(
     *,
     weights: str = "bfloat16",
     lora_rank: int = 0,
-    gated_delta_rule: str = "state",
-    attention: str | None = None,
+    gated_delta_rule: DeltaRuleMethod = "state",
+    attention: AttentionMethod | None = None,
 ) -> SequenceParallelPlan:
     """Find the number of processes that must share a packed row to train with AdamW under FSDP2.
 

@@ -6,13 +6,13 @@ rows, and mixes their documents (`mixing.py`). The time of the search depends on
 other work is a sort by length and array operations over the samples.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ...errors import input_error
-from ..overlong import check_count, check_settings
+from ..overlong import Overlong, TruncationSide, check_count, check_settings
 from .best_fit import Patterns, best_fit, even_out, number_of_rows, open_rows
 from .cost import PackingCost, default_cost
 from .mixing import mix_rows
@@ -33,8 +33,8 @@ def plan_packing(
     lengths: ArrayLike,
     max_length: int,
     *,
-    overlong: Literal["error", "truncate", "split", "drop"] = "error",
-    truncation_side: Literal["right", "left"] = "right",
+    overlong: Overlong = "error",
+    truncation_side: TruncationSide = "right",
     world_size: int = 1,
     gradient_accumulation_steps: int = 1,
     balance: bool | PackingCost | Any = True,
