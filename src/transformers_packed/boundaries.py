@@ -10,7 +10,7 @@ document lengths without a host sync.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -160,8 +160,8 @@ class SequenceBoundaries:
             if host.device.type != "cpu" or host.shape != cu_seqlens.shape:
                 raise input_error(f"cu_seqlens_cpu on the CPU with shape {expected}", got, "Pass a host copy.")
             if cu_seqlens.device.type == "cpu" and not torch.equal(host.long(), cu_seqlens.long()):
-                expected, got = _short(cu_seqlens.tolist()), _short(host.tolist())
-                raise input_error(f"cu_seqlens_cpu with the values {expected}", got, "Pass a host copy.")
+                values = f"cu_seqlens_cpu with the values {_short(cu_seqlens.tolist())}"
+                raise input_error(values, _short(host.tolist()), "Pass a host copy.")
         return cls._checked(host.to("cpu", torch.int64), cu_seqlens.device, total_length, cu_seqlens)
 
     @classmethod
@@ -302,7 +302,10 @@ class SequenceBoundaries:
     @derived_property
     def total_length(self) -> int:
         """`T`, the number of tokens in the row."""
-        return self.length if self.device_only else int(self.cu_seqlens_cpu[-1])
+        if not self.device_only:
+            return int(self.cu_seqlens_cpu[-1])
+        assert self.length is not None
+        return self.length
 
     @derived_property
     def max_length(self) -> int:
@@ -368,13 +371,13 @@ class SequenceBoundaries:
             got = f"{other.num_documents} documents" + ", cut elsewhere" * (other.num_documents == self.num_documents)
             raise input_error(expected, got, "Leave one of them out.")
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "SequenceBoundaries":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return these boundaries with `cu_seqlens` on `device`: `self`, or a copy that is made once per device."""
         device = torch.device(device)
         if device == self.cu_seqlens.device:
             return self
 
-        def moved() -> SequenceBoundaries:
+        def moved():
             cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
             return replace(self, cu_seqlens=cu_seqlens, shared=Derived())
 

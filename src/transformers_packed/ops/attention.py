@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from inspect import signature
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -82,8 +83,8 @@ def attention(
         `ValueError`: boundaries are passed with an implementation that does not isolate documents, or to attention
             that is not causal.
     """
-    name = module.config._attn_implementation
-    options = {"dropout": dropout, "scaling": scaling}
+    name = implementation_of(module)
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if boundaries is None:
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         return interface(module, query, key, value, attention_mask, **options, **kwargs)
@@ -91,9 +92,15 @@ def attention(
     return run("attention", impl, implementations(module), module, query, key, value, **options)
 
 
+def implementation_of(module: torch.nn.Module) -> str:
+    """Return the name of the attention implementation that a layer's configuration selects."""
+    config: Any = module.config
+    return config._attn_implementation
+
+
 def implementations(module: torch.nn.Module) -> dict[str, Implementation]:
     """Return the functions that compute this layer's attention on a packed row, or raise a `ValueError`."""
-    name = module.config._attn_implementation
+    name = implementation_of(module)
     # Every version of FlashAttention has the same interface.
     flash = is_flash_attention_requested(requested_attention_implementation=name)
     table = {name: Implementation(_flash_attention, always)} if flash else IMPLEMENTATIONS.get(name)
@@ -130,14 +137,14 @@ def attention_with_earlier_keys(
 
 def attention_of_last_queries(module, query, key, value, *, eager, scaling, dropout=0.0, **kwargs) -> torch.Tensor:
     """Compute attention `[1, T, H, D]` of the last `T` queries of one document with all of its keys up to them."""
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation_of(module), eager)
     mask = causal_mask(query, key)
     return interface(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False)[0]
 
 
 def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | None:
     """Return the kernel that [`attention_with_earlier_keys`] would use, or `None`."""
-    name = module.config._attn_implementation
+    name = implementation_of(module)
     if is_flash_attention_requested(requested_attention_implementation=name):
         return name
     if name == "sdpa" and _verify_varlen_attn(module, query, **options)[0]:
@@ -146,7 +153,7 @@ def kernel_for_earlier_keys(module, query: torch.Tensor, **options) -> str | Non
 
 
 def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None, **kwargs):
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation_of(module), eager)
     kwargs |= boundaries.layer_kwargs()
     if keys is not None:
         kwargs |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.max_length}
@@ -212,22 +219,29 @@ def _block_mask(boundaries: SequenceBoundaries) -> BlockMask:
     seen = (column >= (start // _BLOCK)[:, None]) & (column <= row)
     full = seen & (column < row) & (first[None, :] >= start[:, None]) & (first + _BLOCK <= end)[:, None]
 
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return x.int()[None, None].to(device, non_blocking=True)
+
     def listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of chosen blocks in each row, and the columns in order with the chosen ones first."""
         columns = chosen.int().argsort(dim=1, descending=True, stable=True)
-        return tuple(x.int()[None, None].to(device, non_blocking=True) for x in (chosen.sum(1), columns))
+        return moved(chosen.sum(1)), moved(columns)
 
     seq_idx = boundaries.seq_idx[0]
 
     def same_document_and_not_later(batch, head, query, key):
         return (seq_idx[query] == seq_idx[key]) & (query >= key)
 
-    options = {"BLOCK_SIZE": _BLOCK, "mask_mod": same_document_and_not_later, "seq_lengths": (length, length)}
+    options: dict[str, Any] = {
+        "BLOCK_SIZE": _BLOCK,
+        "mask_mod": same_document_and_not_later,
+        "seq_lengths": (length, length),
+    }
     return BlockMask.from_kv_blocks(*listed(seen & ~full), *listed(full), **options)
 
 
 def _per_document(module, query, key, value, *, boundaries, eager, scaling, dropout, **kwargs):
-    name = module.config._attn_implementation
+    name = implementation_of(module)
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     options = {"dropout": dropout, "scaling": scaling, "is_causal": True}
     if kwargs.get("output_attentions") and name == "eager":

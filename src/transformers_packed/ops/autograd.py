@@ -30,7 +30,7 @@ def first_order(
                 raise input_error("first-order gradients", "create_graph=True", fix)
             return backward(ctx, *gradients)
 
-        run.first_order = True
+        vars(run)["first_order"] = True
         return run
 
     return decorate

@@ -72,7 +72,8 @@ def _triton(tell) -> Iterator[None]:
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
 
-    before, run, bench, measured = knobs.compilation.listener, Autotuner.run, Autotuner._bench, []
+    before, run, bench = knobs.compilation.listener, Autotuner.run, Autotuner._bench
+    measured: list[Autotuner] = []
 
     def listen(**event):
         if before is not None:
@@ -139,7 +140,8 @@ def _tilelang(tell) -> Iterator[None]:
         yield
         return
 
-    compile, init, built = JITImpl.compile, JITKernel.__init__, []
+    compile, init = JITImpl.compile, JITKernel.__init__
+    built: list[JITKernel] = []
 
     def compiled(self, *args, **kwargs):
         count, start = len(built), time.perf_counter()

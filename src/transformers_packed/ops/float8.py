@@ -19,7 +19,7 @@ Nothing else is cached. Casting a weight again for each forward and backward tak
 needs no memory, and cannot miss a change of the weight.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,7 +32,14 @@ DTYPE = torch.float8_e4m3fn
 _INFINITY = 0x7F800000
 
 
-def verify(rows: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[bool, str]:
+class Shaped(Protocol):
+    """A weight, stored in any form."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def verify(rows: torch.Tensor, weight: Shaped, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether products of `rows` and `weight` can run in float8 and return `dtype`."""
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return False, f"needs weights with multiples of {MULTIPLE} as sizes, not {tuple(weight.shape)}"
@@ -77,12 +84,12 @@ def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
 
 def cast_rows(*parts: torch.Tensor, factor: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast the rows of tensors side by side, times `factor`, with one scale for each row."""
-    parts = [with_whole_rows(part) for part in parts]
-    if len(parts) > 3:
-        parts = [torch.cat(parts, 1)]
-    if parts[0].is_cuda:
-        return _kernels().cast_rows(*parts, factor=factor)
-    x = torch.cat(parts, 1).float()
+    whole = [with_whole_rows(part) for part in parts]
+    if len(whole) > 3:
+        whole = [torch.cat(whole, 1)]
+    if whole[0].is_cuda:
+        return _kernels().cast_rows(*whole, factor=factor)
+    x = torch.cat(whole, 1).float()
     x = x if factor is None else x * factor
     scale = _scale_of(_magnitude(x).amax(1))
     return (x / scale[:, None]).to(DTYPE), scale

@@ -184,7 +184,7 @@ def torch_chunk_gated_delta_rule(
 
     # The state is only read if tokens or an initial state precede the chunk.
     state = None if initial_state is None else initial_state.to(v.dtype).unflatten(1, v.shape[1:3])
-    from_state = None
+    from_state: tuple[torch.Tensor, ...] = ()
     if state is not None or len(corrections) > 1:
         from_state = _solve(system, k_beta * decay_since_start).unbind(3)
     queries = (q * decay_since_start).unbind(3)

@@ -49,14 +49,14 @@ def product_dtype(hidden_states: torch.Tensor, layer: torch.Tensor | Projection)
     """
     weight = as_projection(layer).weight
     dtype = autocast_dtype(hidden_states)
-    plain = isinstance(weight, torch.Tensor)
     if dtype is not None:
-        cast = plain and weight.dtype != dtype and weight.requires_grad
+        cast = isinstance(weight, torch.Tensor) and weight.dtype != dtype and weight.requires_grad
         return None if cast or hidden_states.dtype == torch.float64 else dtype
     dtype = weight.dtype
     if hidden_states.dtype == dtype:
         return dtype
-    return dtype if hidden_states.dtype == torch.float32 and not plain and weight.casts_input else None
+    casts_input = not isinstance(weight, torch.Tensor) and weight.casts_input
+    return dtype if hidden_states.dtype == torch.float32 and casts_input else None
 
 
 def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection | None) -> tuple[bool, str]:
@@ -66,7 +66,9 @@ def verify_layer(hidden_states: torch.Tensor, layer: torch.Tensor | Projection |
     weight = as_projection(layer).weight
     if product_dtype(hidden_states, layer) != hidden_states.dtype:
         return False, f"needs {hidden_states.dtype} for the weight too, and no autocast to another dtype"
-    return float8.verify(hidden_states, weight, hidden_states.dtype) if _in_float8(weight) else (True, "")
+    return (
+        float8.verify(hidden_states, weight, hidden_states.dtype) if isinstance(weight, Float8Weight) else (True, "")
+    )
 
 
 def shared_input_linears(
@@ -104,7 +106,9 @@ def shared_input_linears(
     for layer in layers:
         check_layer(hidden_states.shape[-1], layer)
     projections = tuple(map(as_projection, layers))
-    table = FLOAT8 if any(_in_float8(projection.weight) for projection in projections) else IMPLEMENTATIONS
+    table = (
+        FLOAT8 if any(isinstance(projection.weight, Float8Weight) for projection in projections) else IMPLEMENTATIONS
+    )
     return run(_name(projections), impl, table, hidden_states, *projections)
 
 
@@ -122,12 +126,10 @@ def fused_linears(
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
-def _in_float8(weight) -> bool:
-    return isinstance(weight, Float8Weight)
-
-
 def _name(projections):
-    name = "linear_float8" if any(_in_float8(projection.weight) for projection in projections) else "linear"
+    name = (
+        "linear_float8" if any(isinstance(projection.weight, Float8Weight) for projection in projections) else "linear"
+    )
     return f"{name}_lora" if any(projection.adapters for projection in projections) else name
 
 
@@ -138,7 +140,7 @@ def _reference(hidden_states, *projections):
 def apply_reference(hidden_states: torch.Tensor, layer: torch.Tensor | Projection) -> torch.Tensor:
     """Apply one layer with PyTorch's own functions."""
     weight, bias, adapters = as_projection(layer)
-    if _in_float8(weight):
+    if isinstance(weight, Float8Weight):
         return shared_input_linears(hidden_states, layer)[0]
     if isinstance(weight, Dequantized):
         # Through a plain weight, and back to the input's dtype, which autocast alone changes.
@@ -159,7 +161,7 @@ def _fused(hidden_states, *projections, dtype=None):
     recipe = None, None, None
     # The gradient of a weight takes long and needs its input. In float8, weights keep the input in a form of their own.
     trained = any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
-    if not trained or any(_in_float8(p.weight) for p in projections):
+    if not trained or any(isinstance(p.weight, Float8Weight) for p in projections):
         recipe = recipe_of(hidden_states)
     dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, *recipe, *tensors)
@@ -170,7 +172,7 @@ def _fused(hidden_states, *projections, dtype=None):
 
 
 def _verify_fused(hidden_states, *projections):
-    in_float8 = [projection.weight for projection in projections if _in_float8(projection.weight)]
+    in_float8 = [projection.weight for projection in projections if isinstance(projection.weight, Float8Weight)]
     if in_float8 and is_transformed():
         return False, "does not support torch.func transforms"
     if not in_float8 and not triton.on_gpu(hidden_states):

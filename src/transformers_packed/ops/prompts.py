@@ -19,7 +19,7 @@ import torch
 from ..errors import unsupported
 from ..shared_prompts import Copies, SharedPrompts
 from .attention import attention as attention_of_row
-from .attention import attention_of_last_queries, attention_with_earlier_keys, implementations
+from .attention import attention_of_last_queries, attention_with_earlier_keys, implementation_of, implementations
 from .autograd import first_order, is_transformed
 from .convolution import causal_conv1d as convolve
 from .convolution import causal_conv1d_qkv as convolve_qkv
@@ -81,7 +81,7 @@ def attention(
     implementations(module)
     for name, given in (
         ("attention weights", options.get("output_attentions")),
-        ("flex_attention", module.config._attn_implementation == "flex_attention"),
+        ("flex_attention", implementation_of(module) == "flex_attention"),
     ):
         if given:
             raise unsupported("a row with shared prompts", name, "Use sdpa, without attention weights.")
@@ -92,11 +92,11 @@ def attention(
         output = attention_with_earlier_keys(module, query, key, value, boundaries=documents, keys=keys, **options)
         if output is not None:
             return output, None
-    prompts = (x[:, :, : boundaries.first_answer] for x in (query, key, value))
-    outputs = [attention_of_row(module, *prompts, None, boundaries=boundaries.prompts, impl=impl, **options)[0]]
+    q, k, v = (x[:, :, : boundaries.first_answer] for x in (query, key, value))
+    outputs = [attention_of_row(module, q, k, v, None, boundaries=boundaries.prompts, impl=impl, **options)[0]]
     starts = [*zip(*(x.cu_seqlens_cpu.tolist() for x in (boundaries, keys)), strict=True)]
-    for (q, k), (q_end, k_end) in pairwise(starts[boundaries.num_prompts :]):
-        rows = query[:, :, q:q_end], key[:, :, k:k_end], value[:, :, k:k_end]
+    for (start, k_start), (end, k_end) in pairwise(starts[boundaries.num_prompts :]):
+        rows = query[:, :, start:end], key[:, :, k_start:k_end], value[:, :, k_start:k_end]
         outputs.append(attention_of_last_queries(module, *rows, **options))
     return torch.cat(outputs, dim=1), None
 
@@ -164,6 +164,7 @@ def gated_delta_rule(
     first = boundaries.first_answer
     prompts, answers = zip(*(x.split([first, x.shape[1] - first], 1) for x in inputs), strict=True)
     of_prompts, states = rule(*prompts, boundaries=boundaries.prompts, output_final_state=True, **options)
+    assert states is not None
     states = repeat_rows(states, boundaries.states)
     of_answers, _ = rule(*answers, boundaries=boundaries.answers, initial_state=states, **options)
     return torch.cat([of_prompts, of_answers], dim=1), None

@@ -89,8 +89,8 @@ def _by_gather(shard: RowShard, module, query, key, value, impl: str, **options:
     own = query[:, :, :first], *(x[:, :, : before + first] for x in (key, value))
     outputs = [attention_of_last_queries(module, *own, **options)]
     if shard.num_documents > 1:
-        rest = query[:, :, first:], *(x[:, :, before + first :] for x in (key, value))
-        outputs.append(ops.attention(module, *rest, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
+        q, (k, v) = query[:, :, first:], (x[:, :, before + first :] for x in (key, value))
+        outputs.append(ops.attention(module, q, k, v, None, boundaries=_pieces(shard, 1), impl=impl, **options)[0])
     return torch.cat(outputs, dim=1)
 
 

@@ -105,8 +105,8 @@ def causal_conv1d_qkv(
     *,
     boundaries: RowShard,
     impl: str = "auto",
-    **heads: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    **heads: Any,
+) -> tuple[torch.Tensor, ...]:
     """[`ops.causal_conv1d_qkv`] on a part of a row."""
     check_heads(hidden_states, weight, **heads)
     call = weight, bias, activation
@@ -165,10 +165,10 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
     heads, key_dim, value_dim = value.shape[2], inputs[1].shape[-1], value.shape[-1]
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
 
-    def call(query, key, value, g, beta, state):
+    def call(inputs, state):
         # All calls pass both states, because a kernel is compiled and tuned again if one of them is missing.
         states = {"initial_state": state, "output_final_state": True}
-        return ops.gated_delta_rule(query, key, value, g, beta, **states, **options)
+        return ops.gated_delta_rule(*inputs, **states, **options)
 
     continued = shard.tokens_before > 0
     spans = continued and shard.goes_on and len(lengths) == 1
@@ -177,7 +177,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
         wide = torch.nn.functional.pad(value, (0, key_dim))
         identity = torch.eye(key_dim, dtype=dtype, device=value.device).expand(1, heads, key_dim, key_dim)
         state = torch.nn.functional.pad(identity, (value_dim, 0))
-        both, summary = call(*inputs[:2], wide, *inputs[3:], state)
+        both, summary = call((*inputs[:2], wide, *inputs[3:]), state)
         ends = inputs
     else:
         first, last = lengths[0] * continued, lengths[-1] * shard.goes_on
@@ -185,7 +185,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
         state = value.new_zeros(1, heads, key_dim, value_dim, dtype=dtype)
         if last:
             # The document began on this rank, so its state does not depend on earlier tokens.
-            state = call(*ends, state)[1]
+            state = call(ends, state)[1]
         # The final state is unused if the last document ends on this rank.
         summary = torch.nn.functional.pad(state, (0, key_dim))
 
@@ -207,7 +207,7 @@ def _by_states(shard: RowShard, *inputs: torch.Tensor, **options: Any) -> torch.
         output, reading = both.split([value_dim, key_dim], dim=-1)
         return (output.to(dtype) + torch.einsum("bthk,hkv->bthv", reading.to(dtype), state)).to(value.dtype)
     query, key, value, g, beta = begins
-    return _AddToStart.apply(output, call(query, key, torch.zeros_like(value), g, beta, state[None])[0])
+    return _AddToStart.apply(output, call((query, key, torch.zeros_like(value), g, beta), state[None])[0])
 
 
 class _AddToStart(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from zlib import crc32
 
 import torch
@@ -40,7 +40,7 @@ class RowShard(SequenceBoundaries):
             Checksum of the row's tokens, which is the same on all ranks of the row.
     """
 
-    row: SequenceBoundaries = None
+    row: SequenceBoundaries = field(kw_only=True)
     rank: int = 0
     size: int = 1
     is_shard: ClassVar[bool] = True
@@ -104,7 +104,7 @@ class RowShard(SequenceBoundaries):
         """Gather `tokens` `[T / P, ...]` to the whole row `[T, ...]` without tail padding. All ranks must call it."""
         return self.row.real_tokens(all_gather(tokens, 0, self.processes.group))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RowShard":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         moved = super().to(device, non_blocking)
         return moved if moved is self else replace(moved, row=self.row.to(device, non_blocking))
 
@@ -211,7 +211,7 @@ def shard_batch(
         expected = "position_ids [4, 1, T] with images or videos, computed on the whole row"
         got = f"shape {tuple(batch['position_ids'].shape)}"
         raise input_error(expected, got, "Pass model= to DataCollatorWithFlattening.")
-    checksum = crc32(batch["input_ids"].cpu().contiguous().numpy(), crc32(row.cu_seqlens_cpu.numpy()))
+    checksum = crc32(batch["input_ids"].cpu().contiguous().numpy().data, crc32(row.cu_seqlens_cpu.numpy().data))
     shard = replace(RowShard.cut(row, rank, size, parallel), vision=vision, checksum=checksum)
     for name in names:
         batch[name] = shard.of_row(batch[name]).contiguous()

@@ -117,7 +117,7 @@ class Float8(Term):
         for part in parts:
             add_maxima(*part)
         outputs = (x.split(self.sizes, dim) for x, dim in ((cast, 1), (self.columns, 0), (self.column_scale, 0)))
-        for part, q, t, column_scale in zip(parts, *outputs, strict=True):
+        for part, (q, t, column_scale) in zip(parts, zip(*outputs, strict=True), strict=True):
             cast_both(*part, q, scale, t, column_scale)
         return cast, scale
 

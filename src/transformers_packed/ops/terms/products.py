@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from .low_rank import Adapter, LowRank
 from .term import Term
 from .weights import Dequantized, Weights
 
+
+Kind = TypeVar("Kind", bound=Term)
 
 # In the order of their additions. A term takes from a layer what no previous one has taken.
 KINDS: tuple[type[Term], ...] = (Bias, Float8, LowRank, Weights)
@@ -97,9 +99,9 @@ class Products:
         """Whether rows must have two dimensions."""
         return any(term.by_row for term in self.terms)
 
-    def find(self, kind: type[Term]) -> Term | None:
+    def find(self, kind: type[Kind]) -> Kind | None:
         """Return the term of a kind, if the layers have it."""
-        return next((term for term in self.terms if type(term) is kind), None)
+        return next((term for term in self.terms if isinstance(term, kind)), None)
 
     def reads_rows_beside(self, other: Term | None) -> bool:
         """Whether a term but `other` reads the rows."""

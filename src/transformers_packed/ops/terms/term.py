@@ -30,7 +30,7 @@ class Term:
     def __init__(self, plan: Any, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dtype: torch.dtype):
         self.plan, self.tensors, self.wanted, self.dtype = plan, tensors, wanted, dtype
         # What the backward needs besides the tensors. The forward sets it.
-        self.kept: Sequence[torch.Tensor | None] = ()
+        self.kept: Sequence[Any] = ()
 
     @staticmethod
     def take(projections: Sequence[Any], weights: dict[int, Any]) -> tuple[Any, list[torch.Tensor]] | None:
@@ -83,10 +83,10 @@ def product(
     """Return `scale * left @ right` in `dtype`. On a GPU, float32 results are not rounded to the factors' dtype first."""
     wide = left.is_cuda and dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16)
     if scale == 1:
-        result = torch.mm(left, right, out_dtype=dtype) if wide else torch.mm(left, right)
+        result = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
     elif wide:
-        result = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
-        torch.addmm(result, left, right, beta=0, alpha=scale, out_dtype=dtype, out=result)
+        result = left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+        torch.addmm(result, left, right, beta=0, alpha=scale, out_dtype=torch.float32, out=result)
     else:
         result = left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
     return result if dtype in (None, result.dtype) else result.to(dtype)

@@ -121,7 +121,7 @@ class GLU(torch.autograd.Function):
                 gate, x, y, cast, scale, width, silu, y is not None, min(triton.next_power_of_2(width), _BLOCK)
             )
             float8.cast = cast, scale
-        elif y.numel():
+        elif y is not None and y.numel():
             _gate_forward[(ceil_div(y.numel(), _BLOCK),)](gate, x, y, y.numel(), silu, _BLOCK)
         if plan.layers:
             (output,) = products.forward(None if y is None else y.view(-1, width))

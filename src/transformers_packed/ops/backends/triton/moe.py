@@ -390,7 +390,7 @@ class _Factors:
     def of(cls, matrices, scales, dtype) -> list["_Factors | None"]:
         """Return the factors of the adapters of both weights, `None` for a weight without one."""
         pairs = zip((matrices[:2], matrices[2:]), scales, strict=True)
-        return [None if pair[0] is None else cls(*pair, scale, dtype) for pair, scale in pairs]
+        return [None if down is None else cls(down, up, scale, dtype) for (down, up), scale in pairs]
 
     def forward(self):
         return self.down, self.up
