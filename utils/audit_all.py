@@ -24,9 +24,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -46,29 +49,9 @@ COLUMNS = {
     ("ours", "all"): "`patch_model`, all",
 }
 VERDICTS = ("isolated", "isolated by unpacking", "leaks", "refused", "not built")
-INTRODUCTION = """# Which models keep packed documents apart?
-
-`make support-matrix` audits every type in Transformers' causal language model mapping and writes this page. To audit one
-model or your own checkpoint, see [Is my model safe?](../how_to/audit.md)
-
-The audit ran with {versions}, in float32 on a CPU, where no kernel of another package runs. It builds a tiny model of
-each type, with random weights and every kind of layer of the type. The model computes one row of five documents, and
-each document is changed in turn. *Stock* columns are Transformers' own class, *`patch_model`* columns the model that
-[`patch_model`][transformers_packed.patch_model] returns. `position_ids` restart in every document. *All* adds `seq_idx`,
-`cu_seq_lens_q`, `cu_seq_lens_k` and the maximum lengths, as the collator returns them with every flag set.
-
-* **isolated**: logits and gradients of a document depend on no other document and equal those of the document alone.
-* **isolated by unpacking**: the same. The base model computes the documents as padded batches.
-* **leaks**: documents change each other. The table names the first module that leaks and the way: through `attention`, a
-  `convolution` or a `state`. With `boundary` the model cuts a document in the wrong place. With `positions` no other
-  document changes it, but it differs from the document alone. With `other` the audit could not tell the way.
-* **refused**: the model raises an error, or it is not causal, so that packing has no meaning.
-* **not built**: the audit could not build a tiny model of the type.
-
-If a state leaks, a convolution before it in the same module may leak too. Rotary positions that do not restart change no
-result and do not count, unless the model scales the embedding by the length of the row.
-
-"""
+ROOT = Path(__file__).resolve().parents[1]
+# The page has an introduction, written by hand, up to the first table.
+PAGE = ROOT / "docs" / "reference" / "support_matrix.md"
 TIME_LIMIT = 180.0
 # No tiny model needs more memory than this.
 MEMORY_LIMIT = 8 * 2**30
@@ -188,24 +171,25 @@ def run_types(
     types: Sequence[str], jobs: int, time_limit: float = TIME_LIMIT, command: Sequence[str] = WORKER
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each type with its entry, in the order of completion. `command` starts a worker."""
-    waiting, done = queue.SimpleQueue(), queue.SimpleQueue()
-    for name in types:
-        waiting.put(name)
-    workers = [Worker(command, time_limit) for _ in range(min(jobs, len(types)))]
-    threads = [threading.Thread(target=worker.run, args=(waiting, done), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
+    workers, idle = [Worker(command, time_limit) for _ in range(min(jobs, len(types)))], queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def audit(name: str) -> tuple[str, dict[str, Any]]:
+        worker = idle.get()
+        try:
+            return name, worker.audit(name)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(len(workers))
     try:
-        for _ in types:
-            result = done.get()
-            if isinstance(result, Exception):
-                raise result
-            yield result
+        for done in as_completed([threads.submit(audit, name) for name in types]):
+            yield done.result()
     finally:
         for worker in workers:
             worker.stop()
-        for thread in threads:
-            thread.join(timeout=10.0)
+        threads.shutdown(cancel_futures=True)
 
 
 class Worker:
@@ -217,29 +201,10 @@ class Worker:
         self.stopped = False
         self.lock = threading.Lock()
 
-    def run(self, waiting: queue.SimpleQueue, done: queue.SimpleQueue) -> None:
-        """Audit the waiting types until none are left or `stop` is called."""
-        while not self.stopped:
-            try:
-                name = waiting.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                done.put((name, self.audit(name)))
-            except Exception as error:  # An error raised in this thread would be lost.
-                done.put(error)
-        self.stop()
-
     def audit(self, name: str) -> dict[str, Any]:
         """Audit one type and return its entry."""
-        process = self._start()
-        late = threading.Event()
-
-        def give_up():
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(self.time_limit, give_up)
+        process, start = self._start(), time.monotonic()
+        timer = threading.Timer(self.time_limit, process.kill)
         timer.start()
         try:
             process.stdin.write(f"{name}\n")
@@ -252,7 +217,7 @@ class Worker:
         if line.endswith("\n"):
             return json.loads(line)
         status = self._end()
-        if late.is_set():
+        if time.monotonic() - start >= self.time_limit:
             return {"not_built": f"no answer within {self.time_limit:g} s"}
         try:
             return {"not_built": f"the process ended with {signal.Signals(-status).name}"}
@@ -327,8 +292,9 @@ def to_markdown(matrix: dict[str, Any]) -> str:
     """Format the matrix as the page `docs/reference/support_matrix.md`."""
     found = counts(matrix)
     lines = [
-        INTRODUCTION.format(versions=f"transformers {matrix['transformers']} and torch {matrix['torch']}")
-        + _row(f"{len(matrix['types'])} types", *COLUMNS.values()),
+        PAGE.read_text(encoding="utf-8").partition("The audit ran with")[0]
+        + f"The audit ran with transformers {matrix['transformers']} and torch {matrix['torch']}.\n",
+        _row(f"{len(matrix['types'])} types", *COLUMNS.values()),
         "|---|" + "---:|" * len(COLUMNS),
         *(_row(verdict, *(found[column][verdict] or "" for column in COLUMNS)) for verdict in VERDICTS),
         "",

@@ -354,9 +354,7 @@ def check(setup: Setup) -> Outcome:
         wrong = [f"{x:.2f}" for x in ours.noise if packed and not 0.8 < x < 1.25]
         if wrong:
             return Outcome("failed", f"noise of NEFTune in documents, over that of the paper: {', '.join(wrong)}")
-        return Outcome("off" if off else "equal", off.group() if off else "")
-    differs = difference(setup, ours, oracle)
-    if differs:
+    elif differs := difference(setup, ours, oracle):
         return Outcome("failed", differs)
     return Outcome("off" if off else "equal", off.group() if off else "")
 

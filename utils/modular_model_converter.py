@@ -26,6 +26,7 @@ from pathlib import Path
 
 import libcst as cst
 import libcst.matchers as m
+from upstream.edits import code_of, names_in
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,8 +60,9 @@ def is_pass(statement: cst.BaseStatement) -> bool:
     return m.matches(statement, m.SimpleStatementLine(body=[m.Pass()]))
 
 
-def names_in(node: cst.CSTNode) -> set[str]:
-    return {name.value for name in m.findall(node, m.Name())}
+def bound(alias: cst.ImportAlias) -> str:
+    """Return the name that an import defines."""
+    return alias.evaluated_alias or alias.evaluated_name
 
 
 class Module:
@@ -84,7 +86,7 @@ class Module:
         for statement in self.imports:
             node = statement.body[0]
             module = getattr(node, "module", None)
-            source = "" if module is None else cst.Module([]).code_for_node(module)
+            source = "" if module is None else code_of(module)
             if not source.rpartition(".")[2].startswith("modular_"):
                 continue
             path = self.path.parent
@@ -105,14 +107,13 @@ class Module:
             if isinstance(node, cst.ImportFrom) and not node.relative:
                 for alias in node.names:
                     if alias.evaluated_alias == "builtin":
-                        package = cst.Module([]).code_for_node(node.module)
-                        spec = importlib.util.find_spec(f"{package}.{alias.name.value}")
+                        spec = importlib.util.find_spec(f"{code_of(node.module)}.{alias.name.value}")
                         tree = ast.parse(Path(spec.origin).read_text())
                         return {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
         raise self.error("no `from transformers.models.<family> import modeling_<family> as builtin`")
 
     def bases(self, class_name: str) -> list[str]:
-        return [cst.Module([]).code_for_node(base.value) for base in self.classes[class_name].bases]
+        return [code_of(base.value) for base in self.classes[class_name].bases]
 
     def sibling_base(self, class_name: str) -> str | None:
         found = [base for base in self.bases(class_name) if base in self.siblings]
@@ -200,14 +201,13 @@ def unfold(module: Module, class_name: str) -> tuple[cst.ClassDef, list[Module]]
         for base in parent.bases
     ]
     own = [s for s in node.body.body if not is_pass(s)]
-    own_names = {member_name(s) for s in own} - {None}
     inherited = [s for s in parent.body.body if not is_pass(s)]
     docstrings = [s for s in own if is_docstring(s)] or [s for s in inherited if is_docstring(s)]
     replaced = {name: s for s in own if (name := member_name(s)) is not None}
     body = docstrings[:1]
     body += [replaced.get(member_name(s), s) for s in inherited if not is_docstring(s)]
     body += [s for s in own if member_name(s) not in parent_members and not is_docstring(s)]
-    assert own_names <= {member_name(s) for s in body}
+    assert replaced.keys() <= {member_name(s) for s in body}
     return (
         node.with_changes(
             bases=rebased,
@@ -249,15 +249,11 @@ def convert(path: Path) -> str:
     for source in sources:
         for statement in source.imports:
             node = statement.body[0]
-            names = [alias for alias in node.names if (alias.evaluated_alias or alias.evaluated_name) in needed | seen]
-            if source is module:
-                names = list(node.names)
-            names = [a for a in names if (a.evaluated_alias or a.evaluated_name) not in module.siblings]
-            names = [a for a in names if (a.evaluated_alias or a.evaluated_name) not in seen]
+            names = [a for a in node.names if bound(a) not in seen and bound(a) not in module.siblings]
             if source is not module:
-                names = [a for a in names if (a.evaluated_alias or a.evaluated_name) != "builtin"]
+                names = [a for a in names if bound(a) in needed and bound(a) != "builtin"]
             if names:
-                seen |= {a.evaluated_alias or a.evaluated_name for a in names}
+                seen |= set(map(bound, names))
                 kept = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in names]
                 imports.append(cst.SimpleStatementLine([node.with_changes(names=kept)]))
     docstring = [s for s in module.tree.body[:1] if is_docstring(s)]

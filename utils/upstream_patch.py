@@ -24,9 +24,9 @@ PAGE = ROOT / "docs" / "reference" / "upstream.md"
 def prove_all(source: Source, results: list[Result], output: Path) -> list[str]:
     """Run the tests without patches in one process, then with each patch, and return the problems."""
     found = []
-    before = prove.run(source, {}, [result.name for result in results])
+    before = prove.run(source, {}, prove.jobs_of([result.name for result in results]))
     for result in results:
-        after = prove.run(source, result.texts, [result.name])[result.name]
+        after = prove.run(source, result.texts, prove.jobs_of([result.name]))[result.name]
         failures = prove.problems(before[result.name], after)
         fixed = sum(not outcome.startswith("passed") for outcome in before[result.name].tests.values())
         found += [f"{result.name}: {problem}" for problem in failures]
@@ -64,9 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         failures += prove_all(source, written, arguments.output)
     if arguments.together:
         failures += together.prove(source, [result.name for result in written])
-    # The page documents the installed release only.
+    # The page documents the installed release only. Its text is written by hand, up to the table.
     if arguments.transformers is None and not arguments.patches:
-        PAGE.write_text(table(source, results), encoding="utf-8")
+        introduction = PAGE.read_text(encoding="utf-8").partition("| patch |")[0]
+        PAGE.write_text(introduction + table(source, results), encoding="utf-8")
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
     return 1 if failures else 0

@@ -49,10 +49,10 @@ def find(node: cst.Module | cst.ClassDef | cst.FunctionDef, path: str) -> cst.Cl
     return node
 
 
-def edit(module: cst.Module, path: str, change: Callable) -> cst.Module:
-    """Apply `change` to the class or function at `path`."""
+def edit(module: cst.Module, path: str, change: Callable, *arguments) -> cst.Module:
+    """Apply `change` with its other `arguments` to the class or function at `path`."""
     target = find(module, path)
-    return module.deep_replace(target, change(target))
+    return module.deep_replace(target, change(target, *arguments))
 
 
 class _EditStatements(cst.CSTTransformer):
@@ -117,6 +117,13 @@ def assigns_attribute(name: str) -> Callable:
 def calls_in(node: cst.CSTNode, function: str) -> list[cst.Call]:
     """Find the calls of a function by its text, such as `self.backbone`."""
     return [call for call in m.findall(node, m.Call()) if code_of(call.func) == function]
+
+
+def callers(module: cst.Module, function: str) -> list[str]:
+    """List the paths of the methods that call a function."""
+    classes = [node for node in module.body if isinstance(node, cst.ClassDef)]
+    methods = [(node, s) for node in classes for s in node.body.body if isinstance(s, cst.FunctionDef)]
+    return [f"{node.name.value}.{method.name.value}" for node, method in methods if calls_in(method, function)]
 
 
 def edit_calls(node, function: str, change: Callable, count: int = 1):

@@ -24,38 +24,17 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Patch:
-    """A change of Transformers.
-
-    Args:
-        title (`str`):
-            The title of the pull request.
-        summary (`str`):
-            The problem in one sentence.
-        problem (`str`):
-            The error and the affected users.
-        change (`str`):
-            The effect of the patch, and the behaviour that it keeps.
-        families (`str`):
-            The models that the patch fixes.
-        issues (`tuple[str]`):
-            Related issues and pull requests upstream.
-        reproduction (`str`):
-            A script whose output or error shows the problem before the patch and the fix after it.
-        apply (`Callable`):
-            The function that makes the edits, or raises `TargetChanged` or `AlreadyFixed`.
-        beside (`str`):
-            The place of the tests in the repository of Transformers.
-    """
+    """A change of Transformers, and the texts of its pull request."""
 
     title: str
-    summary: str
-    problem: str
-    change: str
-    families: str
-    issues: tuple[str, ...]
-    reproduction: str
-    apply: Callable[[Edited], None]
-    beside: str
+    summary: str  # the problem in one sentence
+    problem: str  # the error and the affected users
+    change: str  # the effect of the patch, and the behaviour that it keeps
+    families: str  # the models that it fixes
+    issues: tuple[str, ...]  # related issues and pull requests upstream
+    reproduction: str  # a script whose output or error shows the problem before the patch and the fix after it
+    apply: Callable[[Edited], None]  # makes the edits, or raises `TargetChanged` or `AlreadyFixed`
+    beside: str  # the place of the tests in the repository of Transformers
 
 
 def module_name(name: str) -> str:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from .patch import file_of_tests, load
@@ -35,52 +35,34 @@ def apply_diff(source: Source, diff: str, paths: list[str]) -> dict[str, str]:
             target = Path(folder, PREFIX, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.package / path, target)
-        for command in (["git", "apply", "--check", "-"], ["git", "apply", "-"]):
-            environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
-            result = subprocess.run(command, input=diff, text=True, capture_output=True, cwd=folder, env=environment)
-            if result.returncode:
-                raise RuntimeError(f"`{' '.join(command)}` refused the diff:\n{result.stderr}")
+        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
+        options = {"input": diff, "text": True, "capture_output": True, "cwd": folder, "env": environment}
+        result = subprocess.run(["git", "apply", "-"], **options)
+        if result.returncode:
+            raise RuntimeError(f"`git apply -` refused the diff:\n{result.stderr}")
         return {path: Path(folder, PREFIX, path).read_text(encoding="utf-8") for path in paths}
 
 
-@dataclass(frozen=True)
-class Job:
-    """A test file, and a script to run after its tests."""
-
-    name: str
-    test: Path
-    reproduction: str = ""
+def jobs_of(names: list[str]) -> dict[str, tuple[Path, str]]:
+    """Return the tests of each patch, and the script to run after them."""
+    return {name: (file_of_tests(name), load(name).reproduction) for name in names}
 
 
-def patch_job(name: str) -> Job:
-    return Job(name, file_of_tests(name), load(name).reproduction)
-
-
-def run_jobs(source: Source, texts: dict[str, str], jobs: list[Job], path: str = "") -> dict[str, Run]:
+def run(source: Source, texts: dict[str, str], jobs: dict[str, tuple[Path, str]], path: str = "") -> dict[str, Run]:
     """Run tests on a copy of the source with some files replaced, in one process with `path` on its import path."""
     with tempfile.TemporaryDirectory() as folder:
         source.copy_to(Path(folder), texts)
+        paths = os.pathsep.join(filter(None, (folder, path)))
         result = subprocess.run(
             [sys.executable, str(RUNNER), folder],
-            input=json.dumps([{**asdict(job), "test": str(job.test)} for job in jobs]),
+            input=json.dumps([(name, str(test), script) for name, (test, script) in jobs.items()]),
             text=True,
             capture_output=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, (folder, path))),
-                "OMP_NUM_THREADS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
     if result.returncode:
-        names = ", ".join(job.name for job in jobs)
-        raise RuntimeError(f"the tests of {names} could not be run:\n{result.stderr[-4000:]}")
+        raise RuntimeError(f"the tests of {', '.join(jobs)} could not be run:\n{result.stderr[-4000:]}")
     return {name: Run(**found) for name, found in json.loads(result.stdout).items()}
-
-
-def run(source: Source, texts: dict[str, str], names: list[str]) -> dict[str, Run]:
-    """Run the tests and reproductions of patches."""
-    return run_jobs(source, texts, [patch_job(name) for name in names])
 
 
 def problems(before: Run, after: Run) -> list[str]:

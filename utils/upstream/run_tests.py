@@ -49,8 +49,8 @@ class Outcomes(unittest.TestResult):
         self._note(test, f"skipped: {reason}")
 
 
-def run(job: dict) -> dict:
-    spec = importlib.util.spec_from_file_location(f"test_{job['name'].replace('-', '_')}", job["test"])
+def run(name: str, test: str, reproduction: str) -> dict:
+    spec = importlib.util.spec_from_file_location(f"test_{name.replace('-', '_')}", test)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     outcomes = Outcomes()
@@ -62,7 +62,7 @@ def run(job: dict) -> dict:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         try:
-            exec(compile(job["reproduction"], "reproduction", "exec"), {"__name__": "reproduction"})
+            exec(compile(reproduction, "reproduction", "exec"), {"__name__": "reproduction"})
         except Exception as error:
             print(f"{type(error).__name__}: {error}", file=printed)
     return {"tests": outcomes.found, "reproduction": printed.getvalue().strip() or "runs"}
@@ -73,4 +73,4 @@ if __name__ == "__main__":
 
     assert transformers.__file__.startswith(os.path.realpath(sys.argv[1])), transformers.__file__
     transformers.logging.set_verbosity_error()
-    print(json.dumps({job["name"]: run(job) for job in json.load(sys.stdin)}), file=ANSWERS, flush=True)
+    print(json.dumps({job[0]: run(*job) for job in json.load(sys.stdin)}), file=ANSWERS, flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import libcst as cst
 
-from .edits import TargetChanged
+from .edits import TargetChanged, callers, edit
 
 
 # The path of the package in the repository, and in every diff.
@@ -105,6 +105,15 @@ class Edited:
         if text == self.read(path):
             raise TargetChanged(f"{path}: nothing to change")
         self.texts[path] = text
+
+    def edit_callers(self, function: str, change: Callable[[cst.FunctionDef], cst.FunctionDef]) -> None:
+        """Apply `change` to each method of a model that calls a function."""
+        files = self.source.models_with(f"{function}(\n")
+        found = [(file, path) for file in files for path in callers(parse(self.read(file)), function)]
+        if not found:
+            raise TargetChanged(f"no layer calls {function}")
+        for file, path in found:
+            self.edit(file, lambda module, path=path: edit(module, path, change))
 
     def format(self) -> None:
         """Format the edited files whose originals are formatted as by the installed ruff."""

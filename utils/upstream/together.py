@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from .patch import load
-from .prove import Job, patch_job, run_jobs
+from .prove import jobs_of, run
 from .source import Edited, Source
 
 
@@ -24,11 +24,11 @@ def apply_all(source: Source, names: list[str]) -> Edited:
 def prove(source: Source, names: list[str]) -> list[str]:
     """Run all tests in a copy of the source with all patches and list those that do not pass."""
     tree = apply_all(source, names)
-    jobs = [*(patch_job(name) for name in names), Job("patched-builtins", TESTS)]
+    jobs = jobs_of(names) | {"patched-builtins": (TESTS, "")}
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
     found = []
-    for name, run in run_jobs(source, tree.texts, jobs, path).items():
-        outcomes = Counter(outcome.split(":")[0] for outcome in run.tests.values())
+    for name, done in run(source, tree.texts, jobs, path).items():
+        outcomes = Counter(outcome.split(":")[0] for outcome in done.tests.values())
         print(f"all together, {name}: {', '.join(f'{count} {what}' for what, count in outcomes.items())}")
-        found += [f"all together: {t}: {outcome}" for t, outcome in run.tests.items() if outcome != "passed"]
+        found += [f"all together: {t}: {outcome}" for t, outcome in done.tests.items() if outcome != "passed"]
     return found

@@ -15,18 +15,6 @@ from .source import LINE_LENGTH, Edited, Source, changed_lines
 
 MOST_LINES = 150
 
-PAGE = """\
-`make upstream-patches` writes these patches and this page. [Contribute upstream](../how_to/upstream.md) shows how to use
-them. In each of them boundaries come from the collator, and no forward infers them from position ids.
-
-The folder `build/upstream/<patch>/` holds a diff for `git apply` in a checkout, a test, and the text of a pull request.
-`make test-upstream` runs on a CPU. The tests have to fail without the patch and pass with it. With all patches, the stock
-models have to pass this package's tests of packed rows and its audit.
-
-No patch needs another one. Each diff is made for an unchanged Transformers: once Transformers merges a patch, diffs of
-the same lines have to be written again.
-
-"""
 BEFORE = """\
 ---
 
@@ -143,24 +131,11 @@ def text(source: Source, result: Result, proof: tuple[Run, Run] | None) -> str:
 
 
 def table(source: Source, results: list[Result]) -> str:
-    """Format the page with all patches."""
-    lines = [
-        "# Patches for Transformers",
-        "",
-        *PAGE.splitlines(),
-        "| patch | problem | models | changed lines | upstream | state |",
-        "|---|---|---|---:|---|---|",
-    ]
+    """Format the table of all patches."""
+    lines = ["| patch | problem | models | changed lines | upstream | state |", "|---|---|---|---:|---|---|"]
     for result in results:
-        patch = load(result.name)
-        state = result.reason or f"applies to {source.version}"
-        cells = (
-            f"`{result.name}`",
-            patch.summary,
-            patch.families,
-            str(result.lines or ""),
-            ", ".join(patch.issues),
-            state,
-        )
+        patch, state = load(result.name), result.reason or f"applies to {source.version}"
+        issues = ", ".join(patch.issues)
+        cells = (f"`{result.name}`", patch.summary, patch.families, str(result.lines or ""), issues, state)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -4,12 +4,10 @@ import libcst as cst
 
 from ..edits import (
     AlreadyFixed,
-    TargetChanged,
     add_argument,
     add_parameters,
     assigns,
     assigns_attribute,
-    calls_in,
     code_of,
     document,
     edit,
@@ -22,7 +20,7 @@ from ..edits import (
     replace_argument,
 )
 from ..patch import Patch
-from ..source import Edited, parse
+from ..source import Edited
 
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -33,76 +31,43 @@ def collator(module: cst.Module) -> cst.Module:
     path = "DataCollatorWithFlattening"
     if "return_cu_seqlens" in parameters(find(module, f"{path}.__init__")):
         raise AlreadyFixed(f"{path} has return_cu_seqlens")
-    module = edit(
-        module,
-        path,
-        lambda node: document(
-            node,
-            "return_seq_idx",
-            """
-            return_cu_seqlens (`bool`, *optional*, defaults to `False`):
-                Whether to return `cu_seqlens`, int32 of shape `[num_sequences + 1]`: where each sequence starts, and
-                the end of the last one. It is what linear attention kernels take.
-            """,
-        ),
-    )
+    entry = """
+        return_cu_seqlens (`bool`, *optional*, defaults to `False`):
+            Whether to return `cu_seqlens`, int32 of shape `[num_sequences + 1]`: where each sequence starts, and
+            the end of the last one. It is what linear attention kernels take.
+    """
+    module = edit(module, path, document, "return_seq_idx", entry)
+    module = edit(module, f"{path}.__init__", add_parameters, "return_cu_seqlens=False")
+    what, match = "assignment of return_seq_idx", assigns_attribute("return_seq_idx")
+    code = "self.return_cu_seqlens = return_cu_seqlens"
+    module = edit(module, f"{path}.__init__", insert_after, what, match, code)
+    code = """
 
-    def initialise(function):
-        function = add_parameters(function, "return_cu_seqlens=False")
-        return insert_after(
-            function,
-            "assignment of return_seq_idx",
-            assigns_attribute("return_seq_idx"),
-            "self.return_cu_seqlens = return_cu_seqlens",
-        )
-
-    module = edit(module, f"{path}.__init__", initialise)
-    return edit(
-        module,
-        f"{path}.__call__",
-        lambda function: insert_after(
-            function,
-            "loop over the features",
-            lambda s: isinstance(s, cst.For) and code_of(s.iter) == "enumerate(features)",
-            """
-
-            if self.return_cu_seqlens:
-                batch["cu_seqlens"] = np.cumsum([0] + [len(sample["input_ids"]) for sample in features]).tolist()
-            """,
-        ),
-    )
+        if self.return_cu_seqlens:
+            batch["cu_seqlens"] = np.cumsum([0] + [len(sample["input_ids"]) for sample in features]).tolist()
+    """
+    loop = lambda s: isinstance(s, cst.For) and code_of(s.iter) == "enumerate(features)"  # noqa: E731
+    return edit(module, f"{path}.__call__", insert_after, "loop over the features", loop, code)
 
 
 def keywords(module: cst.Module) -> cst.Module:
-    def describe(node):
-        node = document(
-            node,
-            "seq_idx",
-            """
-            cu_seqlens (`torch.IntTensor`, *optional*):
-                Cumulative sequence lengths of a flattened packed batch, for linear attention.
-            """,
-        )
-        return insert_after(
-            node,
-            "the field seq_idx",
-            lambda s: code_of(s).strip().startswith("seq_idx:"),
-            "cu_seqlens: torch.IntTensor | None",
-        )
+    entry = """
+        cu_seqlens (`torch.IntTensor`, *optional*):
+            Cumulative sequence lengths of a flattened packed batch, for linear attention.
+    """
+    module = edit(module, "TransformersKwargs", document, "seq_idx", entry)
+    field = lambda s: code_of(s).strip().startswith("seq_idx:")  # noqa: E731
+    code = "cu_seqlens: torch.IntTensor | None"
+    module = edit(module, "TransformersKwargs", insert_after, "the field seq_idx", field, code)
 
-    module = edit(module, "TransformersKwargs", describe)
     # A vision tower would take the text's `cu_seqlens` for its own.
-    return edit_statements(
-        module,
-        "_FLASH_VARLEN_KWARGS = ...",
-        assigns("_FLASH_VARLEN_KWARGS"),
-        lambda s: [
-            s.with_deep_changes(
-                s.body[0].value,
-                elements=[*s.body[0].value.elements, cst.Element(cst.SimpleString('"cu_seqlens"'))],
-            )
-        ],
-    )
+    def add_element(statement):
+        names = statement.body[0].value
+        new = cst.Element(cst.SimpleString('"cu_seqlens"'))
+        return [statement.with_deep_changes(names, elements=[*names.elements, new])]
+
+    name = "_FLASH_VARLEN_KWARGS"
+    return edit_statements(module, f"{name} = ...", assigns(name), add_element)
 
 
 def block(function: cst.FunctionDef) -> cst.FunctionDef:
@@ -128,27 +93,10 @@ def block(function: cst.FunctionDef) -> cst.FunctionDef:
     return edit_calls(function, RULES[0], lambda call: add_argument(call, "seq_idx=seq_idx"))
 
 
-def blocks(module: cst.Module) -> list[str]:
-    """List the forwards of a module that call the gated delta rule."""
-    found = []
-    for node in module.body:
-        if isinstance(node, cst.ClassDef):
-            methods = [s for s in node.body.body if isinstance(s, cst.FunctionDef) and s.name.value == "forward"]
-            found += [f"{node.name.value}.forward" for f in methods if calls_in(f, RULES[0])]
-    return found
-
-
 def apply(tree: Edited) -> None:
     tree.edit("data/data_collator.py", collator)
     tree.edit("utils/generic.py", keywords)
-    files = tree.source.models_with(f"{RULES[0]}(\n")
-    found = 0
-    for file in files:
-        for path in blocks(parse(tree.read(file))):
-            tree.edit(file, lambda module, path=path: edit(module, path, block))
-            found += 1
-    if not found:
-        raise TargetChanged(f"no linear-attention block calls {RULES[0]}")
+    tree.edit_callers(RULES[0], block)
 
 
 PATCH = Patch(

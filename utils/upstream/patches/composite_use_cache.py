@@ -10,20 +10,13 @@ from ..source import Edited
 def apply_to(module: cst.Module) -> cst.Module:
     if "get_text_config(decoder=True).use_cache" in code_of(find(module, "Trainer.__init__")):
         raise AlreadyFixed("Trainer sets use_cache of the text model")
-    return edit(
-        module,
-        "Trainer.__init__",
-        lambda function: insert_after(
-            function,
-            "assignment of use_cache",
-            assigns_attribute("use_cache"),
-            """
-            # The text model of a composite one reads its own config
-            if hasattr(self.model.config, "get_text_config"):
-                self.model.config.get_text_config(decoder=True).use_cache = self.args.use_cache
-            """,
-        ),
-    )
+    what, match = "assignment of use_cache", assigns_attribute("use_cache")
+    code = """
+        # The text model of a composite one reads its own config
+        if hasattr(self.model.config, "get_text_config"):
+            self.model.config.get_text_config(decoder=True).use_cache = self.args.use_cache
+    """
+    return edit(module, "Trainer.__init__", insert_after, what, match, code)
 
 
 def apply(tree: Edited) -> None:

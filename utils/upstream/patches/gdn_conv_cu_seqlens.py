@@ -2,10 +2,10 @@
 
 import libcst as cst
 
-from ..edits import AlreadyFixed, edit, insert_after, insert_before
+from ..edits import AlreadyFixed, edit, insert_after
 from ..patch import Patch
 from ..source import Edited
-from .hub_kernels import FILE, INNER, ON_ACCELERATOR, WRAPPED, add_functions, defines, is_export
+from .hub_kernels import FILE, ON_ACCELERATOR, WRAPPED, add_functions, defines, insert_before_wrapped, is_export
 
 
 CONVOLUTION = '''
@@ -47,37 +47,23 @@ def apply_to(module: cst.Module) -> cst.Module:
     if defines(module, "_fla_causal_conv1d"):
         raise AlreadyFixed(f"{FILE} has a convolution of FLA")
     module = add_functions(module, ON_ACCELERATOR + CONVOLUTION)
-    module = edit(
+    module = insert_before_wrapped(
         module,
-        INNER,
-        lambda function: insert_before(
-            function,
-            "def wrapped",
-            lambda s: isinstance(s, cst.FunctionDef) and s.name.value == "wrapped",
-            """
+        """
 
-            # FLA brings a convolution along, for those who do not have `causal_conv1d`
-            wants_convolution = func_name == "causal_conv1d_fn" and not is_new_implementation
-            fla_convolution = _load_fla_convolution() if wants_convolution else None
-            """,
-        ),
+        # FLA brings a convolution along, for those who do not have `causal_conv1d`
+        wants_convolution = func_name == "causal_conv1d_fn" and not is_new_implementation
+        fla_convolution = _load_fla_convolution() if wants_convolution else None
+        """,
     )
-    return edit(
-        module,
-        WRAPPED,
-        lambda function: insert_after(
-            function,
-            "check for torch.export",
-            is_export,
-            """
+    code = """
 
-            if fla_convolution is not None and not is_torchdynamo_exporting():
-                output = _fla_causal_conv1d(fla_convolution, *args, **kwargs)
-                if output is not None:
-                    return output
-            """,
-        ),
-    )
+        if fla_convolution is not None and not is_torchdynamo_exporting():
+            output = _fla_causal_conv1d(fla_convolution, *args, **kwargs)
+            if output is not None:
+                return output
+    """
+    return edit(module, WRAPPED, insert_after, "check for torch.export", is_export, code)
 
 
 def apply(tree: Edited) -> None:

@@ -5,7 +5,7 @@ import libcst as cst
 from ..edits import AlreadyFixed, assigns, edit, insert_after, insert_before
 from ..patch import Patch
 from ..source import Edited
-from .hub_kernels import DECORATOR, FILE, INNER, WRAPPED, add_functions, defines, insert_before_refusal
+from .hub_kernels import DECORATOR, FILE, WRAPPED, add_functions, defines, insert_before_wrapped, is_refusal
 
 
 TABLES = """
@@ -79,35 +79,23 @@ def apply_to(module: cst.Module) -> cst.Module:
         raise AlreadyFixed(f"{FILE} runs torch functions on each sequence")
     module = insert_after(module, "_PACKAGE_TO_DISTRIBUTION = ...", assigns("_PACKAGE_TO_DISTRIBUTION"), TABLES)
     module = add_functions(module, RUN)
-    module = edit(
+    module = insert_before_wrapped(
         module,
-        INNER,
-        lambda function: insert_before(
-            function,
-            "def wrapped",
-            lambda s: isinstance(s, cst.FunctionDef) and s.name.value == "wrapped",
-            """
+        """
 
-            torch_params = tuple(inspect.signature(torch_function).parameters)
-            mixes_elsewhere = any(f".{model}." in torch_function.__module__ for model in _MIXES_SEQUENCES)
-            splits_sequences = func_name in _SEQUENCE_ARGUMENTS and not mixes_elsewhere
-            """,
-        ),
+        torch_params = tuple(inspect.signature(torch_function).parameters)
+        mixes_elsewhere = any(f".{model}." in torch_function.__module__ for model in _MIXES_SEQUENCES)
+        splits_sequences = func_name in _SEQUENCE_ARGUMENTS and not mixes_elsewhere
+        """,
     )
-    return edit(
-        module,
-        WRAPPED,
-        lambda function: insert_before_refusal(
-            function,
-            """
+    code = """
 
-            boundaries = [name for name in _SEQUENCE_BOUNDARIES if kwargs.get(name) is not None]
-            told = any(is_new_implementation and name in applicable_params for name in boundaries)
-            if splits_sequences and boundaries and not told:
-                return _run_per_sequence(wrapped, func_name, torch_params, args, kwargs)
-            """,
-        ),
-    )
+        boundaries = [name for name in _SEQUENCE_BOUNDARIES if kwargs.get(name) is not None]
+        told = any(is_new_implementation and name in applicable_params for name in boundaries)
+        if splits_sequences and boundaries and not told:
+            return _run_per_sequence(wrapped, func_name, torch_params, args, kwargs)
+    """
+    return edit(module, WRAPPED, insert_before, "check that raises for packed sequences", is_refusal, code)
 
 
 def apply(tree: Edited) -> None:

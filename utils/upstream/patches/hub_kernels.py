@@ -3,7 +3,7 @@
 import libcst as cst
 import libcst.matchers as m
 
-from ..edits import assigns, code_of, edit_statements, insert_before, names_in, statements
+from ..edits import assigns, code_of, edit, edit_statements, insert_before, names_in, statements
 from ..source import Edited, parse
 
 
@@ -54,8 +54,10 @@ def is_call(statement: cst.BaseStatement) -> bool:
     return m.matches(statement, m.SimpleStatementLine(body=[call]))
 
 
-def insert_before_refusal(function: cst.FunctionDef, code: str) -> cst.FunctionDef:
-    return insert_before(function, "check that raises for packed sequences", is_refusal, code)
+def insert_before_wrapped(module: cst.Module, code: str) -> cst.Module:
+    """Insert code into the decorator, before the function that it returns."""
+    match = lambda s: isinstance(s, cst.FunctionDef) and s.name.value == "wrapped"  # noqa: E731
+    return edit(module, INNER, insert_before, "def wrapped", match, code)
 
 
 def isolates(tree: Edited, model: str) -> None:

@@ -2,33 +2,12 @@
 
 import libcst as cst
 
-from ..edits import (
-    AlreadyFixed,
-    TargetChanged,
-    add_argument,
-    calls_in,
-    edit,
-    edit_calls,
-    has_argument,
-    insert_before,
-    names_in,
-)
+from ..edits import AlreadyFixed, add_argument, calls_in, edit_calls, has_argument, insert_before, names_in
 from ..patch import Patch
-from ..source import Edited, parse
+from ..source import Edited
 
 
 RULES = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
-
-
-def forwards(module: cst.Module) -> list[str]:
-    """List the methods of a module that call Kimi delta attention."""
-    return [
-        f"{node.name.value}.{method.name.value}"
-        for node in module.body
-        if isinstance(node, cst.ClassDef)
-        for method in node.body.body
-        if isinstance(method, cst.FunctionDef) and calls_in(method, RULES[0])
-    ]
 
 
 def hand_over(function: cst.FunctionDef) -> cst.FunctionDef:
@@ -51,11 +30,7 @@ def hand_over(function: cst.FunctionDef) -> cst.FunctionDef:
 
 
 def apply(tree: Edited) -> None:
-    found = [(f, path) for f in tree.source.models_with(f"{RULES[0]}(\n") for path in forwards(parse(tree.read(f)))]
-    if not found:
-        raise TargetChanged(f"no layer calls {RULES[0]}")
-    for file, path in found:
-        tree.edit(file, lambda module, path=path: edit(module, path, hand_over))
+    tree.edit_callers(RULES[0], hand_over)
 
 
 PATCH = Patch(

@@ -56,21 +56,22 @@ class CollatorCuSeqlensTest(unittest.TestCase):
 
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+OLMO = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+OLMO["layer_types"] = ["linear_attention", "full_attention"]
 BLOCKS = [
     ("qwen3_next", modeling_qwen3_next, "Qwen3NextGatedDeltaNet", Qwen3NextConfig),
     ("qwen3_5", modeling_qwen3_5, "Qwen3_5GatedDeltaNet", Qwen3_5TextConfig),
     ("qwen3_5_moe", modeling_qwen3_5_moe, "Qwen3_5MoeGatedDeltaNet", modeling_qwen3_5_moe.Qwen3_5MoeTextConfig),
     ("qwen4_exp", modeling_qwen4_exp, "Qwen4ExpTextGatedDeltaNet", modeling_qwen4_exp.Qwen4ExpTextConfig),
-    ("olmo_hybrid", modeling_olmo_hybrid, "OlmoHybridGatedDeltaNet", OlmoHybridConfig),
+    ("olmo_hybrid", modeling_olmo_hybrid, "OlmoHybridGatedDeltaNet", lambda **tiny: OlmoHybridConfig(**tiny | OLMO)),
 ]
 
 
 class GatedDeltaNetArgumentsTest(unittest.TestCase):
     def run_block(self, modeling, name, config_class, **boundaries):
         """Return the boundaries that reach the convolution and the delta rule of a block."""
-        config = config_class(**TINY) if config_class is not OlmoHybridConfig else olmo_hybrid_config()
         torch.manual_seed(0)
-        block = getattr(modeling, name)(config, layer_idx=0)
+        block = getattr(modeling, name)(config_class(**TINY), layer_idx=0)
         told = {}
 
         def recorder(function):
@@ -82,15 +83,11 @@ class GatedDeltaNetArgumentsTest(unittest.TestCase):
 
             return record
 
-        with (
-            mock.patch.object(modeling, "causal_conv1d_fn", recorder(modeling.causal_conv1d_fn)),
-            mock.patch.object(
-                modeling, "torch_chunk_gated_delta_rule", recorder(modeling.torch_chunk_gated_delta_rule)
-            ),
-        ):
+        names = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+        with mock.patch.multiple(modeling, **{name: recorder(getattr(modeling, name)) for name in names}):
             output = block(torch.randn(1, 7, 32), **boundaries)
         self.assertEqual(output.shape, (1, 7, 32))
-        return told["causal_conv1d_fn"], told["torch_chunk_gated_delta_rule"]
+        return [told[name] for name in names]
 
     @parameterized.expand(BLOCKS)
     def test_block_takes_boundaries(self, _, modeling, name, config_class):
@@ -120,16 +117,6 @@ class GatedDeltaNetArgumentsTest(unittest.TestCase):
     def test_unchanged_without_boundaries(self, _, modeling, name, config_class):
         for function in self.run_block(modeling, name, config_class):
             self.assertEqual(function, {"seq_idx": None, "cu_seqlens": None})
-
-
-def olmo_hybrid_config():
-    return OlmoHybridConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        layer_types=["linear_attention", "full_attention"],
-    )
 
 
 if __name__ == "__main__":

@@ -24,26 +24,14 @@ from transformers.models.zamba import modeling_zamba
 LENGTHS = (3, 1, 20)
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 ATTENTION = {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_dt_rank": 4}
+ZAMBA = {"num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"]}
 MODELS = [
     ("mamba2", modeling_mamba2, lambda: Mamba2Config(**TINY, num_heads=8, head_dim=8, n_groups=1, state_size=8)),
-    (
-        "jamba",
-        modeling_jamba,
-        lambda: JambaConfig(
-            **TINY, **ATTENTION, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_dt_rank=4
-        ),
-    ),
+    ("jamba", modeling_jamba, lambda: JambaConfig(**TINY, **ATTENTION, **JAMBA)),
     ("mamba", modeling_mamba, lambda: MambaConfig(**TINY, state_size=8)),
     ("falcon_mamba", modeling_falcon_mamba, lambda: FalconMambaConfig(**TINY, state_size=8)),
-    (
-        "zamba",
-        modeling_zamba,
-        lambda: ZambaConfig(
-            **{**TINY, "num_hidden_layers": 5},
-            **ATTENTION,
-            layers_block_type=["linear_attention", "hybrid"] * 2 + ["linear_attention"],
-        ),
-    ),
+    ("zamba", modeling_zamba, lambda: ZambaConfig(**TINY | ATTENTION | ZAMBA)),
 ]
 # The functions that mix along the sequence, with the sequence dimension.
 MIXING = {"causal_conv1d_fn": -1, "mamba2_chunk_scan": 1, "mamba_selective_scan": -1}

@@ -174,62 +174,28 @@ class PackedKernelsTest(unittest.TestCase):
         self.assertIs(told[0], given["seq_idx"])
 
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-}
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 HYBRID = {**TINY, "layer_types": ["linear_attention", "full_attention"]}
 GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+KDA = {"linear_head_dim": 8, "linear_num_heads": 2, "mlp_layer_types": ["dense", "dense"]}
+KDA |= {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 MODELS = [
     ("qwen3_next", Qwen3NextConfig(**HYBRID, **GDN, head_dim=16, mlp_only_layers=[0, 1])),
     ("qwen3_5", Qwen3_5TextConfig(**HYBRID, **GDN, head_dim=16)),
     ("olmo_hybrid", OlmoHybridConfig(**HYBRID, **GDN)),
-    ("lfm2", Lfm2Config(**{**TINY, "layer_types": ["conv", "full_attention"]})),
-    (
-        "bamba",
-        BambaConfig(
-            **TINY, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8
-        ),
-    ),
-    (
-        "kimi_linear",
-        KimiLinearConfig(
-            **HYBRID,
-            linear_head_dim=8,
-            linear_num_heads=2,
-            q_lora_rank=None,
-            kv_lora_rank=8,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-            mlp_layer_types=["dense", "dense"],
-        ),
-    ),
+    ("lfm2", Lfm2Config(**TINY, layer_types=["conv", "full_attention"])),
+    ("bamba", BambaConfig(**TINY, **MAMBA, attn_layer_indices=[1], mamba_n_groups=1)),
+    ("kimi_linear", KimiLinearConfig(**HYBRID, **KDA)),
 ]
+ZAMBA_LAYERS = ["linear_attention", "hybrid"] * 2 + ["linear_attention"]
 MIXING = [
     (
         "granitemoehybrid",
-        GraniteMoeHybridConfig(
-            **HYBRID,
-            shared_intermediate_size=32,
-            num_local_experts=0,
-            mamba_n_heads=8,
-            mamba_d_head=8,
-            mamba_d_state=8,
-        ),
+        GraniteMoeHybridConfig(**HYBRID, **MAMBA, shared_intermediate_size=32, num_local_experts=0),
     ),
-    (
-        "zamba",
-        ZambaConfig(
-            **{**TINY, "num_hidden_layers": 5},
-            layers_block_type=["linear_attention", "hybrid"] * 2 + ["linear_attention"],
-        ),
-    ),
+    ("zamba", ZambaConfig(**TINY | {"num_hidden_layers": 5}, layers_block_type=ZAMBA_LAYERS)),
 ]
 COLLATORS = {
     "all": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
