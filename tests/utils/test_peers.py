@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from parameterized import parameterized
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, set_seed
@@ -65,14 +66,17 @@ class TrainTest(unittest.TestCase):
         self.assertEqual(len(ours["steps_ms"]), 1)
         self.assertGreater(ours["first_step_seconds"], 0)
 
-    @parameterized.expand(
-        [
-            ("dense", "tiny", ["--lora"]),
-            ("mixture", "tiny-moe", []),
-        ]
-    )
-    def test_steps_of_dpo_agree(self, _, shape, options):
-        """Adapters on a dense model, and a mixture in full fine-tuning; log-probabilities of whole answers."""
+    def test_steps_of_dpo_agree(self):
+        """Adapters on a dense model."""
+        self.check_dpo("tiny", ["--lora"])
+
+    @pytest.mark.slow
+    def test_steps_of_dpo_of_a_mixture_agree(self):
+        """Full fine-tuning."""
+        self.check_dpo("tiny-moe", [])
+
+    def check_dpo(self, shape, options):
+        """Log-probabilities of whole answers agree as well."""
         pairs = ["--task", "dpo", "--tokens", "1200", "--documents", "4", "--prompt", "200", *options]
         short = [*pairs, "--warmup", "1", "--steps", "1", "--device", "cpu"]
         tools = ("ours", "ours+shared", "padded")
