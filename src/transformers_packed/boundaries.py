@@ -219,22 +219,23 @@ class SequenceBoundaries:
         given = {name: kwargs[name] for name in LAYER_KEYWORDS if kwargs.get(name) is not None}
         padding, seq_idx = kwargs.get("padding_tokens"), given.get("seq_idx")
         cumulative = {name: tensor for name, tensor in given.items() if name.startswith("cu_")}
-        if seq_idx is not None:
-            _check_tokens("seq_idx", seq_idx, total_length)
         if cumulative:
             boundaries = cls._from_cumulative(cumulative, padding or 0, total_length)
         elif seq_idx is not None:
+            _check_tokens("seq_idx", seq_idx, total_length)
             boundaries = cls.from_seq_idx(seq_idx)
         elif given or padding:
-            alone = " and ".join(given or ["padding_tokens"])
+            alone = " and ".join([*given, *["padding_tokens"] * bool(padding)])
             expected = f"cu_seq_lens_q, cu_seqlens or seq_idx together with {alone}"
             raise input_error(
                 expected, "no document boundaries", "Pass the batch of DataCollatorWithFlattening unchanged."
             )
         else:
             return None
-        if seq_idx is not None and cumulative and may_read(seq_idx):
-            boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
+        if seq_idx is not None and cumulative:
+            _check_tokens("seq_idx", seq_idx, total_length)
+            if may_read(seq_idx):
+                boundaries.check_same(cls.from_seq_idx(seq_idx), "seq_idx")
         boundaries._check_longest(given)
         return boundaries.with_padding(padding)
 

@@ -175,7 +175,7 @@ class BuiltWithModelTest(unittest.TestCase):
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertEqual(result.stderr.count("no model is checked. Pass model=model"), 1, result.stderr)
+        self.assertEqual(result.stderr.count("NEFTune is checked. Pass model=model"), 1, result.stderr)
 
     def test_trains_in_a_stock_trainer(self):
         with tempfile.TemporaryDirectory() as directory:

@@ -46,7 +46,7 @@ OTHERS = {
 
 
 # Attributes of this package on modules of others, by text.
-OURS = {"_layer_graphs", "_float8_from", "_packs_padding", "_share_prompts", "_derived", "_recipe"}
+OURS = {"_float8_from", "_packs_padding", "_share_prompts", "_derived"}
 # Ends of the names of ops.
 SUFFIXES = {"_linear", "_lora"}
 _COMPARE = ("endswith", "startswith")

@@ -1,6 +1,7 @@
 """`warm_up` leaves the model as it was, its rows select all variants, and `PackedTrainer` calls it before its first step."""
 
 import contextlib
+import copy
 import io
 import itertools
 import random
@@ -42,6 +43,7 @@ from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
+from transformers_packed.training.restore import as_before
 from transformers_packed.training.verify import VerifyCallback
 from transformers_packed.training.warm_up import rows_to_run
 
@@ -160,6 +162,16 @@ class StateTest(KernelsTestCase):
             self.assertEqual([x.requires_grad for x in losses], [True] * (len(losses) - 1) + [False])
             self.assertTrue(all(x.isfinite() for x in losses))
         self.check(before, self.state(model))
+
+    def test_frequencies_that_follow_the_length(self):
+        """A longer row replaces the buffer of dynamic frequencies, and notes its length in an attribute."""
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+        model = small(max_position_embeddings=32, rope_parameters=rope | {"mrope_section": [4, 2, 2]}, head_dim=16)
+        row = {"input_ids": torch.ones(1, 64, dtype=torch.long), "cu_seqlens": torch.tensor([0, 64])}
+        expected = copy.deepcopy(model).eval()(**row).logits
+        with as_before(model, torch.device("cpu")):
+            model(**row)
+        torch.testing.assert_close(model.eval()(**row).logits, expected)
 
     def test_it_runs_the_rows_that_it_promises(self):
         rows = []

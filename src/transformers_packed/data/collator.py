@@ -163,7 +163,9 @@ class DataCollatorWithFlattening(BuiltinDataCollatorWithFlattening):
 
     def _judge(self, model: Any) -> None:
         if not isinstance(model, torch.nn.Module):
-            logger.warning_once(f"{_CALL}: no model is checked. Pass model=model, or call configure_packing(trainer).")
+            logger.warning_once(
+                f"{_CALL}: no model, label smoothing or NEFTune is checked. Pass model=model, or call configure_packing(trainer)."
+            )
             return
         inner, (leak, doubt) = transformers_model(model), judge(model, **self.given())
         complain(model, leak, doubt, self.on_leak)

@@ -113,7 +113,8 @@ def _bitsandbytes(layer, in_float8):
     return Dequantized(state.shape, layer.compute_dtype, lambda: dequantize_4bit(weight.data, state))
 
 
-# Who knows the weight of a layer. The first one that does returns it, the others return `None`.
+# Who knows the weight of a layer. The first one that does returns it, the others return `None`. For LoRA on another class
+# of PEFT, `adapters_of` lists the class too.
 WEIGHTS: tuple[Callable[[torch.nn.Module, bool], Any], ...] = (_plain, _torchao_float8, _bitsandbytes)
 
 

@@ -32,7 +32,8 @@ def transformers_model(model: torch.nn.Module | None) -> "transformers.PreTraine
 def inner_model(model: torch.nn.Module | None) -> "transformers.PreTrainedModel":
     """Return [`transformers_model`] of a model that has one, as checks have found."""
     inner = transformers_model(model)
-    assert inner is not None, type(model).__name__
+    if inner is None:
+        raise input_error("a model of Transformers", type(model).__name__)
     return inner
 
 

@@ -2,7 +2,7 @@
 
 Hooks (those of pruning and old weight norms too), wrappers, replacements, parametrizations and sharding are visible in a
 module's attributes. Such a module is called normally, so they have the same effect as on the stock model.
-[`terms_of`] adds plain LoRA layers and 4-bit weights.
+[`terms_of`] adds plain LoRA layers and quantized weights.
 """
 
 from typing import TypeGuard

@@ -1,4 +1,4 @@
-"""Change a Trainer as a [`Setup`] says, and undo it. No other code changes a Trainer."""
+"""Change a Trainer as a [`Setup`] says, and undo it. [`configure_packing`] changes a Trainer only here."""
 
 import torch
 

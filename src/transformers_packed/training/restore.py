@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..audit.model_state import same_buffers
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
 from ..models.releases import dataloaders_of
@@ -29,11 +28,15 @@ def drop_gradients(model: torch.nn.Module) -> None:
 
 @contextmanager
 def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards."""
+    """Prepare the model for training, and restore gradients, buffers, modes and random states afterwards.
+
+    A buffer that a forward replaces stays replaced, because attributes such as a cached length belong to it.
+    """
     states = random.getstate(), np.random.get_state()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), same_buffers(model):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             drop_gradients(model)
             model.train()
@@ -43,6 +46,8 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = mode
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for buffer, content in buffers:
+                buffer.data.copy_(content)
             random.setstate(states[0])
             np.random.set_state(states[1])
 

@@ -175,7 +175,8 @@ def compiles_kernels(device: torch.device) -> bool:
 
 def only_loss(result: torch.Tensor | tuple[torch.Tensor, Any]) -> torch.Tensor:
     """Return what the `compute_loss` of a Trainer returns without `return_outputs=True`."""
-    assert isinstance(result, torch.Tensor)
+    if not isinstance(result, torch.Tensor):
+        raise input_error("a loss tensor from compute_loss", type(result).__name__)
     return result
 
 

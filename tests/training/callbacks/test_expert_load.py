@@ -87,6 +87,19 @@ class ExpertLoadTest(unittest.TestCase):
         _, counted, log = self.train(get_peft_model(model, config))
         self.check_log(log, counted)
 
+    def test_weights_that_are_sharded_elsewhere(self):
+        """DeepSpeed leaves an empty tensor where a weight is gathered for each use."""
+        model = patch_model(make_model())
+        routers = [module for module in model.modules() if hasattr(type(module), "count_choices")]
+        weights = [router.weight.data for router in routers]
+        for router in routers:
+            router.weight.data = torch.empty(0)
+        load = ExpertLoad(model, torch.device("cpu"))
+        for router, weight in zip(routers, weights, strict=True):
+            router.weight.data = weight
+        self.assertEqual({len(router.expert_counts) for router in routers}, {routers[0].num_experts + 1})
+        self.assertTrue(load)
+
     def test_a_dense_model(self):
         _, _, log = self.train(AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"]()))
         self.assertFalse(KEYS & set(log[0]))

@@ -213,6 +213,11 @@ class Qwen3_5MoeTopKRouter(builtin.Qwen3_5MoeTopKRouter):
             self.count_choices(index)
         return router_logits, weights, index
 
+    @property
+    def count_columns(self) -> int:
+        """The size of `expert_counts`."""
+        return self.num_experts + 1
+
     def count_choices(self, index: torch.Tensor) -> None:
         """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
         counts, choices = self.expert_counts.split((self.num_experts, 1))

@@ -6,8 +6,8 @@ A term computes one kind of summand for all layers with the same input `x`: bias
 or other weights. It knows its part of the outputs, what it saves for the backward, and its gradients. [`Products`] loops
 over the terms, and autograd functions use [`Products`].
 
-A new kind of weight is a record such as [`Dequantized`] and a term in a file of this folder, and an entry of `KINDS` in
-`products.py`.
+A weight that can be dequantized needs no term, but a function in `WEIGHTS` of `models/projections.py`. A new kind of
+product is a record and a term in a file of this folder, and an entry of `KINDS` in `products.py`.
 """
 
 from .float8 import Float8, Float8Weight

@@ -135,6 +135,7 @@ class Float8(Term):
             columns = self.new_columns(self.weights[0].shape[1])
             transposed(rows if cast is None else cast, scale if cast is None else None, columns)
         found = product(self.columns, columns, self.column_scale, None, self.dtype).split(self.sizes)
+        self.columns = None
         trained = [(i, part) for (i, stored), part in zip(self.plan, found, strict=True) if stored is None]
         return [
             part.to(tensor.dtype) if wanted and gradients[i] is not None else None

@@ -31,18 +31,18 @@ class ExpertLoad:
         spread = getattr(model, "hf_device_map", None)
         groups: dict[tuple, list[Any]] = {}
         for router in routers:
-            key = router.weight.device if spread else device, len(router.weight), router.top_k
+            key = router.weight.device if spread else device, router.count_columns, router.top_k
             groups.setdefault(key, []).append(router)
         self._model, self._routers, self._blocks, self._totals = model, routers, {}, []
         # Graphs contain the addresses of the tensors, so those of an earlier instance are used again.
         there = bool(routers) and all(router.expert_counts is not None for router in routers)
-        for (place, experts, top_k), members in groups.items():
+        for (place, columns, top_k), members in groups.items():
             # The last column holds the number of choices to count, those of the real tokens.
-            size = len(members), experts + 1
+            size = len(members), columns
             block = members[0].expert_counts._base if there else torch.zeros(size, dtype=torch.int64, device=place)
             for router, row in zip(members, block, strict=True):
                 router.expert_counts = row
-            self._blocks[place, experts, top_k] = block
+            self._blocks[place, columns, top_k] = block
             self._totals.append(torch.zeros_like(block))
         if routers and not there:
             forget_graphs(model)

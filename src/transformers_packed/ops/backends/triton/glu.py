@@ -133,8 +133,9 @@ class GLU(torch.autograd.Function):
     @first_order()
     def backward(ctx, d_out):
         products, (gate, x) = Products.restored(ctx)
-        d_outs, again = [d_out.reshape(-1, d_out.shape[-1])], products.needs_rows()
+        d_outs, again = [d_out], products.needs_rows()
         if products.plan.layers:
+            d_outs = [d_out.reshape(-1, d_out.shape[-1])]
             dy = products.input_gradient(d_outs)
             # The kernel reads an element of `dy` before it writes the same element of `dx`.
             dx = dy.view(x.shape)
