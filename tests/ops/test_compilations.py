@@ -86,6 +86,10 @@ class CompilationsTest(unittest.TestCase):
             self.assertEqual((Autotuner.run, Autotuner._bench), methods)
         kept = [(one.package, one.kernel, one.key, one.from_disk) for one in found]
         self.assertEqual(kept, [("autotune", "rule", "16", False), ("autotune", "rule", "32", True)])
+        with mock.patch("triton.runtime.autotuner.Autotuner", type("Autotuner", (), {})):
+            with self.assertLogs("transformers_packed", "INFO") as logs, compilations(found.append):
+                pass
+        self.assertIn("Kernels of this release of triton are not recorded", logs.output[0])
 
     def test_kernels_of_tilelang(self):
         class Kernel(Configured):

@@ -66,7 +66,7 @@ def save_builtin_classes() -> None:
     """
     cls = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     original = getattr(cls, BASE_CLASS, None)
-    if original is None or cls in _saving_builtin_classes:
+    if cls is None or original is None or cls in _saving_builtin_classes:
         return
     package = __package__.partition(".")[0]
 

@@ -26,6 +26,7 @@ from .experts import isolates
 from .recordings import RecordedLayers, Use, is_on_gpu, new_place
 from .releases import checkpoint_of
 from .replacements import Model
+from .typed import TextModel
 from .untouched import hooks_of
 
 
@@ -111,12 +112,13 @@ def _slots(documents: int) -> int:
     return slots
 
 
-def find_text_models(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_text_models(model: torch.nn.Module) -> list[TextModel]:
     """Return the Qwen3.5 and Qwen3-Next text models of this package in `model`."""
-    return [module for module in model.modules() if hasattr(type(module), "layer_graphs")]
+    texts: list[Any] = [module for module in model.modules() if hasattr(type(module), "layer_graphs")]
+    return texts
 
 
-def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def text_models_of(model: torch.nn.Module) -> list[TextModel]:
     """Return what [`find_text_models`] finds, or raise an error if that is none."""
     texts = find_text_models(model)
     if not texts:
@@ -128,7 +130,7 @@ def text_models_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return texts
 
 
-def records_graphs(text: torch.nn.Module) -> bool:
+def records_graphs(text: TextModel) -> bool:
     """Whether a row of this text model has been recorded."""
     return text.layer_graphs is not None and text.layer_graphs.is_recorded
 
@@ -160,12 +162,12 @@ def without_graphs(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def layers_as_graphs(
-    text: torch.nn.Module, boundaries: SequenceBoundaries | None, options: dict[str, Any]
+    text: TextModel, boundaries: SequenceBoundaries | None, options: dict[str, Any]
 ) -> Iterator[None]:
     """Replace the layers of `text` with one module that runs them as graphs, if graphs are enabled and can help."""
     graphs = text.layer_graphs
-    wanted = graphs is not None and graphs.max_length and boundaries is not None
-    if not wanted or not (text.training and torch.is_grad_enabled()):
+    trains = text.training and torch.is_grad_enabled()
+    if graphs is None or not graphs.max_length or boundaries is None or not trains:
         yield
         return
     outputs = [name for name in _OUTPUTS if options.get(name, getattr(text.config, name, False))]
@@ -188,7 +190,12 @@ def _warn(reason: str) -> None:
 class _AllLayers(torch.nn.Module):
     """Replacement for the layers during one forward of a packed row."""
 
-    def __init__(self, graphs: "LayerGraphs", text: torch.nn.Module, boundaries: SequenceBoundaries):
+    graphs: "LayerGraphs"
+    text: TextModel
+    layers: torch.nn.ModuleList
+    boundaries: SequenceBoundaries
+
+    def __init__(self, graphs: "LayerGraphs", text: TextModel, boundaries: SequenceBoundaries):
         super().__init__()
         # Not registered as submodules, because they need no setup.
         layers = text.layers[: text.config.num_hidden_layers]
@@ -217,7 +224,7 @@ class LayerGraphs:
         self._parameters: list[torch.nn.Parameter] = []
         self._made_for: list = []
         self._settings: list[tuple[dict, str, Any]] = []
-        self._place = None
+        self._place: tuple | None = None
         self._last: Callable[[], Use | None] = lambda: None
 
     @property
@@ -256,7 +263,9 @@ class LayerGraphs:
         """Forget all graphs if they read old addresses, or ran the layers in their old modes and settings."""
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         buffers = [x for module in modules for x in module._buffers.values() if x is not None]
-        made_for = [(module.training, getattr(module, "gradient_checkpointing", False)) for module in modules]
+        made_for: list[Any] = [
+            (module.training, getattr(module, "gradient_checkpointing", False)) for module in modules
+        ]
         made_for += [(x.data_ptr(), x.dtype, x.requires_grad) for x in parameters]
         made_for += [x.data_ptr() for x in buffers]
         # Layers may share parameters.

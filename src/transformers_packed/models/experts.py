@@ -4,6 +4,8 @@ Our models choose it by default, and `patch_model` sets it in place of Transform
 that the user sets is kept.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import SiLUActivation
@@ -27,12 +29,13 @@ _CLASSES = [family.experts for family in OWN if family.experts]
 def switch_implementation(model: torch.nn.Module, ours: bool) -> None:
     """Replace Transformers' default implementation of all experts in `model` by ours, or ours by that default."""
     before, after = (_DEFAULT, EXPERTS) if ours else (EXPERTS, _DEFAULT)
-    for module in model.modules():
-        if type(module).__name__ in _CLASSES and module.config._experts_implementation == before:
-            module.config._experts_implementation = after
+    configs: list[Any] = [module.config for module in model.modules() if type(module).__name__ in _CLASSES]
+    for config in configs:
+        if config._experts_implementation == before:
+            config._experts_implementation = after
 
 
-def isolates(module: torch.nn.Module) -> bool:
+def isolates(module: Any) -> bool:
     """Whether the result of a token in this module of experts depends on other tokens in no bit."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
@@ -77,13 +80,13 @@ def run_experts(
     return module(hidden_states, top_k_index, top_k_weights) + torch.sigmoid(shared_gate) * shared
 
 
-def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, list[Adapter | None] | None]:
+def _adapters_of(module: Any) -> tuple[Any, list[Adapter | None] | None]:
     """Return the experts inside PEFT's wrappers, and the adapters of `gate_up_proj` and `down_proj`.
 
     There are no adapters, but `None`, if one of these modules has to run.
     """
-    found = {}
-    wrapper = lora_class("lora.layer", "ParamWrapper")
+    found: dict[str, Adapter] = {}
+    wrapper: Any = lora_class("lora.layer", "ParamWrapper")
     while wrapper is not None and type(module) is wrapper:
         adapter = adapter_of_parameter(module)
         if isinstance(adapter, str):
@@ -101,7 +104,7 @@ def _adapters_of(module: torch.nn.Module) -> tuple[torch.nn.Module, list[Adapter
 
 
 def experts_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Forward of a module of experts. Where the op would not be faster, this is Transformers' `grouped_mm`.
 

@@ -87,7 +87,7 @@ def announce_families_of(model: torch.nn.Module) -> None:
             class_around(type(outer))
 
 
-def class_around(cls: type) -> type | None:
+def class_around(cls: type[torch.nn.Module]) -> type | None:
     """Return our class for a stock class around a text model, or `None` if it only passes its arguments on."""
     family = stock_family(cls)
     if family is not None and cls not in REPLACEMENTS and "input_ids" in inspect.signature(cls.forward).parameters:
@@ -112,7 +112,7 @@ def auto_entries(*apart: type) -> Iterator[tuple]:
                 # Not from CONFIG_MAPPING, because importing flash-linear-attention registers its own Mamba there.
                 yield auto, getattr(transformers, CONFIG_MAPPING_NAMES[model_type]), ours
     for family in OWN:
-        for auto, config, name in family.apart.also:
+        for auto, config, name in family.apart.also if isinstance(family.apart, Own) else ():
             yield getattr(modeling_auto, auto), getattr(transformers, config), _model_of_ours(family, name)
 
 
@@ -232,7 +232,7 @@ class Root:
             Its family.
     """
 
-    def __init__(self, builtin: type, family: Family):
+    def __init__(self, builtin: type[torch.nn.Module], family: Family):
         # An unpacked base model runs on each document separately.
         self.builtin, self.unpacked = builtin, _is_unpacked(family, builtin.__name__)
         # Whether layers would ignore a mask for attention.
@@ -270,7 +270,7 @@ class Root:
 def root_class(root: Root) -> type:
     """Create the subclass of `root.builtin` that accepts packed rows."""
 
-    def run(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         if running.count == 0 and not may_be_packed(inputs, root.reads_patterns(model, inputs)):
             return root.run_builtin(model, inputs)
         return _run_root(model, root, inputs)
@@ -285,7 +285,7 @@ def root_class(root: Root) -> type:
 
 # Only this frame stays out of compiled graphs, because document lengths differ between rows.
 @partial(torch.compiler.disable, recursive=False, reason="packed rows differ in the lengths of their documents")
-def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any:
+def _run_root(model: PreTrainedModel, root: Root, inputs: dict[str, Any]) -> Any:
     tokens = tokens_of(inputs)
     outer = _current.get()
     boundaries = outer
@@ -303,13 +303,13 @@ def _run_root(model: torch.nn.Module, root: Root, inputs: dict[str, Any]) -> Any
             outputs = _run_unpacked(model, root.builtin.forward, boundaries, inputs)
         else:
             outputs = root.builtin.forward(model, **inputs)
-    if root.is_base and isinstance(outputs, ModelOutput) and outputs.get("router_logits"):
-        layers = outputs.router_logits
-        outputs.router_logits = tuple(x if x is None else boundaries.real_tokens(x) for x in layers)
+    layers = outputs.get("router_logits") if root.is_base and isinstance(outputs, ModelOutput) else None
+    if layers:
+        outputs["router_logits"] = tuple(x if x is None else boundaries.real_tokens(x) for x in layers)
     return outputs
 
 
-def _complete(inputs: dict[str, Any], model: torch.nn.Module, root: Root, boundaries: SequenceBoundaries) -> None:
+def _complete(inputs: dict[str, Any], model: PreTrainedModel, root: Root, boundaries: SequenceBoundaries) -> None:
     """Set the arguments of the stock forward for a packed row, in place."""
     if root.is_language_model and root.shifts_labels:
         labels = mask_targets_across_documents(boundaries, inputs.get("labels"), inputs)
@@ -326,7 +326,7 @@ def _complete(inputs: dict[str, Any], model: torch.nn.Module, root: Root, bounda
         inputs["boundaries"] = boundaries
 
 
-def _has_text_model_of_ours(model: torch.nn.Module) -> bool:
+def _has_text_model_of_ours(model: PreTrainedModel) -> bool:
     """Whether an enclosing model has a text model that takes boundaries as an argument."""
     return isinstance(family_of(model.config.get_text_config()).apart, Own)
 
@@ -401,7 +401,7 @@ def _by_row(outputs: ModelOutput, batch: torch.Size) -> tuple[dict[str, Any], li
     return fields, without_rows
 
 
-def mixer_class(builtin: type, mixer: Mixer) -> type:
+def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
     """Create the subclass of a token mixer that keeps documents apart."""
 
     def run(module: torch.nn.Module, arguments: dict[str, Any]) -> Any:
@@ -437,7 +437,7 @@ def _on_gpu(tensors: list[torch.Tensor]) -> bool:
 
 
 @cache
-def _is_kernel(function: Callable | None) -> bool:
+def _is_kernel(function: Any) -> bool:
     """Whether Transformers found a package's kernel for one of its functions, not only its own reference.
 
     Only a call reveals this: a wrapped reference rejects boundaries with a `ValueError` before it checks its other

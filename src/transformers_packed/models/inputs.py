@@ -120,8 +120,8 @@ def _described(given, metadata: dict, prompt_of, inputs: dict[str, Any], tokens)
     _check_one_row(" and ".join(metadata), tokens)
     boundaries = SequenceBoundaries.from_kwargs(metadata, tokens.shape[1])
     # ms-swift describes a padded batch of one row as one document. The mask also excludes padding.
-    is_padded = inputs.get("attention_mask") is not None and prompt_of is None and boundaries.num_documents == 1
-    return None if is_padded else boundaries
+    one = boundaries is not None and boundaries.num_documents == 1
+    return None if one and inputs.get("attention_mask") is not None and prompt_of is None else boundaries
 
 
 def _readable_row(inputs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
@@ -167,7 +167,8 @@ def _of_pattern(inputs: dict[str, Any], tokens: torch.Tensor, mixes: bool) -> Se
 
     The mask is removed or becomes one of padding. Position ids that count over all documents are removed too.
     """
-    found = read_documents(inputs["attention_mask"], *tokens.shape[:2], mixes)
+    rows, length = tokens.shape[:2]
+    found = read_documents(inputs["attention_mask"], rows, length, mixes)
     if found is None:
         return None
     real, boundaries = found
@@ -221,6 +222,7 @@ def _check_agrees(boundaries: SequenceBoundaries, metadata: dict[str, Any]) -> N
     described = {name: x for name, x in metadata.items() if name.startswith("cu_") or name == "seq_idx"}
     if described and all(may_read(x) for x in described.values()):
         other = SequenceBoundaries.from_kwargs(described, boundaries.total_length)
+        assert other is not None
         boundaries.check_same(other, " and ".join(described))
         return
     for name in described.keys() - {"seq_idx"}:
@@ -258,7 +260,7 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
     # String annotations refer to names in the stock module.
     with suppress(NameError):
         inner.__annotations__ = get_type_hints(builtin)
-    inner.__signature__ = signature.replace(parameters=[*parameters, *added, *rest])
+    vars(inner)["__signature__"] = signature.replace(parameters=[*parameters, *added, *rest])
 
     # Hooks copy the attributes of a bound forward. These must not include a signature with `self`.
     @wraps(inner, updated=())
@@ -268,7 +270,7 @@ def forward_like(builtin: Callable, run: Callable[[Any, dict], Any], added: Iter
     return forward
 
 
-def with_boundaries(cls: type, builtin: type) -> Callable:
+def with_boundaries(cls: Any, builtin: Any) -> Callable:
     """Create the forward of `cls`: like that of `builtin`, with boundaries in place of the packing keywords.
 
     It calls `forward_with_boundaries(boundaries, **inputs)` of `cls`. Its signature includes the keyword-only

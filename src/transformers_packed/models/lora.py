@@ -6,6 +6,7 @@ replaced. Everything else runs PEFT's own forward: variants such as DoRA, other 
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -25,14 +26,14 @@ def is_lora(layer: torch.nn.Module) -> bool:
     return base is not None and isinstance(layer, base)
 
 
-def adapters_of(layer: torch.nn.Module) -> tuple[Adapter, ...] | str:
+def adapters_of(layer: Any) -> tuple[Adapter, ...] | str:
     """Return the active adapters of a LoRA layer, or the reason why this layer runs PEFT's own forward."""
-    classes = lora_class("lora.layer", "Linear"), lora_class("lora.bnb", "Linear4bit")
-    classes += (lora_class("lora.torchao", "TorchaoLoraLinear"),)
+    linear, four_bit = lora_class("lora.layer", "Linear"), lora_class("lora.bnb", "Linear4bit")
+    classes = linear, four_bit, lora_class("lora.torchao", "TorchaoLoraLinear")
     if type(layer) not in classes:
         return f"it is a {type(layer).__name__}"
     # This runs hundreds of times per step. Attributes of a module are slower than its dictionaries.
-    if not is_untouched(layer, *classes):
+    if not is_untouched(layer, type(layer)):
         return "it is hooked, wrapped or compiled"
     state = vars(layer)
     if state.get("fan_in_fan_out") or not state.get("cast_input_dtype_enabled", True):
@@ -72,12 +73,11 @@ def _adapter(state: dict, name: str, down, up, dropout: torch.nn.Module) -> Adap
 def _matrix_of(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Return the weight and the bias of a linear layer that these parameters fully determine, or `None`."""
     parameters = layer._parameters
-    if not is_bare_linear(layer) or "weight" not in parameters:
-        return None
-    return parameters["weight"], parameters.get("bias")
+    weight = parameters.get("weight")
+    return None if weight is None or not is_bare_linear(layer) else (weight, parameters.get("bias"))
 
 
-def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
+def adapter_of_parameter(layer: Any) -> Adapter | None | str:
     """Return the active adapter of PEFT's wrapper of a parameter `[E, out, in]`, or the reason why PEFT has to run.
 
     It is `None` if no adapter is active. PEFT's matrices have the ranks of an expert together in the first one, and the
@@ -99,5 +99,5 @@ def adapter_of_parameter(layer: torch.nn.Module) -> Adapter | None | str:
         return f"adapter {name} is hooked, wrapped or not linear"
     if not has_swapped_features(layer) or not isinstance(scale, (int, float)) or up[1] is not None:
         return f"adapter {name} has another layout, a bias or a scale that is a tensor"
-    (down, _), (up, _), rank = down, up, state["r"][name]
-    return Adapter(down.view(-1, rank, down.shape[1]), up.view(len(up), rank, -1).permute(2, 0, 1), scale)
+    first, second, rank = down[0], up[0], state["r"][name]
+    return Adapter(first.view(-1, rank, first.shape[1]), second.view(len(second), rank, -1).permute(2, 0, 1), scale)

@@ -27,6 +27,7 @@ from ..ops.cross_entropy import TargetCount
 from .inputs import kept_tokens, mask_targets_across_documents
 from .packed_model import PackedModelMixin, Switch
 from .releases import CACHE
+from .typed import OutputBase
 from .untouched import is_bare_linear, is_sharded_linear
 
 
@@ -48,7 +49,7 @@ class LanguageModelMixin(PackedModelMixin):
         self,
         boundaries: SequenceBoundaries | None,
         *,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **inputs: Any,
     ) -> ModelOutput:
@@ -69,7 +70,8 @@ class LanguageModelMixin(PackedModelMixin):
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
         # `generate` never packs, even without a cache.
-        return {**super().prepare_inputs_for_generation(*args, **kwargs), "packs_padding": False}
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+        return {**inputs, "packs_padding": False}
 
 
 class DocumentClassifierMixin(PackedModelMixin):
@@ -90,7 +92,8 @@ class DocumentClassifierMixin(PackedModelMixin):
         boundaries.check_whole("Train classifiers without sequence parallelism and without prompt_of.")
         outputs = getattr(self, self.base_model_prefix)(boundaries=boundaries, **inputs)
         pooled = _pooled_tokens(self, boundaries, inputs.get("input_ids"))
-        logits = self.score(outputs.last_hidden_state[0].index_select(0, pooled))
+        score: Any = self.score
+        logits = score(outputs.last_hidden_state[0].index_select(0, pooled))
         loss = None
         if labels is not None:
             if labels.shape[0] != boundaries.num_documents:
@@ -171,7 +174,7 @@ def _has_plain_loss(model: Any) -> bool:
 
 
 @dataclass(init=False, repr=False, eq=False)
-class _LogitsOnDemand:
+class _LogitsOnDemand(OutputBase):
     """Mixin for outputs that compute `logits` on first access by name, and in no other way.
 
     `outputs.logits`, `outputs["logits"]` and `outputs.get("logits")` compute them. Before that, `in`, `keys`, `items` and
@@ -184,7 +187,7 @@ class _LogitsOnDemand:
         super().__init_subclass__(**kwargs)
         # FSDP copies all dataclass fields into a new output, so `logits` must not be a field. `dataclasses` has no
         # public way to remove a field of a base class.
-        fields = super().__dataclass_fields__ | _LogitsOnDemand.__dataclass_fields__
+        fields = super().__dataclass_fields__ | _LogitsOnDemand.__dataclass_fields__  # type: ignore[misc]
         cls.__dataclass_fields__ = {name: field for name, field in fields.items() if name != "logits"}
 
     def __init__(self, *args: Any, make_logits: Callable[[], torch.Tensor] | None = None, **kwargs: Any):
@@ -232,7 +235,7 @@ def _some_rows(weight: torch.Tensor) -> torch.Tensor:
     return weight[:: max(1, -(-len(weight) // 64))]
 
 
-def _logits_on_demand(head: torch.nn.Module, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _logits_on_demand(head: Any, hidden_states: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that computes the head's logits in the modes of this forward, if the weights are unchanged."""
     device, bare = hidden_states.device.type, is_bare_linear(head)
     weight, bias = head.weight, head.bias
@@ -275,7 +278,7 @@ class MoeCausalLMOutputWithoutLogits(_LogitsOnDemand, MoeCausalLMOutputWithPast)
 
 def loss_without_logits(
     model: Any,
-    labels: torch.Tensor,
+    labels: torch.Tensor | None,
     *,
     logits_to_keep: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
@@ -310,6 +313,7 @@ def loss_without_logits(
     ignore_index = inputs.get("ignore_index", -100)
     targets = inputs.get("shift_labels")
     if targets is None:
+        assert labels is not None
         targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     num_targets = TargetCount(targets, ignore_index)
     outputs = model.model(attention_mask=attention_mask, **inputs)
@@ -349,5 +353,5 @@ def loss_without_logits(
         if boundaries is not None and boundaries.is_shard and inputs.get("num_items_in_batch") is not None:
             # Every rank computes the router loss of the whole row, and the losses of the ranks are summed.
             aux_loss = aux_loss / boundaries.size
-        loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+        loss = loss + config.router_aux_loss_coef * torch.as_tensor(aux_loss).to(loss.device)
     return MoeCausalLMOutputWithoutLogits(loss=loss, aux_loss=aux_loss, router_logits=routers, **fields)

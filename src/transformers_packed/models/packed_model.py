@@ -12,6 +12,7 @@ from .families import family_of
 from .family import Own
 from .quantization import QuantizationMixin
 from .replacements import convert
+from .typed import ModelBase
 
 
 logger = logging.get_logger(__name__)
@@ -43,7 +44,7 @@ class Switch:
                 vars(module)[self.name] = value
 
 
-class SavedNamesMixin:
+class SavedNamesMixin(ModelBase):
     """Models that load weights by the names of a checkpoint, too."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -108,11 +109,12 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         return _builtin(cls)._can_set_experts_implementation()
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        if isinstance(family_of(type(self)).apart, Own):
+        family = family_of(type(self))
+        if family is not None and isinstance(family.apart, Own):
             requested_experts = EXPERTS if requested_experts is None else requested_experts
         return super().get_correct_experts_implementation(requested_experts)
 
 
-def _builtin(cls: type) -> type:
+def _builtin(cls: type) -> Any:
     """Return the stock class that one of our model classes derives from."""
     return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))

@@ -73,14 +73,14 @@ class PaddedBatch:
         """
         real = attention_mask.to("cpu", torch.bool)
         runs = real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(1)
-        lengths = real.sum(1)
+        counts = real.sum(1)
         if bool((runs > 1).any()):
             return None
-        tokens = int(lengths.sum())
+        tokens = int(counts.sum())
         if tokens == 0 or (tokens == real.numel() and input_ids is None):
             return None
-        slots, shape = real.flatten().nonzero()[:, 0], tuple(real.shape)
-        lengths = lengths[lengths > 0].tolist()
+        slots, shape = real.flatten().nonzero()[:, 0], (real.shape[0], real.shape[1])
+        lengths: list[int] = counts[counts > 0].tolist()
         if input_ids is not None and len(lengths) > 1:
             documents = input_ids.flatten().to("cpu")[slots].split(lengths)
             groups = shared_prompts([document.numpy() for document in documents])
@@ -100,19 +100,18 @@ class PaddedBatch:
         pieces += [(document, 0, n, -1) for document, n in enumerate(lengths) if document not in answered]
         for prompt, (documents, tokens) in enumerate(groups):
             pieces += [(document, tokens, lengths[document], prompt) for document in documents]
-        tokens = np.concatenate([np.arange(starts[d] + begin, starts[d] + end) for d, begin, end, _ in pieces])
+        order = np.concatenate([np.arange(starts[d] + begin, starts[d] + end) for d, begin, end, _ in pieces])
         # Each real token is the one of its document, or the one of the first document with the same prompt.
         index = np.empty(len(slots), dtype=np.int64)
-        index[tokens] = np.arange(len(tokens))
+        index[order] = np.arange(len(order))
         for documents, n in groups:
             for document in documents[1:]:
                 first = starts[documents[0]]
                 index[starts[document] : starts[document] + n] = index[first : first + n]
         row = SequenceBoundaries.from_lengths([end - begin for _, begin, end, _ in pieces])
-        row = SharedPrompts.of(row, [prompt for *_, prompt in pieces])
-        moved = (x.to(device, non_blocking=True) for x in (row, slots, slots[torch.from_numpy(tokens)]))
-        boundaries, slots, sources = moved
-        return cls(boundaries, slots, shape, Copies.of(index, device), sources)
+        boundaries = SharedPrompts.of(row, [prompt for *_, prompt in pieces]).to(device, non_blocking=True)
+        sources = slots[torch.from_numpy(order)].to(device, non_blocking=True)
+        return cls(boundaries, slots.to(device, non_blocking=True), shape, Copies.of(index, device), sources)
 
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Pack the tokens `[B, T, ...]` and position ids of a forward's arguments into one row.
@@ -236,7 +235,7 @@ def padded_batch(model: Any, inputs: dict[str, Any]) -> PaddedBatch | None:
         `ValueError`: the mask has other numbers than 0 and 1.
     """
     mask, tokens = inputs.get("attention_mask"), tokens_of(inputs)
-    real = read_padding(mask) if is_padding(mask) else None
+    real = None if mask is None or not is_padding(mask) else read_padding(mask)
     shares = model.share_prompts and "prompt_ids" not in inputs
     why = "" if real is None else why_padded(model, inputs)
     prompt_ids, _ = inputs.pop("prompt_ids", None), inputs.pop("packs_padding", None)

@@ -13,7 +13,7 @@ from ..ops.backends import triton
 from ..ops.dispatch import ran
 from ..ops.float8 import DTYPE
 from ..ops.linear import fused_linears, product_dtype
-from ..ops.terms import Dequantized, Float8Weight, Projection
+from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
 from .untouched import is_bare_linear, is_untouched
@@ -33,22 +33,27 @@ def terms_of(layer: torch.nn.Module, hidden_states: torch.Tensor) -> tuple[Proje
     # On a CPU, no op is faster than calls, but products in float8 are in an op only.
     if not triton.on_gpu(hidden_states) and not is_in_float8(getattr(layer, "base_layer", layer), hidden_states):
         return None
-    base, adapters = layer, ()
+    base: Any = layer
+    adapters: tuple[Adapter, ...] = ()
     if type(layer) is not torch.nn.Linear and is_lora(layer):
-        adapters, base = adapters_of(layer), layer.base_layer
-        if isinstance(adapters, str):
-            return _note_call(layer, base, hidden_states, adapters)
+        found, base = adapters_of(layer), base.base_layer
+        if isinstance(found, str):
+            _note_call(layer, base, hidden_states, found)
+            return None
+        adapters = found
     in_float8 = is_in_float8(base, hidden_states)
     weight = _weight_of(base, in_float8)
     if weight is None:
         subject = "it" if base is layer else "its base layer"
         reason = f"{subject} is hooked, wrapped or of another class ({type(base).__name__})"
-        return _note_call(layer, base, hidden_states, reason)
+        _note_call(layer, base, hidden_states, reason)
+        return None
     projection = Projection(weight, base.bias, adapters)
     dtype = product_dtype(hidden_states, projection)
     if dtype is None:
         reason = f"its input is {hidden_states.dtype} and its base weight is {weight.dtype}"
-        return _note_call(layer, base, hidden_states, reason)
+        _note_call(layer, base, hidden_states, reason)
+        return None
     if in_float8 and not isinstance(weight, Float8Weight):
         warn_about(base, hidden_states, "its weight is quantized")
     return projection, dtype
@@ -138,7 +143,8 @@ def to_fuse(
 
 def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     """Apply each of these linear layers to `hidden_states`, in a single autograd step if possible."""
-    outputs, groups = {}, {}
+    outputs: dict[int, torch.Tensor] = {}
+    groups: dict[torch.dtype, dict[int, Projection]] = {}
     for i, layer in enumerate(layers):
         terms = terms_of(layer, hidden_states)
         if terms is None:
@@ -147,5 +153,5 @@ def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torc
             projection, dtype = terms
             groups.setdefault(dtype, {})[i] = projection
     for dtype, group in groups.items():
-        outputs |= zip(group, fused_linears(hidden_states, group.values(), dtype), strict=True)
+        outputs |= zip(group, fused_linears(hidden_states, list(group.values()), dtype), strict=True)
     return tuple(outputs[i] for i in range(len(layers)))

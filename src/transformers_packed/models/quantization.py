@@ -23,7 +23,8 @@ class QuantizationMixin(AdapterMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, quantization_config: Any = None, **kwargs: Any) -> Any:
         # The heads of other families have other names, so these keep the default of Transformers.
-        sensitive = family_of(cls).sensitive
+        family = family_of(cls)
+        sensitive = () if family is None else family.sensitive
         if sensitive and quantization_config is not None:
             quantization_config = _with_skipped_modules(quantization_config, sensitive)
         return super().from_pretrained(*args, quantization_config=quantization_config, **kwargs)

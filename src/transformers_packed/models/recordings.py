@@ -65,7 +65,8 @@ class RecordedLayers:
 
     def _differentiate(self) -> list[torch.Tensor | None]:
         """Return the gradients of the input and of all trained parameters."""
-        found, gradient = {}, self.d_output
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        gradient: torch.Tensor | None = self.d_output
         for layers, trained, x, output in reversed(self._saved):
             leaves = [x, *trained] if x.requires_grad else trained
             if not leaves:
@@ -154,7 +155,7 @@ def _segments(layers: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Mod
 
 
 @contextmanager
-def _without_checkpointing(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+def _without_checkpointing(layers: Iterable[Any]) -> Iterator[None]:
     """Turn gradient checkpointing off, because the graph itself computes the layers again."""
     switched_on = [layer for layer in layers if layer.gradient_checkpointing]
     for layer in switched_on:

@@ -174,8 +174,9 @@ def _new_arguments(builtin: type, ours: type) -> list[str]:
     for name, method in vars(ours).items():
         original = getattr(builtin, name, None)
         # Another package may have replaced the method, which tells nothing about the release.
-        is_stock = inspect.isfunction(original) and original.__module__.startswith("transformers.")
-        if isinstance(method, FunctionType) and is_stock:
+        if not isinstance(original, FunctionType) or not original.__module__.startswith("transformers."):
+            continue
+        if isinstance(method, FunctionType):
             known = inspect.signature(method).parameters
             new = [x for x, p in inspect.signature(original).parameters.items() if p.kind not in _VARIABLE]
             # A method with `*args`, such as a wrapper that somebody has put around it, passes all arguments on.
@@ -195,17 +196,17 @@ def _check(names: list[str], has: str, verb: str) -> None:
 # Private parts of Transformers
 
 
-def registered_classes(auto: type) -> dict[type, type]:
+def registered_classes(auto: Any) -> dict[type, type]:
     """Return the classes that were registered with an Auto class, by configuration class, to change it."""
     return auto._model_mapping._extra_content
 
 
-def class_names(auto: type) -> Mapping[str, Any]:
+def class_names(auto: Any) -> Mapping[str, Any]:
     """Return the names of the classes that an Auto class builds, by model type. It is empty for a base class."""
     return getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
 
 
-def builds(auto: type, config: "PreTrainedConfig") -> bool:
+def builds(auto: Any, config: "PreTrainedConfig") -> bool:
     """Whether an Auto class builds a model for this configuration."""
     return type(config) in auto._model_mapping
 
@@ -225,7 +226,8 @@ def recorder_key(model: torch.nn.Module) -> torch.nn.Module | str:
 
 def record_outputs(module: torch.nn.Module) -> None:
     """List a model of a new class in the registry of recordable outputs. An existing entry stays."""
-    registry, key = output_capturing._CAN_RECORD_REGISTRY, recorder_key(module)
+    registry: Any = output_capturing._CAN_RECORD_REGISTRY
+    key = recorder_key(module)
     if hasattr(module, "_can_record_outputs") and not registry.get(key):
         registry[key] = module._can_record_outputs
 
@@ -396,7 +398,8 @@ _SCORES_ARGUMENTS = [
 
 def takes_known_arguments(scores: Any) -> bool:
     """Whether TRL's function that scores tokens is one that `trl_head.py` can take the place of."""
-    return isinstance(scores, type) and list(inspect.signature(scores.forward).parameters) == _SCORES_ARGUMENTS
+    forward = getattr(scores, "forward", None)
+    return callable(forward) and list(inspect.signature(forward).parameters) == _SCORES_ARGUMENTS
 
 
 # Adapters to releases of Transformers
@@ -435,7 +438,8 @@ def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
     """Return the recurrent state of a layer, `None` before its first token: `Cache.get_recurrent_state` of 5.21."""
     if hasattr(cache, "get_recurrent_state"):
         return cache.get_recurrent_state(layer_idx)
-    return cache.layers[layer_idx].recurrent_states[0] if cache.has_previous_state(layer_idx) else None
+    layer: Any = cache.layers[layer_idx]
+    return layer.recurrent_states[0] if cache.has_previous_state(layer_idx) else None
 
 
 def is_rebalancing(sampler: object) -> bool:

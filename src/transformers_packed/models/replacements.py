@@ -22,12 +22,12 @@ from .trl_head import beside_trl
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # Our class for each stock class.
-REPLACEMENTS: dict[type, type] = {}
+REPLACEMENTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 # Our classes that only speed up a model, which keeps documents apart without them.
 FAST_PATHS: set[type] = set()
 
 
-def replaces_builtin(cls: type) -> type:
+def replaces_builtin(cls: Any) -> type:
     """Class decorator: `cls` replaces the stock class of the same name that it derives from.
 
     A class with a method `forward_with_boundaries` gets a forward with the stock signature that calls this method.
@@ -114,7 +114,7 @@ def apply_changes(changes: list[Change]) -> None:
         vars(module).update(attributes)
 
 
-def _attributes(name: str, module: torch.nn.Module, cls: type) -> dict[str, Any]:
+def _attributes(name: str, module: torch.nn.Module, cls: type[torch.nn.Module]) -> dict[str, Any]:
     """Return the instance attributes that must change with the module's class: a `forward` bound to the old class.
 
     accelerate's hooks set a `forward` that calls the bound method. Removing a hook leaves the bound method as

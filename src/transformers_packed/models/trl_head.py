@@ -27,7 +27,7 @@ _LOCK = RLock()
 def use_our_products(module: torch.nn.Module) -> None:
     """Score tokens with the products of this package, if TRL set the `forward` of the module."""
     theirs = vars(module).get("forward")
-    if is_trl_forward(theirs) and not hasattr(theirs, "trl_forward"):
+    if isinstance(theirs, MethodType) and is_trl_forward(theirs) and not hasattr(theirs, "trl_forward"):
         module.forward = beside_trl(theirs, module, theirs.__func__, our_products=True)
 
 
@@ -42,7 +42,7 @@ def beside_trl(theirs: MethodType, module: torch.nn.Module, other: Callable, our
         with _our_products(function.__globals__) if our_products else nullcontext():
             return function(self, *args, fused_lm_head=True, **kwargs)
 
-    forward.trl_forward = theirs
+    vars(forward)["trl_forward"] = theirs
     return MethodType(forward, module)
 
 
@@ -54,7 +54,7 @@ def _our_products(names: dict[str, Any]) -> Iterator[None]:
     """
     with _LOCK:
         theirs = names.get(TRL_SCORES)
-        if not takes_known_arguments(theirs):
+        if not isinstance(theirs, type) or not takes_known_arguments(theirs):
             yield
             return
         names[TRL_SCORES] = _Scores(theirs)
@@ -91,7 +91,7 @@ class _Scores:
 
         # On a CPU, TRL also scores tokens without a target, and their gradients are 0.
         summed = "is_top1" in outputs and hidden.is_cuda
-        asked = {name: name in outputs for name in ("entropy", "is_top1")}
+        asked: dict[str, Any] = {name: name in outputs for name in ("entropy", "is_top1")}
         found = linear_logps(
             hidden, weight, targets, bias, temperature=temperature, ignore_index=None, same_gradient=summed, **asked
         )

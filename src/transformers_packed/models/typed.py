@@ -1,9 +1,20 @@
-"""The class that mixins extend, for type checkers. At run time they have no base."""
+"""Classes of Transformers and of this package as type checkers see them. At run time, they are plain bases."""
 
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel as ModelBase
+    from transformers.utils import ModelOutput as OutputBase
+
+    from .cuda_graphs import LayerGraphs
+
+    class TextModel(ModelBase):
+        """A text model that may run its layers as CUDA graphs."""
+
+        layers: torch.nn.ModuleList
+        layer_graphs: LayerGraphs | None
+
 else:
-    ModelBase = object
+    ModelBase = TextModel = OutputBase = object

@@ -42,7 +42,7 @@ def measurements() -> dict[str, dict]:
     return json.loads(SUPPORT_MATRIX.read_text(encoding="utf-8"))["types"]
 
 
-def text_config(model: torch.nn.Module) -> "transformers.PreTrainedConfig":
+def text_config(model: "transformers.PreTrainedModel") -> "transformers.PreTrainedConfig":
     """Return the text configuration, or the whole configuration if the text part is ambiguous."""
     try:
         return model.config.get_text_config()
@@ -50,7 +50,7 @@ def text_config(model: torch.nn.Module) -> "transformers.PreTrainedConfig":
         return model.config
 
 
-def measured(model: torch.nn.Module) -> tuple[str, dict | None]:
+def measured(model: "transformers.PreTrainedModel") -> tuple[str, dict | None]:
     """Return the model type to look up, which is its own or that of its text part, and its entry in the matrix."""
     model_type = model.config.model_type
     if model_type not in measurements():
@@ -76,33 +76,35 @@ def judge(
         `tuple`: an error if the model mixes documents or loses their first labels, else `None`; and the reason if the
             answer is unknown, else `None`.
     """
-    outer, model = model, transformers_model(model)
-    if model is None:
+    inner = transformers_model(model)
+    if inner is None:
         return None, None
-    per_row = adapter_per_row(outer)
+    per_row = adapter_per_row(model)
     if per_row is not None:
         return input_error("adapters that support packed rows", per_row, "Train on padded batches."), None
-    if (unshifted := first_label_error(model)) is not None:
+    if (unshifted := first_label_error(inner)) is not None:
         return unshifted, None
-    if has_our_classes(model):
+    if has_our_classes(inner):
         return None, None
-    name = type(model).__name__
-    if cu_seqlens and hasattr(model.config, "vision_config"):
+    name = type(inner).__name__
+    if cu_seqlens and hasattr(inner.config, "vision_config"):
         got = f"cu_seqlens for {name}, whose vision tower reads them as image boundaries"
         fix = "Remove return_cu_seqlens, or call transformers_packed.patch_model(model) before creating the Trainer."
         return input_error("document boundaries for the language model only", got, fix), None
-    model_type, entry = measured(model)
+    model_type, entry = measured(inner)
     if entry is None or "not_built" in entry:
-        return None, f"no model of type {model.config.model_type} was audited"
+        return None, f"no model of type {inner.config.model_type} was audited"
     if source is None:
         return None, "the collator returns no position_ids, but every audit used them"
-    leak, doubt = _judge_by_audit(model, entry, source)
-    if leak is None and doubt is None and model_type != model.config.model_type:
+    leak, doubt = _judge_by_audit(inner, entry, source)
+    if leak is None and doubt is None and model_type != inner.config.model_type:
         doubt = f"its type was not audited, only {model_type}"
     return leak, doubt
 
 
-def _judge_by_audit(model: torch.nn.Module, entry: dict, source: str) -> tuple[ValueError | None, str | None]:
+def _judge_by_audit(
+    model: "transformers.PreTrainedModel", entry: dict, source: str
+) -> tuple[ValueError | None, str | None]:
     """Return the leak that the audit of a model's type found, or the doubt whether the model has it, as [`judge`] does."""
     name = type(model).__name__
     # A source without its own measurement has the verdict of "position_ids" and "all", which agree in that case.
@@ -146,7 +148,7 @@ def complain(model: torch.nn.Module, leak: ValueError | None, doubt: str | None,
         )
 
 
-def cache_setting(model: torch.nn.Module) -> str | None:
+def cache_setting(model: "transformers.PreTrainedModel") -> str | None:
     """Return the setting that makes a stock model create a cache for packed rows, so that its mask ignores documents.
 
     In training, gradient checkpointing disables the cache, but evaluation creates it.

@@ -66,11 +66,12 @@ def packed_mrope_position_ids(
             raise input_error(expected, got, f"Pass {name} of the processor, or position_ids of shape [4, 1, T].")
     grids = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
     grids = {name: None if grid is None else grid.to("cpu") for name, grid in grids.items()}
+    assert input_ids is not None and mm_token_type_ids is not None
     token_types = mm_token_type_ids.to("cpu")
     _check_vision_tokens(config.vision_config.spatial_merge_size, boundaries, token_types, grids)
 
     host = boundaries.to("cpu")
-    model_class = MODEL_MAPPING[type(config)]
+    model_class: Any = MODEL_MAPPING[type(config)]
     # The method needs no weights, so an object with the attributes that it reads is enough.
     reader = SimpleNamespace(config=config, get_vision_position_ids=partial(model_class.get_vision_position_ids, None))
     positions, _ = model_class.get_rope_index(

@@ -276,7 +276,7 @@ def _of_padded_batches(trainer: Trainer, model: transformers.PreTrainedModel) ->
     yield from refused((not packs, "a model that packs padded batches", "packs_padding=False", "Set it to True."))
 
 
-def check_cache(model: torch.nn.Module) -> ValueError | None:
+def check_cache(model: transformers.PreTrainedModel) -> ValueError | None:
     """The error if an unpatched model uses a cache, at least in evaluation. Our models use none on packed rows."""
     ours = families_of(model, *PATCHED)
     setting = None if ours else cache_setting(model)
