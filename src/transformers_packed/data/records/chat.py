@@ -169,7 +169,9 @@ class AssistantTurns:
 
     def render(self, messages: list[dict[str, Any]], tools: list | None = None, **kwargs) -> str:
         """The text of a conversation."""
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        assert isinstance(text, str)
+        return text
 
     def unread_keys(self, messages: list[dict[str, Any]]) -> list[str]:
         """Keys with a value in `messages` that occur nowhere in the template."""
