@@ -11,7 +11,6 @@ room and the remaining cost, instead of the remaining room.
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 
 
 # The document lengths of a row, from long to short, and the number of rows with these documents.
@@ -24,7 +23,7 @@ def number_of_rows(patterns: Patterns) -> int:
 
 
 def best_fit(
-    lengths: list[int], counts: list[int], max_length: int, cost: Sequence[float] | None = None, max_cost: float = 0.0
+    lengths: list[int], counts: list[int], max_length: int, cost: list[float] | None = None, max_cost: float = 0.0
 ) -> Patterns:
     """Pack documents with best-fit decreasing.
 
@@ -35,14 +34,12 @@ def best_fit(
             The number of documents of each length.
         max_length (`int`):
             Maximum number of tokens per row.
-        cost (`Sequence[float]`, *optional*):
+        cost (`list[float]`, *optional*):
             The cost of a document of 0, 1, ... tokens, strictly increasing.
         max_cost (`float`, *optional*, defaults to 0.0):
             With `cost`, the maximum cost of a row. A document that costs more has a row of its own.
     """
     shortest = lengths[0]
-    if cost is None:
-        cost, max_cost = range(max_length + 1), max_length
     # A node `(parent, length, times)` adds `times` documents to the rows of its parent. Node 0 is the empty row.
     nodes = [(0, 0, 0)]
     groups: dict[int, list[tuple[int, int, int, float]]] = {}  # longest fitting length: (node, rows, room, cost left)
@@ -50,7 +47,7 @@ def best_fit(
     closed: list[tuple[int, int]] = []
 
     def put(node: int, rows: int, room: int, left: float) -> None:
-        longest = min(room, bisect_right(cost, left) - 1)
+        longest = room if cost is None else min(room, bisect_right(cost, left) - 1)
         if longest < shortest:
             closed.append((node, rows))
             return
@@ -63,7 +60,7 @@ def best_fit(
         return len(nodes) - 1
 
     for length, remaining in zip(reversed(lengths), reversed(counts), strict=True):
-        each = cost[length]
+        each = 0.0 if cost is None else cost[length]
         while remaining:
             place = bisect_left(fits, length)
             new = place == len(fits)
@@ -75,7 +72,7 @@ def best_fit(
                 if not group:
                     del groups[fits[place]], fits[place]
             # The best-fitting row remains the best fit until no further document of this length fits.
-            number = max(1, min(room // length, int(left / each)))
+            number = room // length if cost is None else max(1, min(room // length, int(left / each)))
             full = min(rows, remaining // number)
             if full:
                 put(extend(node, length, number), full, room - number * length, left - number * each)
