@@ -217,7 +217,9 @@ class RefusalsTest(unittest.TestCase):
 
     def test_sequence_parallelism(self):
         batch = DataCollatorWithFlattening(model=self.model)([group([5, 6], [8])])
-        with self.assertRaisesRegex(ValueError, "does not support shared prompts .prompt_of.*without sequence parallelism"):
+        with self.assertRaisesRegex(
+            ValueError, "does not support shared prompts .prompt_of.*without sequence parallelism"
+        ):
             shard_batch(batch, 0, 2)
 
     def test_neftune(self):

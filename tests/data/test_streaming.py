@@ -67,9 +67,17 @@ def hf_stream(rows, shards=4):
     return IterableDataset.from_generator(read_shards, gen_kwargs={"shards": parts})
 
 
+class Sized(Rereadable, torch.utils.data.IterableDataset):
+    """A stream of torch that knows its length, and inherits a `__getitem__` that only raises."""
+
+    def __len__(self):
+        return len(self.rows)
+
+
 SOURCES = {
     "list": list,
     "iterable": Rereadable,
+    "sized": Sized,
     "stateful": Stateful,
     "hf_map": Dataset.from_list,
     "hf_stream": hf_stream,

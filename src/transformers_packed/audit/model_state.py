@@ -28,7 +28,7 @@ def audit_state(model: torch.nn.Module, notes: list[str]) -> Iterator[None]:
     """
     inner = inner_model(model)
     devices = sorted({x.device.index for x in model.parameters() if x.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), same_buffers(model), _same_attributes(model):
+    with torch.random.fork_rng(devices=devices), _same_buffers(model), _same_attributes(model):
         with _frozen(model), _in_training(model), quiet(model):
             if hasattr(inner.config, "use_cache"):
                 inner.config.use_cache = False
@@ -61,7 +61,7 @@ def _is_rate(item: Any, name: str, value: Any) -> bool:
 
 
 @contextmanager
-def same_buffers(model: torch.nn.Module) -> Iterator[None]:
+def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
     """Restore the buffers of all modules and their contents."""
     buffers = [(m._buffers, dict(m._buffers), {k: _copy(v) for k, v in m._buffers.items()}) for m in model.modules()]
     try:

@@ -35,8 +35,9 @@ _REMOVE = "Remove such samples from the dataset."
 
 
 def has_items(dataset: Any) -> bool:
-    """Whether a dataset has indices and a length. A stream has neither."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    """Whether a dataset has indices and a length. A stream may have a length, and torch's declare indices."""
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return indexed and not isinstance(dataset, IterableDataset)
 
 
 def spread(samples: int, number: int) -> list[int]:
@@ -46,7 +47,7 @@ def spread(samples: int, number: int) -> list[int]:
 
 def some_samples(dataset: Any, number: int) -> Iterable | None:
     """Up to `number` samples of a dataset, or `None` for a stream that reading may consume."""
-    if has_items(dataset) and not isinstance(dataset, IterableDataset):
+    if has_items(dataset):
         return (dataset[index] for index in spread(len(dataset), number))
     return islice(dataset, number) if type(dataset).__module__.startswith("datasets.") else None
 

@@ -37,6 +37,14 @@ def inner_model(model: torch.nn.Module | None) -> "transformers.PreTrainedModel"
     return inner
 
 
+def set_switches(model: torch.nn.Module, **values: bool) -> None:
+    """Set attributes such as `packs_padding` of the Transformers model in `model`, unless it is a stock model."""
+    inner = inner_model(model)
+    if isinstance(inner, PackedModelMixin):
+        for name, value in values.items():
+            setattr(inner, name, value)
+
+
 def has_our_classes(model: torch.nn.Module) -> bool:
     """Whether `model` has classes of ours that keep documents apart, and no stock module that such a class replaces.
 

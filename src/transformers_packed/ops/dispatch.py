@@ -31,8 +31,6 @@ _used: dict[str, dict[str, None]] = {}
 _of_tokens: set[str] = set()
 # The compiler would unroll the chunks of one reference, and keep all logits of the other.
 _NOT_TO_COMPILE = ("gated_delta_rule", "linear_cross_entropy")
-
-
 # The functions that run ops on rows whose documents begin elsewhere, by the class of their boundaries and the op's name.
 _FORMS: dict[tuple[type, str], Callable[..., Any]] = {}
 
@@ -123,10 +121,9 @@ def run(op: str, impl: str, table: dict[str, Implementation], *args, **kwargs) -
     """
     if "boundaries" not in kwargs:
         _of_tokens.add(op)
-    elif kwargs["boundaries"] is not None:
-        if torch.compiler.is_compiling():
-            return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
-    return choose(op, impl, table, *args, **kwargs)(*args, **kwargs)
+    elif kwargs["boundaries"] is not None and torch.compiler.is_compiling():
+        return outside_of_graphs(_run, op, impl, table, *args, **kwargs)
+    return _run(op, impl, table, *args, **kwargs)
 
 
 def _run(op, impl, table, *args, **kwargs):

@@ -106,9 +106,7 @@ def shared_input_linears(
     for layer in layers:
         check_layer(hidden_states.shape[-1], layer)
     projections = tuple(map(as_projection, layers))
-    table = (
-        FLOAT8 if any(isinstance(projection.weight, Float8Weight) for projection in projections) else IMPLEMENTATIONS
-    )
+    table = FLOAT8 if _in_float8(projections) else IMPLEMENTATIONS
     return run(_name(projections), impl, table, hidden_states, *projections)
 
 
@@ -126,10 +124,12 @@ def fused_linears(
     return _fused(hidden_states, *projections, dtype=dtype)
 
 
+def _in_float8(projections: Sequence[Projection]) -> list[Float8Weight]:
+    return [projection.weight for projection in projections if isinstance(projection.weight, Float8Weight)]
+
+
 def _name(projections):
-    name = (
-        "linear_float8" if any(isinstance(projection.weight, Float8Weight) for projection in projections) else "linear"
-    )
+    name = "linear_float8" if _in_float8(projections) else "linear"
     return f"{name}_lora" if any(projection.adapters for projection in projections) else name
 
 
@@ -161,7 +161,7 @@ def _fused(hidden_states, *projections, dtype=None):
     recipe = None, None, None
     # The gradient of a weight takes long and needs its input. In float8, weights keep the input in a form of their own.
     trained = any(isinstance(p.weight, torch.Tensor) and p.weight.requires_grad for p in projections)
-    if not trained or any(isinstance(p.weight, Float8Weight) for p in projections):
+    if not trained or _in_float8(projections):
         recipe = recipe_of(hidden_states)
     dtype = dtype or product_dtype(hidden_states, projections[0])
     outputs = _SharedInputLinears.apply(hidden_states, plan, dtype, *recipe, *tensors)
@@ -172,7 +172,7 @@ def _fused(hidden_states, *projections, dtype=None):
 
 
 def _verify_fused(hidden_states, *projections):
-    in_float8 = [projection.weight for projection in projections if isinstance(projection.weight, Float8Weight)]
+    in_float8 = _in_float8(projections)
     if in_float8 and is_transformed():
         return False, "does not support torch.func transforms"
     if not in_float8 and not triton.on_gpu(hidden_states):

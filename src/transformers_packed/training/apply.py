@@ -2,8 +2,7 @@
 
 import torch
 
-from ..models.packed_model import PackedModelMixin
-from ..models.registry import has_our_classes, inner_model, unpatch_model
+from ..models.registry import has_our_classes, set_switches, unpatch_model
 from .preference import without_autocast
 from .setup import Change, Setup
 from .typed import Trainer
@@ -48,6 +47,4 @@ def _unpatch(models: list[torch.nn.Module] | tuple[torch.nn.Module, ...]) -> Non
         try:
             unpatch_model(model)
         except ValueError:
-            inner = inner_model(model)
-            if isinstance(inner, PackedModelMixin):
-                inner.packs_padding = inner.skips_logits = False
+            set_switches(model, packs_padding=False, skips_logits=False)

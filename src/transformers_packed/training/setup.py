@@ -23,8 +23,7 @@ from ..models.families import LANGUAGE_MODELS, TITLES, families_of
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
-from ..models.packed_model import PackedModelMixin
-from ..models.registry import check_patch, inner_model, patch_model, transformers_model
+from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
 from ..models.replacements import REPLACEMENTS
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -399,17 +398,9 @@ def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
         raise reason
 
 
-def _keep_logits(model: torch.nn.Module) -> None:
-    """Compute the logits in training, which a loss of the user may read from a copy of the output."""
-    inner = inner_model(model)
-    if isinstance(inner, PackedModelMixin):
-        inner.skips_logits = False
-
-
-def _share_prompts(model: torch.nn.Module) -> None:
-    inner = inner_model(model)
-    if isinstance(inner, PackedModelMixin):
-        inner.share_prompts = True
+# A loss of the user may read the logits from a copy of the output.
+_keep_logits = partial(set_switches, skips_logits=False)
+_share_prompts = partial(set_switches, share_prompts=True)
 
 
 def _in_float8(model: torch.nn.Module) -> None:
