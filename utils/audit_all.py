@@ -48,6 +48,9 @@ COLUMNS = {
     ("ours", "position_ids"): "`patch_model`, `position_ids`",
     ("ours", "all"): "`patch_model`, all",
 }
+MODELS = {"builtin": "stock", "ours": "`patch_model`"}
+# What the refusals of `patch_model`, and the errors of stock classes, have in common.
+FRAME = re.compile(r"^ValueError: (expected a causal language model of a family that can be packed, got \w+: )?")
 VERDICTS = ("isolated", "isolated by unpacking", "leaks", "refused", "not built")
 ROOT = Path(__file__).resolve().parents[1]
 # The page has an introduction, written by hand, up to the first table.
@@ -298,22 +301,29 @@ def to_markdown(matrix: dict[str, Any]) -> str:
         "|---|" + "---:|" * len(COLUMNS),
         *(_row(verdict, *(found[column][verdict] or "" for column in COLUMNS)) for verdict in VERDICTS),
         "",
-        _row("type", "class", *COLUMNS.values(), "why"),
-        "|---" * (len(COLUMNS) + 3) + "|",
+        '<div class="matrix" markdown>\n',
+        _row("type and class", *MODELS.values()),
+        "|---" * (len(MODELS) + 1) + "|",
     ]
     for name, entry in sorted(matrix["types"].items()):
         if "not_built" in entry:
-            lines.append(_row(f"`{name}`", "", *["not built"] * len(COLUMNS), entry["not_built"]))
-            continue
-        cells = [entry[model][source] for model, source in COLUMNS]
-        reasons = dict.fromkeys(cell["reason"] for cell in cells if "reason" in cell)
-        lines.append(_row(f"`{name}`", f"`{entry['class']}`", *map(_cell, cells), "; ".join(reasons)))
-    return "\n".join(lines) + "\n"
+            lines.append(_row(f"`{name}`", f"not built: {entry['not_built']}", "not built"))
+        else:
+            lines.append(_row(f"`{name}`<br>`{entry['class']}`", *(_cell(entry[model]) for model in MODELS)))
+    return "\n".join([*lines, "", "</div>"]) + "\n"
 
 
-def _cell(found: dict[str, str]) -> str:
-    leak = f": `{found['module']}` ({found['kind']})" if found["verdict"] == "leaks" else ""
-    return found["verdict"] + leak
+def _cell(found: dict[str, dict[str, str]]) -> str:
+    """Format the verdicts of a model: one if both sources of boundaries give the same."""
+    alone, full = (_verdict(found[source]) for source in SOURCES)
+    return alone if alone == full else f"{alone}; with all: {full}"
+
+
+def _verdict(found: dict[str, str]) -> str:
+    if found["verdict"] == "leaks":
+        return f"leaks: `{found['module']}` ({found['kind']})"
+    reason = FRAME.sub("", found.get("reason", "")).removesuffix(". Use padded batches.")
+    return f"{found['verdict']}: {reason}" if reason else found["verdict"]
 
 
 def _row(*cells: Any) -> str:
