@@ -270,8 +270,10 @@ class CudaGraphsOnGpuTest(unittest.TestCase):
             # Eight small layers are bound by the host, on any host.
             self.assertTrue(lines[0].startswith("CUDA graphs on, because a row takes"), lines)
         # Before the second of the eight steps, rows may be tried without graphs.
-        self.assertEqual(set(recorded[-7:]), {graphs_of(model)})
-        self.assertEqual(graphs_of(model) > 0, wanted is not False)
+        (number,) = set(recorded[-7:])
+        self.assertEqual(number > 0, wanted is not False)
+        # Graphs that the Trainer chose itself end with the training.
+        self.assertEqual(graphs_of(model), number if wanted else 0)
         self.assertEqual(self.warnings, [])
 
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")

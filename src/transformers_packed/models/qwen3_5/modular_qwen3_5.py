@@ -6,6 +6,7 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from ...boundaries import SequenceBoundaries
+from ...ops import gated_delta_gates
 from ..inputs import without_packing
 from ..outputs import LanguageModelMixin
 from ..packed_model import PackedModelMixin
@@ -30,9 +31,10 @@ from ..vision import features_of_tokens, packed_position_ids
 
 class Qwen3_5GatedDeltaNet(Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and g and beta `[B, T, HV]`."""
         z, mixed_qkv, b, a = project(hidden_states, self.in_proj_z, self.in_proj_qkv, self.in_proj_b, self.in_proj_a)
-        return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), b, a
+        g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
+        return mixed_qkv, z.unflatten(-1, (-1, self.head_v_dim)), g, beta
 
 
 class Qwen3_5Attention(Qwen3NextAttention):

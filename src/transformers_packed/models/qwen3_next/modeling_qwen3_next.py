@@ -40,15 +40,16 @@ from ..untouched import is_untouched
 @replaces_builtin
 class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and b and a `[B, T, HV]`."""
+        """Project `[B, T, hidden]` to qkv `[B, T, conv_dim]`, z `[B, T, HV, V]`, and g and beta `[B, T, HV]`."""
         query, key, value, z, b, a = self.fix_query_key_value_ordering(
             *project(hidden_states, self.in_proj_qkvz, self.in_proj_ba)
         )
-        return torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1), z, b, a
+        g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
+        return torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1), z, g, beta
 
     @force_accelerate_hooks("conv1d")
     @takes_cache(LINEAR_CACHE)
-    def forward(
+    def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
         cache: Cache | None = None,
@@ -82,7 +83,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         kwargs |= {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         boundaries = SequenceBoundaries.from_kwargs(kwargs, length)
         hidden_states = builtin.apply_mask_to_padding_states(hidden_states, attention_mask)
-        mixed_qkv, z, b, a = self.project(hidden_states)
+        mixed_qkv, z, g, beta = self.project(hidden_states)
 
         recurrent_state = None
         if cache is not None:
@@ -103,7 +104,6 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         )
         if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
-        g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
         output, recurrent_state = gated_delta_rule(
             query,
             key,
@@ -115,6 +115,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             output_final_state=cache is not None,
         )
         if cache is not None:
+            assert recurrent_state is not None
             cache.update_recurrent_state(recurrent_state, self.layer_idx)
 
         norm = self.norm
@@ -150,7 +151,7 @@ class Qwen3NextAttention(builtin.Qwen3NextAttention):
         norms = self.q_norm, self.k_norm
         fused = all(is_untouched(norm, Qwen3NextRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         if fused:
-            query, key, gate = qk_norm_rope(query_gate, key, *(norm.weight for norm in norms), cos, sin, norms[0].eps)
+            query, key, gate = qk_norm_rope(query_gate, key, norms[0].weight, norms[1].weight, cos, sin, norms[0].eps)
         else:
             query, gate = query_gate.chunk(2, dim=-1)
             query, key = self.q_norm(query), self.k_norm(key)
@@ -210,7 +211,7 @@ class Qwen3NextTopKRouter(builtin.Qwen3NextTopKRouter):
         normalize = getattr(self, "norm_topk_prob", True)
         weights, index = choose_experts(router_logits, self.top_k, normalize=normalize)
         if self.expert_counts is not None and self.training:
-            self.count_choices(index)
+            self.count_choices(index, self.expert_counts)
         return router_logits, weights, index
 
     @property
@@ -218,9 +219,9 @@ class Qwen3NextTopKRouter(builtin.Qwen3NextTopKRouter):
         """The size of `expert_counts`."""
         return self.num_experts + 1
 
-    def count_choices(self, index: torch.Tensor) -> None:
+    def count_choices(self, index: torch.Tensor, expert_counts: torch.Tensor) -> None:
         """Write to `expert_counts` how often each expert is in `index`, without the padding at the end of a row."""
-        counts, choices = self.expert_counts.split((self.num_experts, 1))
+        counts, choices = expert_counts.split((self.num_experts, 1))
         index = index.flatten()
         is_real = torch.arange(len(index), device=index.device) < choices
         counts.zero_().scatter_add_(0, index, is_real.to(counts.dtype))
@@ -239,7 +240,7 @@ class Qwen3NextSparseMoeBlock(builtin.Qwen3NextSparseMoeBlock):
 @fast_path
 class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
     @takes_cache(CACHE)
-    def forward(
+    def forward(  # type: ignore[misc]  # Named here, and also in `PackingKwargs`.
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
