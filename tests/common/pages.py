@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = "Qwen/Qwen3.5-0.8B"
 # A family without classes of its own in this package.
 OTHER_CHECKPOINT = "LiquidAI/LFM2-350M"
+# The first of them are the `chats.jsonl` of the pages.
+CHATS = ROOT / "examples" / "chats.jsonl"
 RECORDS = 12
 # Stop a page that blocks.
 SECONDS = 60
@@ -65,7 +67,7 @@ def run_blocks(page: str, text: str) -> None:
 
 def make_files(folder: Path) -> None:
     """Create the files that a reader is assumed to have: a complete checkpoint, and data."""
-    examples = _examples()
+    examples = examples_module()
     made, processor = examples.tiny_vision_checkpoint()
     shutil.copytree(made, folder / CHECKPOINT)
     tokenizer = processor.tokenizer
@@ -73,11 +75,12 @@ def make_files(folder: Path) -> None:
         part.save_pretrained(folder / CHECKPOINT)
     _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
     tokenizer.save_pretrained(folder / OTHER_CHECKPOINT)
-    chats, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
-    texts = [" ".join(message["content"] for message in row["messages"]) for row in chats]
+    chats = CHATS.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "chats.jsonl").write_text("".join(chats[:RECORDS]), encoding="utf-8")
+    sums, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
+    texts = [" ".join(message["content"] for message in row["messages"]) for row in sums]
     documents = [tokenizer(text)["input_ids"] for text in texts]
     for name, rows in (
-        ("chats", chats),
         ("texts", ({"text": text} for text in texts)),
         ("preferences", preferences),
         ("documents", ({"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in documents)),
@@ -93,7 +96,7 @@ def _tiny_lfm2(vocab_size: int):
     return Lfm2ForCausalLM(Lfm2Config(vocab_size=vocab_size, **sizes, **layers))
 
 
-def _examples():
+def examples_module():
     """Load the shared module of the examples, whose name is also that of the tests' `common`."""
     spec = importlib.util.spec_from_file_location("examples_common", ROOT / "examples" / "common.py")
     module = importlib.util.module_from_spec(spec)
@@ -107,7 +110,7 @@ def _stand_in() -> None:
 
     if importlib.util.find_spec("torchvision") is None:
         # The processor of the examples supports no videos and needs no torchvision.
-        examples = _examples()
+        examples = examples_module()
         AutoProcessor.from_pretrained = lambda *args, **kwargs: examples.tiny_vision_checkpoint()[1]
     check = TrainingArguments.__post_init__
 
