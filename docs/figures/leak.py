@@ -46,7 +46,7 @@ def main() -> None:
         picture.circle(edge(start) + 8, 285, 8, GREEN)
         picture.arrow(edge(start) + 8, 285, edge(start + length) - 8, GREEN)
 
-    picture.text(24, 350, "transformers_packed: starts again in each", 25, GREEN, font_weight="700")
+    picture.text(24, 350, "This package: restarts in each document", 25, GREEN, font_weight="700")
     picture.text(24, 378, "Window: drawn at the second token of each document", 19, MUTED)
     picture.write(__file__)
 

@@ -29,6 +29,7 @@ from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
 from .callbacks.warm_up import GraphsCallback, WarmUpCallback, usual_rows
+from .callbacks.weights import WeightsCallback
 from .checks import (
     PREFERENCE,
     check_cache,
@@ -202,7 +203,9 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
     line = "Padding-free on: the model computes only the real tokens of padded batches"
     line += f"{', and a prompt once for all of its answers' if shares else ''}; isolation by "
     line += way_of_isolation(trainer)[0] + _FLOAT8 * options.float8 + kept
-    changes = Change.of(trainer.args, packing=False, padding_free=True) + liger
+    others = [callback for callback in trainer.callback_handler.callbacks if type(callback) is not WeightsCallback]
+    changes = Change.of(trainer.callback_handler, callbacks=[*others, WeightsCallback()])
+    changes += Change.of(trainer.args, packing=False, padding_free=True) + liger
     return Setup("batches", line, options, models, prepare, tuple(changes))
 
 
@@ -340,14 +343,15 @@ def _of_callbacks(trainer: Trainer, dataset: Any, packed: bool, measures: bool, 
     step = trainer.training_step
     ahead = step if isinstance(step, RunAheadCallback) else RunAheadCallback(trainer)
     ours = PackingMetricsCallback, PackingPlanCallback, RunAheadCallback, DocumentNoise, GraphsCallback, EveryGradient
-    others = [callback for callback in handler.callbacks if type(callback) not in (*ours, WarmUpCallback)]
+    replaced = *ours, WeightsCallback, WarmUpCallback
+    others = [callback for callback in handler.callbacks if type(callback) not in replaced]
     # Kernels are compiled before a row is measured.
     first = [callback for callback in handler.callbacks if type(callback) is WarmUpCallback]
     first += [GraphsCallback(trainer)] if measures else []
     planned = [PackingPlanCallback()] if isinstance(dataset, PackingDataset) else []
     # Metrics come before others, so that reporting callbacks find them in the log.
     metrics = PackingMetricsCallback(trainer, row_tokens=row_tokens)
-    callbacks = [*first, metrics, *others, *planned, ahead, DocumentNoise(), *checks]
+    callbacks = [*first, metrics, *others, *planned, ahead, DocumentNoise(), WeightsCallback(), *checks]
     changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, training_step=ahead)
     if args.device.type == "cuda" and args.dataloader_pin_memory:
         for config in (args.accelerator_config, trainer.accelerator.dataloader_config):

@@ -1,0 +1,53 @@
+"""A warning for trained weights of 16 bits that an optimizer updates in place.
+
+A bfloat16 number has 8 significant bits, so an update below 1/512 of a weight is rounded away. An update of AdamW is about
+as large as the learning rate: at 2e-5, weights above 0.01 do not change.
+"""
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+# Packages whose optimizers round each update to the dtype of the weight. Others may keep a float32 copy, the rounded bits,
+# or round at random: nothing is said about them.
+_IN_PLACE = "torch", "transformers", "bitsandbytes"
+# LoRA's factors are small and have high learning rates, so their updates are not lost. TRL trains QLoRA in bfloat16.
+_FACTORS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"}
+
+
+class WeightsCallback(TrainerCallback):
+    """Warns when training starts if updates of weights will be rounded away. [`configure_packing`] adds it."""
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        line = rounded_away(model, optimizer)
+        if line is not None and state.is_world_process_zero:
+            logger.warning(line)
+
+
+def rounded_away(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Describe the trained weights of 16 bits whose small updates are lost, or return `None` if there are none."""
+    while _package(optimizer) == "accelerate" and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    # torchao's optimizers have this option.
+    if _package(optimizer) not in _IN_PLACE and getattr(optimizer, "bf16_stochastic_round", True):
+        return None
+    factors = {id(x) for name, x in model.named_parameters() if not _FACTORS.isdisjoint(name.split("."))}
+    trained = [x for group in optimizer.param_groups for x in group["params"] if id(x) not in factors]
+    short = [x for x in trained if x.dtype in (torch.bfloat16, torch.float16)]
+    if not short:
+        return None
+    dtype = short[0].dtype
+    name, numbers = str(dtype).removeprefix("torch."), sum(x.numel() for x in short)
+    option = "bf16" if dtype is torch.bfloat16 else "fp16"
+    return (
+        f"{numbers:,} trained weights are in {name}, and {type(optimizer).__name__} keeps no float32 copy of them: an update "
+        f'below 1/{4 / torch.finfo(dtype).eps:.0f} of a weight is rounded away. Load the model with dtype="float32". '
+        f"With {option}=True, it still computes in {name}."
+    )
+
+
+def _package(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__module__.partition(".")[0]

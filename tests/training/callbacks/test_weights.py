@@ -1,0 +1,133 @@
+"""The warning for trained weights of 16 bits that an optimizer updates in place."""
+
+import copy
+import unittest
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from common.records import make_tokenizer
+from common.trl_trainers import HAS_TRL, SGD
+from datasets import Dataset
+from mixins.configure import ConfigureTestCase
+from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
+from scripts.trainer_arms import CONFIGS, collate_padded
+from transformers import Adafactor, AutoModelForCausalLM
+
+from transformers_packed import configure_packing
+from transformers_packed.training.callbacks import weights
+from transformers_packed.training.callbacks.weights import rounded_away
+
+
+ADAMW = torch.optim.AdamW
+
+
+class OfAnotherPackage(torch.optim.AdamW):
+    """May keep a copy, or the bits that a weight has no room for."""
+
+
+def linear(dtype=torch.bfloat16) -> torch.nn.Linear:
+    return torch.nn.Linear(4, 3, dtype=dtype)
+
+
+def line(model, optimizer=ADAMW, **options) -> str | None:
+    return rounded_away(model, optimizer([x for x in model.parameters() if x.requires_grad], **options))
+
+
+def build_model(dtype=torch.bfloat16):
+    return AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"](), dtype=dtype)
+
+
+def warnings_of(trainer) -> list[str]:
+    with mock.patch.object(weights.logger, "warning") as warning:
+        trainer.train()
+    return [call.args[0] for call in warning.call_args_list]
+
+
+class RoundedAwayTest(unittest.TestCase):
+    @parameterized.expand([("AdamW", ADAMW), ("SGD", torch.optim.SGD), ("Adafactor", Adafactor)])
+    def test_optimizers_that_update_in_place(self, name, optimizer):
+        said = line(linear(), optimizer)
+        self.assertIn(f"15 trained weights are in bfloat16, and {name} keeps no float32 copy", said)
+        self.assertIn(
+            'below 1/512 of a weight is rounded away. Load the model with dtype="float32". With bf16=True', said
+        )
+
+    def test_the_fraction_is_that_of_the_dtype(self):
+        for dtype, lost in ((torch.bfloat16, 512), (torch.float16, 4096)):
+            with self.subTest(dtype=dtype):
+                self.assertIn(f"1/{lost} of", line(linear(dtype)))
+                weight = 1 + torch.arange(1024, dtype=torch.float64) / 1024
+                weight = weight.to(dtype)
+                smaller = (weight.double() * (1 - 1 / (lost + 1))).to(dtype)
+                self.assertTrue(smaller.equal(weight))
+                self.assertFalse((weight.double() * (1 - 1 / (lost - 1))).to(dtype).equal(weight))
+
+    def test_optimizers_that_may_keep_the_bits(self):
+        self.assertIsNone(line(linear(), OfAnotherPackage))
+
+    def test_the_copy_that_an_optimizer_updates_counts(self):
+        model, copy = linear(), linear(torch.float32)
+        self.assertIsNone(rounded_away(model, ADAMW(copy.parameters())))
+
+    def test_an_optimizer_inside_that_of_accelerate(self):
+        model = linear()
+        optimizer = Accelerator(cpu=True).prepare_optimizer(ADAMW(model.parameters()))
+        self.assertIn("and AdamW keeps", rounded_away(model, optimizer))
+
+    @unittest.skipUnless(find_spec("torchao"), "needs torchao")
+    def test_stochastic_rounding_of_torchao(self):
+        from torchao.optim import AdamW8bit
+
+        self.assertIn("AdamW8bit", line(linear(), AdamW8bit))
+        self.assertIsNone(line(linear(), AdamW8bit, bf16_stochastic_round=True))
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_bitsandbytes(self):
+        from bitsandbytes.optim import AdamW8bit
+
+        self.assertIn("AdamW8bit", line(linear(), AdamW8bit))
+
+    def test_float32_and_frozen_weights(self):
+        self.assertIsNone(line(linear(torch.float32)))
+        model = torch.nn.Sequential(linear().requires_grad_(False), linear(torch.float32))
+        self.assertIsNone(line(model))
+
+    def test_adapters(self):
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+        model = get_peft_model(build_model(), lora)
+        self.assertIsNone(line(model))
+        # As TRL trains QLoRA.
+        self.assertIsNone(line(model.to(torch.bfloat16)))
+        lora.modules_to_save = ["lm_head"]
+        model = get_peft_model(build_model(), lora)
+        numbers = model.get_base_model().lm_head.modules_to_save["default"].weight.numel()
+        self.assertIn(f"{numbers:,} trained weights are in bfloat16", line(model))
+
+
+class WeightsCallbackTest(ConfigureTestCase):
+    @parameterized.expand([("bfloat16", torch.bfloat16, 1), ("float32", torch.float32, 0)])
+    def test_training_says_so_once(self, _, dtype, lines):
+        # A second call replaces the callback of the first.
+        trainer = configure_packing(configure_packing(self.trainer(build_model(dtype))), "padding_free")
+        self.assertEqual(len(warnings_of(trainer)), lines)
+
+    def test_an_unchanged_trainer_says_nothing(self):
+        trainer = self.trainer(build_model(), collator=collate_padded)
+        self.assertEqual(warnings_of(configure_packing(trainer, False)), [])
+
+    @unittest.skipUnless(HAS_TRL, "needs TRL")
+    def test_batches_of_preferences(self):
+        from trl import DPOConfig, DPOTrainer
+
+        tokenizer = make_tokenizer()
+        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"](), dtype=torch.bfloat16)
+        model.resize_token_embeddings(len(tokenizer))
+        pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
+        args = DPOConfig(self.directory, **{**SGD, "max_steps": 1, "per_device_train_batch_size": 2})
+        options = {"ref_model": copy.deepcopy(model), "processing_class": tokenizer}
+        trainer = DPOTrainer(model, args=args, train_dataset=pairs, **options)
+        (said,) = warnings_of(configure_packing(configure_packing(trainer)))
+        self.assertIn("SGD keeps no float32 copy", said)
