@@ -8,12 +8,28 @@ INK, MUTED, LINE = "#1f2328", "#59636e", "#d1d9e0"
 RED, GREEN = "#cf222e", "#1a7f37"
 # One colour per document; dark enough for white type.
 DOCUMENTS = ("#2f6fd0", "#b8620a", "#7a4fc0")
+# The colours of a dark page, by element and colour of a light one. White type stays on the documents, which stay as well.
+DARK = {
+    ("rect", "#ffffff"): "#151b23",
+    ("rect", "#f6f8fa"): "#212830",
+    ("rect", "#eef1f4"): "#2a313c",
+    ("rect", "#d6e4f7"): "#1d4273",
+    ("rect", "#f6dfc6"): "#6b3a0c",
+    ("*", INK): "#f0f6fc",
+    ("*", MUTED): "#9198a1",
+    ("*", LINE): "#3d444d",
+    ("*", RED): "#f85149",
+    ("*", GREEN): "#3fb950",
+    ("text", DOCUMENTS[0]): "#79b0ff",
+    ("text", DOCUMENTS[1]): "#f0a04b",
+    ("text", DOCUMENTS[2]): "#b794f6",
+}
 # A browser draws the type, on GitHub without web fonts.
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
 
 
 class Picture:
-    """An SVG on a light card, so that it looks the same on a light and on a dark page.
+    """An SVG on a card, which is light on a light page and dark on a dark one.
 
     Sizes are chosen for a width of 640, of which a phone shows little more than half: type of less than 19 is too small.
     """
@@ -23,6 +39,7 @@ class Picture:
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="{FONT}">',
             f"<title>{escape(title)}</title>",
+            f"<style>@media (prefers-color-scheme: dark) {{\n{_rules()}\n}}</style>",
             f'<rect x="1" y="1" width="{width - 2}" height="{height - 2}" rx="14" fill="#ffffff" stroke="{LINE}" stroke-width="2"/>',
         ]
 
@@ -57,6 +74,15 @@ class Picture:
     def write(self, script: str) -> None:
         """Write the picture beside its script, under the script's name."""
         Path(script).with_suffix(".svg").write_text("\n".join([*self.parts, "</svg>", ""]), encoding="utf-8")
+
+
+def _rules() -> str:
+    return "\n".join(
+        f'{element}[{name}="{light}"] {{ {name}: {dark} }}'
+        for (element, light), dark in DARK.items()
+        for name in ("fill", "stroke")
+        if name == "fill" or element == "*"
+    )
 
 
 def _number(value: float) -> str:
