@@ -1,4 +1,4 @@
-# `make demo` and `make test` are all a new user needs; each builds .venv when it is missing.
+# `make demo` and `make test` are all a new user needs; each installs what it needs into .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 AXOLOTL ?= axolotl==0.19.0
@@ -30,11 +30,16 @@ help:  ## Show this list.
 # Where pip would only say that there is no matching distribution for transformers.
 CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python %d.%d is too old: make PYTHON=python3.11 (or newer; rm -rf .venv first)" % v[:2])'
 
-# Torch goes in first and by name, so that TORCH decides which build the machine gets.
-.venv/.installed: setup.py
+# .venv has two stages: what the demo needs, and the rest. Torch goes in first and by name, so that TORCH decides which
+# build the machine gets. pip would compile every module of torch and Transformers; Python compiles the few that it runs.
+.venv/.demo: setup.py
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) $(CHECK_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q --no-compile "$(TORCH)"
+	$(BIN)/pip install -q --no-compile -e ".[demo]"
+	touch $@
+
+.venv/.installed: .venv/.demo
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $@
 
@@ -75,7 +80,7 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 	.venv-newest/bin/pip install -q -U --pre transformers trl peft accelerate
 	touch $@
 
-demo: .venv/.installed  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
+demo: .venv/.demo  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
 	$(BIN)/transformers-packed demo
 
 test: .venv/.installed  ## Run the test suite (CPU).

@@ -1,4 +1,4 @@
-"""The required Python version is the same wherever it is stated."""
+"""What the Makefile installs, and the required Python version, which is the same wherever it is stated."""
 
 import re
 import shutil
@@ -14,6 +14,19 @@ ROOT = Path(__file__).parents[2]
 OTHER_PYTHON = """#!/bin/sh
 exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); exec(sys.argv[1])' "$2"
 """
+
+
+class StagesTest(unittest.TestCase):
+    """The demo needs little of what the other targets need, and installs nothing else."""
+
+    def test_each_target_installs_what_it_needs(self):
+        with tempfile.TemporaryDirectory() as directory:
+            for name in ("Makefile", "setup.py"):
+                shutil.copy(ROOT / name, directory)
+            for target, expected in (("demo", ["demo"]), ("test", ["demo", "dev"]), ("docs", ["demo", "dev"])):
+                command = ["make", "-n", target, f"PYTHON={sys.executable}"]
+                planned = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True).stdout
+                self.assertEqual(re.findall(r'-e "\.\[(\w+)\]"', planned), expected, target)
 
 
 class PythonVersionTest(unittest.TestCase):
