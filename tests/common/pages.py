@@ -67,10 +67,14 @@ def run_blocks(page: str, text: str) -> None:
 
 def make_files(folder: Path) -> None:
     """Create the files that a reader is assumed to have: a complete checkpoint, and data."""
+    from trl import chat_template_utils
+
     examples = examples_module()
     made, processor = examples.tiny_vision_checkpoint()
     shutil.copytree(made, folder / CHECKPOINT)
     tokenizer = processor.tokenizer
+    # TRL has the template of this checkpoint, and one that marks the assistant's tokens.
+    tokenizer.chat_template = chat_template_utils.qwen3_5_nothink_chat_template
     for part in (tokenizer, processor.image_processor):
         part.save_pretrained(folder / CHECKPOINT)
     _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
