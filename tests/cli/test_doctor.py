@@ -201,7 +201,8 @@ class ModelTest(unittest.TestCase):
         config = Qwen3_5TextConfig(**WITH_HEADS, dtype="float32")
         status, stdout, _ = self.doctor(config)
         self.assertEqual(status, 0)
-        self.assertIn("Qwen3_5ForCausalLM, 0.00B parameters: classes of this package with fused ops", stdout)
+        named = "Qwen3_5ForCausalLM (Qwen3.5, Qwen3.6, Qwen3.8), 0.00B parameters"
+        self.assertIn(f"{named}: classes of this package with fused ops", stdout)
         self.assertRegex(stdout, "of this package: .*Qwen3_5GatedDeltaNet")
         self.assertRegex(stdout, "of Transformers: .*Qwen3_5TextRotaryEmbedding")
         self.assertIn("Transformers' own Qwen3_5ForCausalLM mixes the documents of a packed row.", stdout)
@@ -251,11 +252,12 @@ class ModelTest(unittest.TestCase):
         self.assertIn("not triton: it needs multiples of 64, not hidden states of 96 and experts of 32", stdout)
         # No row of a mixture was measured in graphs.
         self.assertNotIn("use_cuda_graphs", stdout)
+        self.assertIn("Qwen3_5MoeForCausalLM (Qwen3.5-MoE, Qwen3.6, Qwen3.8), ", stdout)
 
     @parameterized.expand(
         [
             ("bamba", "modules that mix along the row run on each document"),
-            ("opt", "padded batches, because its attention mask ignores position ids"),
+            ("opt", "the base model computes the documents as padded batches, because its attention mask ignores position ids"),
             ("llama", "Transformers' own classes keep documents apart"),
         ]
     )
@@ -263,7 +265,7 @@ class ModelTest(unittest.TestCase):
         config = tiny_config(family)
         status, stdout, _ = self.doctor(config)
         self.assertEqual(status, 0)
-        self.assertIn(support, stdout)
+        self.assertIn(f"ForCausalLM, 0.00B parameters: {support}", stdout)
         self.assertNotIn("would train with", stdout)
         mixes = f"Transformers' own {family.title() if family != 'opt' else 'OPT'}ForCausalLM mixes the documents"
         self.assertEqual(mixes in stdout, family != "llama")

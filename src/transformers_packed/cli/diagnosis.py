@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
-from ..models.families import families_of, sizes_of
+from ..models.families import families_of, family_of, sizes_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.packed_model import PackedModelMixin
 from ..models.padding import why_padded
@@ -198,11 +198,18 @@ def _describe(model: PreTrainedModel, isolated: bool) -> dict[str, object]:
     stock = {cls for cls in classes - ours if cls.__module__.startswith("transformers.")}
     return {
         "class": type(model).__name__,
+        "releases": _releases(model),
         "parameters": model.num_parameters(),
         "support": _support(model) if isolated else "none",
         "ours": sorted(cls.__name__ for cls in classes & ours),
         "stock": sorted(cls.__name__ for cls in stock),
     }
+
+
+def _releases(model: PreTrainedModel) -> list[str]:
+    """Return the names under which checkpoints of these classes were released, for families with classes of this package."""
+    family = family_of(model)
+    return [] if family is None else [name for name in (family.title, *family.releases) if name]
 
 
 def _support(model: PreTrainedModel) -> str:

@@ -99,6 +99,8 @@ class Family:
             How its documents stay apart in a packed row, or why they cannot. `None` if nobody has measured it.
         title (`str`, *optional*):
             Its name in texts.
+        releases (`tuple[str]`, *optional*):
+            Later releases whose checkpoints are of these classes under the same model type.
         required (`tuple[str]`, *optional*):
             The parts of the stock module that classes of this package use.
         experts (`str`, *optional*):
@@ -114,6 +116,7 @@ class Family:
     name: str
     apart: Own | Mixers | Unpacked | Isolated | Refused | None = None
     title: str = ""
+    releases: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     experts: str = ""
     sensitive: tuple[str, ...] = ()

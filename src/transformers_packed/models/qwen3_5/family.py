@@ -10,6 +10,7 @@ QWEN3_5 = Family(
     "qwen3_5",
     Own(also=(("AutoModelForTokenClassification", "Qwen3_5TextConfig", "Qwen3_5ForTokenClassification"),)),
     title="Qwen3.5",
+    releases=("Qwen3.6", "Qwen3.8"),
     required=(
         "Qwen3_5ForSequenceClassification",
         "Qwen3_5GatedDeltaNet",

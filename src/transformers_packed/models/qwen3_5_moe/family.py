@@ -10,6 +10,7 @@ QWEN3_5_MOE = Family(
     "qwen3_5_moe",
     Own(),
     title="Qwen3.5-MoE",
+    releases=("Qwen3.6", "Qwen3.8"),
     required=("Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeModel"),
     experts="Qwen3_5MoeExperts",
     # Those of Qwen3.5, and the gate of the shared expert.
