@@ -1,16 +1,22 @@
-"""Raise the errors of `docs/reference/errors.md` and compare the messages."""
+"""Raise the errors of `docs/reference/errors.md`: each section lists the messages that are raised here, in this order."""
 
+import io
+import re
 import tempfile
 import unittest
-from contextlib import chdir
+from collections.abc import Callable, Iterator
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from common.records import make_tokenizer
+from parameterized import parameterized
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from transformers_packed import (
     DataCollatorWithFlattening,
+    PackedTrainingArguments,
     PackingDataset,
     SequenceBoundaries,
     configure_packing,
@@ -18,7 +24,7 @@ from transformers_packed import (
     plan_packing,
 )
 from transformers_packed.audit.tiny import tiny_model
-from transformers_packed.data.records.samples import read_records
+from transformers_packed.data.records.samples import make_samples, read_records
 from transformers_packed.ops import gated_delta_rule, prompts
 from transformers_packed.shared_prompts import SharedPrompts
 from transformers_packed.training import verify
@@ -29,123 +35,197 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 LENGTHS = SequenceBoundaries.from_lengths([3, 2])
 ROW = {"input_ids": torch.ones(1, 5, dtype=torch.int64), "cu_seqlens": LENGTHS.cu_seqlens, "use_cache": False}
 SAMPLES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+HEADS = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
+# In auto mode, the first of these reasons that applies is printed.
+OFF = "Packing off, training is unchanged: "
+
+Calls = Iterator[Callable[[], object]]
 
 
-class CommonErrorsTest(unittest.TestCase):
-    def setUp(self):
-        self.page = " ".join(PAGE.read_text(encoding="utf-8").split())
+def listed() -> dict[str, list[str]]:
+    """The messages in the first column of each section of the page."""
+    sections = {}
+    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        sections[title] = [found[2] for found in re.finditer(r"^\| (`+)(.+?)\1 \|", text, re.M)]
+    return sections
 
-    def assert_on_the_page(self, call):
-        with self.assertRaises(ValueError) as caught:
-            call()
-        self.assertTrue(str(caught.exception) in self.page, f"the page has to have: {caught.exception}")
 
-    def test_of_a_model(self):
-        model = patch_model(tiny_model("qwen3_5_text"))
-        for change in (
-            {"attention_mask": torch.ones(1, 5)},
-            {"use_cache": True},
-            {"input_ids": ROW["input_ids"].expand(2, 5)},
-            {"cu_seqlens": torch.tensor([0, 3, 4])},
-            {"cu_seqlens": torch.tensor([0, 3, 3, 5])},
-            {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
-            {"cu_seqlens": None, "max_length_q": 3},
-            {"is_causal": False},
-        ):
-            self.assert_on_the_page(lambda change=change: model(**ROW | change))
-        row, causal = torch.ones(2, 12, dtype=torch.int64), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
-        self.assert_on_the_page(lambda: model(row[:1], attention_mask=row[:1] * 2))
-        self.assert_on_the_page(lambda: model(row[:1], attention_mask=causal.triu(-4)))
-        causal[..., 5:, :5] = False
-        self.assert_on_the_page(lambda: model(row, attention_mask=causal))
-        model.config._attn_implementation = "paged"
-        self.assert_on_the_page(lambda: model(**ROW))
+def raised(calls: Calls) -> list[str]:
+    """The messages of the errors that calls raise, or of the reasons that they return."""
+    messages = []
+    for call in calls:
+        try:
+            messages.append(call())
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
-    def test_of_a_collator(self):
-        stock = tiny_model("qwen3_5_text")
-        self.assert_on_the_page(lambda: DataCollatorWithFlattening(model=stock))
-        self.assert_on_the_page(lambda: DataCollatorWithFlattening(pad_to_multiple_of=64, on_leak="ignore"))
-        collator = DataCollatorWithFlattening(on_leak="ignore")
-        self.assert_on_the_page(lambda: collator([]))
-        self.assert_on_the_page(lambda: collator([{"input_ids": []}]))
-        self.assert_on_the_page(lambda: collator([{"input_ids": [], "labels": 1}]))
-        self.assert_on_the_page(lambda: collator([{"input_ids": [5, 6], "labels": [5]}]))
-        self.assert_on_the_page(lambda: collator([{"input_ids": [5], "labels": [5]}, {"input_ids": [6]}]))
 
-    def test_of_a_dataset(self):
-        self.assert_on_the_page(lambda: plan_packing([3, 5000, 10], 4096))
-        self.assert_on_the_page(lambda: plan_packing([3, 5], 8, world_size=8))
-        self.assert_on_the_page(lambda: PackingDataset(iter(SAMPLES), max_length=8))
+def make_trainer(model=None, samples=SAMPLES, kind=Trainer, batch_size=8, **options) -> Trainer:
+    args = TrainingArguments("trained", per_device_train_batch_size=batch_size, report_to=[], use_cpu=True)
+    return kind(model or tiny_model("qwen3_5_text"), args, train_dataset=samples, **options)
 
-    def test_of_a_trainer(self):
-        with tempfile.TemporaryDirectory() as directory:
-            args = TrainingArguments(directory, report_to=[], use_cpu=True)
-            trainer = Trainer(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
-            self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
-            self.assert_on_the_page(lambda: verify._check_leak(0.091, documents=3))
-            trainer.train_dataset = [{"text": "a"}]
-            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
 
-    def test_of_a_resumed_run(self):
-        def begin(max_length, accumulation, state):
-            plan = plan_packing([5, 4, 3, 2] * 4, max_length, gradient_accumulation_steps=2)
-            callback, args = PackingPlanCallback(), SimpleNamespace(ignore_data_skip=False, seed=0, data_seed=None)
-            args.gradient_accumulation_steps = accumulation
-            loader = SimpleNamespace(dataset=SimpleNamespace(plan=plan), total_batch_size=1)
-            callback.on_train_begin(args, state, None, train_dataloader=loader)
-            return callback.state()
+def reason(trainer: Trainer) -> str:
+    """The reason for which auto mode leaves a Trainer unchanged."""
+    with redirect_stdout(io.StringIO()) as printed:
+        configure_packing(trainer)
+    return printed.getvalue().strip().removeprefix(OFF)
 
-        saved = begin(8, 2, TrainerState())
-        state = TrainerState(global_step=1, stateful_callbacks={"PackingPlanCallback": saved})
-        for now in ((8, 1), (16, 2)):
-            self.assert_on_the_page(lambda now=now: begin(*now, state))
 
-    def test_of_preferences(self):
-        # Stands for TRL's own, which is not installed everywhere.
-        preferences = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
-        with tempfile.TemporaryDirectory() as directory:
-            args = TrainingArguments(directory, report_to=[], use_cpu=True)
-            trainer = Trainer(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
-            self.assert_on_the_page(lambda: configure_packing(trainer, share_prompts=True))
-            other = preferences(tiny_model("llama"), args, train_dataset=SAMPLES)
-            self.assert_on_the_page(lambda: configure_packing(other, packing="padding_free"))
-            trainer = preferences(tiny_model("qwen3_5_text"), args, train_dataset=SAMPLES)
-            self.assert_on_the_page(lambda: configure_packing(trainer, packing=True))
-            args.neftune_noise_alpha = 5.0
-            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
-            args.neftune_noise_alpha = None
-            patch_model(trainer.model)
-            trainer.model.packs_padding = False
-            self.assert_on_the_page(lambda: configure_packing(trainer, packing="padding_free"))
+class WithOwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
 
-    def test_of_shared_prompts(self):
-        self.assert_on_the_page(lambda: SharedPrompts.of(LENGTHS, [0, -1]))
-        shared = SharedPrompts.of(LENGTHS, [-1, 0])
-        layer = torch.nn.Module()
-        layer.config = SimpleNamespace(_attn_implementation="flex_attention")
-        heads = [torch.zeros(1, 2, 5, 8)] * 3
-        self.assert_on_the_page(lambda: prompts.attention(layer, *heads, None, boundaries=shared))
-        row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
-        state = torch.zeros(2, 2, 8, 8)
-        self.assert_on_the_page(lambda: prompts.gated_delta_rule(*row, boundaries=shared, initial_state=state))
-        samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
-        self.assert_on_the_page(lambda: DataCollatorWithFlattening(on_leak="ignore")(samples))
-        model = patch_model(tiny_model("qwen3_5_text"))
-        collator = DataCollatorWithFlattening(model=model)
-        self.assert_on_the_page(lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}]))
-        row = {name: x for name, x in collator(samples).items() if name != "cu_seqlens"}
-        self.assert_on_the_page(lambda: model(**row))
 
-    def test_of_ops(self):
-        row = [torch.zeros(1, 5, 2, 8)] * 3 + [torch.zeros(1, 5, 2)] * 2
-        state = torch.zeros(1, 2, 8, 8)
-        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, initial_state=state))
-        self.assert_on_the_page(lambda: gated_delta_rule(*row, boundaries=LENGTHS, impl="flash"))
+def my_collator(samples: list) -> dict:
+    return {}
 
-    def test_of_the_command_line(self):
+
+def of_auto_mode() -> Calls:
+    yield lambda: reason(make_trainer(batch_size=1))
+    yield lambda: reason(make_trainer(samples=[{"input_ids": [5, 6, 7]}]))
+    yield lambda: reason(make_trainer(samples=[{"text": "a"}]))
+    yield lambda: reason(make_trainer(data_collator=my_collator))
+    yield lambda: reason(make_trainer(kind=WithOwnLoss))
+    two_gpus = make_trainer()
+    two_gpus.args._n_gpu = 2
+    yield lambda: reason(two_gpus)
+
+
+def of_configure_packing() -> Calls:
+    yield lambda: configure_packing(make_trainer(), max_length=4096)
+    yield lambda: configure_packing(make_trainer(), packing=True)
+    yield lambda: PackedTrainingArguments(max_length=4096, use_cpu=True)
+    yield lambda: verify._check_leak(0.091, documents=3)
+
+
+def of_datasets() -> Calls:
+    yield lambda: plan_packing([3, 5000, 10], 4096)
+    yield lambda: plan_packing([3, 5], 8, world_size=8)
+    yield lambda: PackingDataset(iter(SAMPLES), max_length=8)
+
+
+def of_records() -> Calls:
+    def read(line: str, tokenizer):
         with tempfile.TemporaryDirectory() as directory, chdir(directory):
-            Path("chats.jsonl").write_text("no JSON\n")
-            self.assert_on_the_page(lambda: list(read_records("chats.jsonl")))
+            Path("chats.jsonl").write_text(line)
+            make_samples(read_records("chats.jsonl"), tokenizer, max_length=64)
+
+    yield lambda: read("no JSON", make_tokenizer())
+    yield lambda: read('{"conversations": []}', make_tokenizer())
+    yield lambda: read('{"messages": [{"role": "user", "content": "Hi"}]}', make_tokenizer(template=None))
+
+
+def of_stock_models() -> Calls:
+    yield lambda: DataCollatorWithFlattening(model=tiny_model("qwen3_5_text"))
+    model = patch_model(tiny_model("qwen3_5_text"))
+    yield lambda: model(**ROW, is_causal=False)
+    model.config._attn_implementation = "paged"
+    yield lambda: model(**ROW)
+
+
+def of_a_collator() -> Calls:
+    yield lambda: DataCollatorWithFlattening(pad_to_multiple_of=64, on_leak="ignore")
+    collator = DataCollatorWithFlattening(on_leak="ignore")
+    yield lambda: collator([])
+    yield lambda: collator([{"input_ids": []}])
+    yield lambda: collator([{"input_ids": [], "labels": 1}])
+    yield lambda: collator([{"input_ids": [5, 6], "labels": [5]}])
+    yield lambda: collator([{"input_ids": [5], "labels": [5]}, {"input_ids": [6]}])
+
+
+def of_rows() -> Calls:
+    model = patch_model(tiny_model("qwen3_5_text"))
+    row, causal = torch.ones(2, 12, dtype=torch.int64), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    apart = causal.clone()
+    apart[..., 5:, :5] = False
+    for change in (
+        {"attention_mask": torch.ones(1, 5)},
+        {"use_cache": True},
+        {"input_ids": row[:1], "cu_seqlens": None, "attention_mask": row[:1] * 2},
+        {"input_ids": row[:1], "cu_seqlens": None, "attention_mask": causal.triu(-4)},
+        {"input_ids": row, "cu_seqlens": None, "attention_mask": apart},
+        {"input_ids": ROW["input_ids"].expand(2, 5)},
+        {"cu_seqlens": torch.tensor([0, 3, 4])},
+        {"cu_seqlens": torch.tensor([0, 3, 3, 5])},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        {"cu_seqlens": None, "max_length_q": 3},
+    ):
+        yield lambda change=change: model(**ROW | change)
+
+
+def of_resumed_runs() -> Calls:
+    def begin(max_length: int, accumulation: int, state: TrainerState) -> dict:
+        plan = plan_packing([5, 4, 3, 2] * 4, max_length, gradient_accumulation_steps=2)
+        callback, args = PackingPlanCallback(), SimpleNamespace(ignore_data_skip=False, seed=0, data_seed=None)
+        args.gradient_accumulation_steps = accumulation
+        loader = SimpleNamespace(dataset=SimpleNamespace(plan=plan), total_batch_size=1)
+        callback.on_train_begin(args, state, None, train_dataloader=loader)
+        return callback.state()
+
+    saved = begin(8, 2, TrainerState())
+    state = TrainerState(global_step=1, stateful_callbacks={"PackingPlanCallback": saved})
+    yield lambda: begin(8, 1, state)
+    yield lambda: begin(16, 2, state)
+
+
+def of_preferences() -> Calls:
+    # Stands for TRL's own, which is not installed everywhere.
+    preferences = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    yield lambda: configure_packing(make_trainer(), share_prompts=True)
+    trainer = make_trainer(kind=preferences)
+    yield lambda: configure_packing(trainer, packing=True)
+    yield lambda: configure_packing(make_trainer(tiny_model("llama"), kind=preferences), packing="padding_free")
+    patch_model(trainer.model).packs_padding = False
+    yield lambda: configure_packing(trainer, packing="padding_free")
+    trainer.model.packs_padding, trainer.args.neftune_noise_alpha = True, 5.0
+    yield lambda: configure_packing(trainer, packing="padding_free")
+
+    shared = SharedPrompts.of(LENGTHS, [-1, 0])
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace(_attn_implementation="flex_attention")
+    yield lambda: prompts.attention(layer, *[torch.zeros(1, 2, 5, 8)] * 3, None, boundaries=shared)
+    yield lambda: SharedPrompts.of(LENGTHS, [0, -1])
+    samples = [{"prefix": [5, 6], "answers": [{"input_ids": [7]}]}]
+    yield lambda: DataCollatorWithFlattening(on_leak="ignore")(samples)
+    model = patch_model(tiny_model("qwen3_5_text"))
+    collator = DataCollatorWithFlattening(model=model)
+    yield lambda: collator([{"prefix": [], "answers": [{"input_ids": [7]}]}])
+    yield lambda: model(**{name: x for name, x in collator(samples).items() if name != "cu_seqlens"})
+    yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
+
+
+def of_ops() -> Calls:
+    yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, initial_state=torch.zeros(1, 2, 8, 8))
+    yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, impl="flash")
+
+
+SECTIONS = {
+    "Auto mode leaves packing off": of_auto_mode,
+    "`configure_packing` refuses an explicit request": of_configure_packing,
+    "`transformers-packed train` rejects a record": of_records,
+    "A dataset cannot be packed": of_datasets,
+    "A stock model leaks, or attention does": of_stock_models,
+    "The collator rejects samples": of_a_collator,
+    "A packed row is rejected": of_rows,
+    "A packed run does not resume": of_resumed_runs,
+    "Preferences and shared prompts": of_preferences,
+    "An op refuses a call": of_ops,
+}
+
+
+class ErrorsTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(chdir(self.enterContext(tempfile.TemporaryDirectory())))
+
+    def test_sections(self):
+        self.assertEqual(list(listed()), list(SECTIONS))
+
+    @parameterized.expand(SECTIONS.items())
+    def test_messages(self, title, calls):
+        self.assertEqual(raised(calls()), listed()[title])
 
 
 if __name__ == "__main__":

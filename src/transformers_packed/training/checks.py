@@ -316,7 +316,8 @@ def _of_samples(trainer: Trainer) -> Iterator[ValueError]:
         return
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         got = f"columns {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
-        yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}")
+        fix = "Tokenize the dataset first. TRL's SFTTrainer does."
+        yield input_error("a train_dataset of tokenized samples", f"samples without input_ids: {got}", fix)
     one = any(name in sample and np.ndim(sample[name]) == 0 for name in ("labels", "label", "label_ids"))
     none = "labels" not in sample and not type(trainer.data_collator).__name__.endswith(_LABELLING)
     fix = "Add a labels column, or pass DataCollatorForLanguageModeling(tokenizer, mlm=False)."

@@ -155,7 +155,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     packing = f"packing={options.packing!r}"
     for error in refused(
         (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
-        (given, f"packing=True with {', '.join(given)}", packing, ""),
+        (given, f"packing=True with {', '.join(given)}", packing, f"Pass packing=True, or remove {', '.join(given)}."),
         (compiles, "float8=True without torch_compile", compiled, "Set one of them to False."),
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
