@@ -9,15 +9,20 @@ import traceback
 import unittest
 from contextlib import ExitStack, chdir, redirect_stderr
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
+import torch
 from common import pages
 from common.processes import run_script
 from parameterized import parameterized
+from safetensors.torch import load_file
 
 from transformers_packed import cli
 
 
+# A script that `ScriptsTest` runs.
+TWO_PROCESSES = "runs in two processes"
 # Permitted reasons for not running a Python block.
 REASONS = {
     "needs a GPU",
@@ -25,6 +30,7 @@ REASONS = {
     "needs four processes",
     "changes a checkout of Transformers",
     "needs the network",
+    TWO_PROCESSES,
 }
 SCRIPT = pages.ROOT / "tests" / "common" / "pages.py"
 PAGES = {name: (pages.ROOT / name).read_text(encoding="utf-8") for name in pages.pages()}
@@ -35,7 +41,7 @@ WITH_PYTHON = [
 ]
 COMMANDS = (cli.demo, cli.train, cli.warmup, cli.plan, cli.memory, cli.audit, cli.doctor, cli.env)
 # Scripts that readers write themselves.
-OWN_SCRIPTS = {"train.py"}
+OWN_SCRIPTS = {"train.py", "two_processes.py"}
 MAKE_TARGETS = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
@@ -111,6 +117,32 @@ class PagesTest(unittest.TestCase):
     def test_reasons_not_to_run_are_listed(self, name):
         reasons = {block.not_run for block in pages.blocks(PAGES[name])} - {None}
         self.assertEqual(reasons - REASONS, set())
+
+
+class ScriptsTest(unittest.TestCase):
+    """What other tests cannot run: scripts that start in several processes."""
+
+    def test_two_processes_train_as_one(self):
+        page = "docs/how_to/own_loop.md"
+        (script,) = [block.code for block in pages.blocks(PAGES[page]) if block.not_run == TWO_PROCESSES]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            shutil.copytree(files().name, folder, dirs_exist_ok=True)
+            (folder / "two_processes.py").write_text(script, encoding="utf-8")
+            for path, arguments, processes in ((SCRIPT, (name, page), 1), (folder / "two_processes.py", (), 2)):
+                done = run_script(path, *arguments, processes=processes, folder=folder, CUDA_VISIBLE_DEVICES="")
+                self.assertFalse(any(one.status for one in done), [one.stderr[-3000:] for one in done])
+            alone, shared = (load_file(folder / name / "model.safetensors") for name in ("tuned", "tuned_by_two"))
+        torch.testing.assert_close(shared, alone, rtol=1e-4, atol=1e-6)
+
+    def test_two_processes_on_a_cpu_share_the_samples(self):
+        variables = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        arguments = "--max-steps", "2", "--batch-size", "4"
+        with tempfile.TemporaryDirectory() as name:
+            script = pages.ROOT / "examples" / "trainer.py"
+            first, _ = run_script(script, *arguments, processes=2, folder=name, **variables)
+        self.assertEqual(first.status, 0, first.stderr[-3000:])
+        self.assertIn("Padding-free: 16 documents", first.stdout + first.stderr)
 
 
 class BlocksTest(unittest.TestCase):
