@@ -4,6 +4,7 @@ import sys
 from decimal import ROUND_HALF_UP, Decimal
 
 import other_tools
+import what_fits
 
 
 def fixed(value: float, digits: int = 0) -> str:
@@ -166,4 +167,5 @@ SELECTIONS = {
     "require": require,
     "gpu_errors": gpu_errors,
     "other_tools": other_tools,
+    "what_fits": what_fits,
 }

@@ -1,0 +1,37 @@
+"""The steps of this package with the memory that they took, for the page on what fits on a GPU."""
+
+import other_tools
+
+
+# A full step has an optimizer. Runs of `lora.json` have none: the adapters' AdamW takes little.
+QUANTIZED = {"ours+lora": "LoRA", "ours+qlora": "QLoRA"}
+
+
+def steps(peers: list[dict], whole_steps: list[dict], lora: list[dict]) -> list[dict]:
+    """Return a row for each measured step of this package, by size of the model and by memory.
+
+    Of runs with the same settings on the same kind of GPU, the last one counts.
+    """
+    found = {}
+    for run in lora:
+        for name, trained in QUANTIZED.items():
+            if name in run["arms"] and run["checkpointing"]:
+                arm = run["arms"][name]
+                add(found, run, trained, arm["median_ms"], arm["peak_GiB"], "H200", optimizer=False)
+    for run in whole_steps:
+        if "error" not in run and run["kind"] != "ddp" and not run["graphs"]:
+            trained, gpu = "LoRA" if run["lora"] else "full", other_tools.gpu((run["machine"],))
+            add(found, run, trained, run["step_ms"], run["peak_GiB"], "2 x " * (run["gpus"] > 1) + gpu)
+    for key, runs in other_tools.grouped(peers).items():
+        run = runs.get("ours", {})
+        if "step_ms" in run and not other_tools.is_dpo(run):
+            peak = run["peak_GiB"] + run.get("graphs_GiB", 0)
+            add(found, run, "LoRA" if run["lora"] else "full", run["step_ms"], peak, other_tools.gpu(key))
+    return sorted(found.values(), key=lambda row: (other_tools.size(row["model"]), row["gib"]))
+
+
+def add(found: dict, run: dict, trained: str, ms: float, gib: float, gpu: str, optimizer: bool = True) -> None:
+    weights = run.get("weights", "bfloat16") if trained != "QLoRA" else "4 bit"
+    row = {"model": run["model"], "trained": trained, "weights": weights, "tokens": run["tokens"]}
+    row |= {"checkpointing": run["checkpointing"], "gpu": gpu, "optimizer": optimizer}
+    found[tuple(row.values())] = row | {"ms": ms, "gib": gib, "graphs": "graphs_GiB" in run, "run": run}
