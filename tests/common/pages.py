@@ -80,7 +80,9 @@ def make_files(folder: Path) -> None:
     _tiny_lfm2(len(tokenizer)).save_pretrained(folder / OTHER_CHECKPOINT)
     tokenizer.save_pretrained(folder / OTHER_CHECKPOINT)
     chats = CHATS.read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "chats.jsonl").write_text("".join(chats[:RECORDS]), encoding="utf-8")
+    (folder / "examples").mkdir()
+    for name in ("chats.jsonl", "examples/chats.jsonl"):
+        (folder / name).write_text("".join(chats[:RECORDS]), encoding="utf-8")
     sums, preferences = examples.chats(RECORDS), examples.preferences(RECORDS)
     texts = [" ".join(message["content"] for message in row["messages"]) for row in sums]
     documents = [tokenizer(text)["input_ids"] for text in texts]

@@ -1,6 +1,7 @@
 """The pages of measurements and the figures match their scripts and the committed results."""
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,19 @@ class MeasuredPagesTest(unittest.TestCase):
     def test_the_pages_have_the_numbers_of_the_results(self):
         result = self.check(ROOT / "benchmarks" / "results")
         self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_the_readme_has_the_numbers_of_the_page(self):
+        readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("### What fits")[2].partition("\n### ")[0]
+        page = (ROOT / "docs" / "measured" / "what_fits.md").read_text(encoding="utf-8").splitlines()
+        steps = [
+            (re.search(r"[0-9.]+B", line)[0], *step)
+            for line in readme.splitlines()
+            for step in re.findall(r"([0-9.]+ GiB), ([0-9,]+ ms)", line)
+        ]
+        self.assertEqual(len(steps), 9)
+        for model, memory, time in steps:
+            start, end = f"| {model} |", f"| {memory} | {time}"
+            self.assertTrue(any(line.startswith(start) and end in line for line in page), (model, memory, time))
 
     def test_another_number_is_noticed(self):
         with tempfile.TemporaryDirectory() as folder:
