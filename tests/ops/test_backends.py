@@ -1,9 +1,7 @@
 """The selection of other packages' kernels. The tests in tests/gpu check their results."""
 
 import sys
-import threading
 import unittest
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -34,90 +32,6 @@ def rule_call(dim=128, value_dim=128, dtype=BFLOAT16, value_dtype=None, requires
 
 def conv_call(channels=16, width=4, activation="silu", dtype=BFLOAT16):
     return [on_gpu(1, 9, channels, dtype=dtype), on_gpu(channels, width, dtype=dtype), None, activation]
-
-
-class FlashQLACompilationTest(unittest.TestCase):
-    """FlashQLA's functions are replaced by some that wait for each other, so they only return if all of them run."""
-
-    def setUp(self):
-        self.calls, self.barrier = {}, threading.Barrier(6)
-        chunk = ModuleType("flash_qla.ops.gated_delta_rule.chunk")
-        for name in ("kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"):
-            setattr(chunk, name, partial(self.run_kernel, name))
-        chunk.chunk_local_cumsum = self.sum_up
-        parent, index = ModuleType("flash_qla.ops.gated_delta_rule"), ModuleType("flash_qla.utils.index")
-        parent.chunk, index.prepare_varlen_metadata = chunk, lambda on_device, on_host: on_device
-        modules = {"flash_qla": ModuleType("flash_qla"), parent.__name__: parent, index.__name__: index}
-        patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla, "_COMPILED", set())
-        for patcher in (*patchers, mock.patch.object(flash_qla.os, "sched_getaffinity", lambda _: range(6))):
-            patcher.start()
-            self.addCleanup(patcher.stop)
-
-    def run_kernel(self, name, *args, **kwargs):
-        self.barrier.wait(20)
-        self.calls[name] = args, kwargs
-
-    def sum_up(self, *, reverse=False, **kwargs):
-        if not reverse:
-            self.barrier.wait(20)
-        self.calls["reverse" if reverse else "sum"] = (), kwargs
-
-    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True):
-        shape = rows, 9
-        query, key = (torch.zeros(*shape, heads[0], 128, dtype=BFLOAT16) for _ in range(2))
-        value = torch.zeros(*shape, heads[1], 128, dtype=BFLOAT16, requires_grad=requires_grad)
-        gates = [torch.zeros(*shape, heads[1], dtype=torch.float32) for _ in range(2)]
-        cu_seqlens = None if documents is None else torch.arange(documents + 1)
-        flash_qla._compile_together(query, key, value, *gates, cu_seqlens)
-
-    def test_all_kernels_of_a_row(self):
-        with self.assertNoLogs("transformers_packed", "INFO"):
-            self.call()
-        names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
-        self.assertEqual(set(self.calls), names)
-        given = self.calls["fused_gdr_bwd"][1]
-        self.assertEqual(given["cu_seqlens"].tolist(), [0, 1, 2, 3])
-        self.assertEqual([tuple(given[x].shape) for x in "qvh"], [(1, 3, 2, 128), (1, 3, 4, 128), (1, 3, 4, 128, 128)])
-        self.assertEqual(given["g"].dtype, torch.float32)
-        # Once for all rows of this kind, whatever their number of documents.
-        self.calls.clear()
-        self.call(documents=1000)
-        self.assertEqual(self.calls, {})
-
-    @parameterized.expand([("1", 6), ("3", 2), ("8", 1)])
-    def test_processes_share_the_cores(self, processes, threads):
-        pool = mock.Mock(wraps=flash_qla.ThreadPoolExecutor)
-        self.barrier = mock.Mock()
-        with (
-            mock.patch.object(flash_qla, "ThreadPoolExecutor", pool),
-            mock.patch.dict(flash_qla.os.environ, {"LOCAL_WORLD_SIZE": processes}),
-        ):
-            self.call()
-        pool.assert_called_once_with(threads)
-        self.assertEqual(len(self.calls), 7)
-
-    def test_padded_batches_and_equal_heads(self):
-        self.barrier = threading.Barrier(5)
-        self.call(documents=None, rows=2, heads=(4, 4))
-        self.assertNotIn("group_reduce_vector", self.calls)
-        given = self.calls["fused_gdr_h"][1]
-        self.assertIsNone(given["cu_seqlens"])
-        self.assertEqual(tuple(given["k"].shape), (2, 64, 4, 128))
-        self.assertEqual(tuple(self.calls["fused_gdr_bwd"][1]["h"].shape), (2, 1, 4, 128, 128))
-
-    def test_only_the_forward_without_gradients(self):
-        self.barrier = threading.Barrier(3)
-        self.call(requires_grad=False)
-        self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
-
-    def test_another_release_compiles_by_itself(self):
-        del sys.modules["flash_qla.ops.gated_delta_rule"].chunk.kkt_solve
-        self.barrier = threading.Barrier(5)
-        with self.assertLogs("transformers_packed", "INFO") as logs:
-            self.call()
-        self.assertIn("compiled one after the other", logs.output[0])
-        self.assertIn("kkt_solve", logs.output[0])
-        self.assertIn("fused_gdr_bwd", self.calls)
 
 
 class KernelVerifiersTest(unittest.TestCase):

@@ -6,7 +6,8 @@ parameters, adapters, and whether rows are packed. The rest depends on the row. 
 select a variant:
 
 * FlashQLA: one of three forward kernels, by documents times value heads relative to 0.35 and 0.7 times the number of
-  multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels.
+  multiprocessors. The limits differ by a factor of two, so numbers of documents that double select all kernels. The first
+  row compiles all of them, and those of the backward, at the same time.
 * Triton: whether an integer argument is a multiple of 16, and whether it needs 64 bits. Kernels of this package take
   the number of tokens without either. Their exceptions are numbers of elements, which are multiples of 16 if the width
   of the tensor is one. The convolution of flash-linear-attention takes the number of tokens. Rows with and without a
@@ -19,8 +20,10 @@ select a variant:
 `varlen_attn` and cuBLAS are compiled in advance. [`rows_to_run`] has a row for each of these properties.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,10 +125,10 @@ def warm_up(
 
     def tell(compilation: Compilation) -> None:
         found.append(compilation)
-        bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel}")
+        bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel} {compilation.seconds:.0f} s")
 
     try:
-        with bar, as_before(model, device), compilations(tell):
+        with bar, _ticking(bar), as_before(model, device), compilations(tell):
             for lengths in rows:
                 loss(model, make_row(model, lengths, collator, device)).backward()
                 drop_gradients(model)
@@ -142,6 +145,24 @@ def warm_up(
         f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
     )
     return found
+
+
+@contextmanager
+def _ticking(bar: tqdm) -> Iterator[None]:
+    """Show the time of a bar each second, because a row may wait for a compiler that long."""
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(1):
+            bar.refresh()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def rows_to_run(max_length: int, max_documents: int | None = None) -> list[list[int]]:

@@ -1,0 +1,157 @@
+"""Threads that compile FlashQLA's kernels, as many at a time as there are cores.
+
+FlashQLA compiles each kernel when it comes to it, one after the other. TileLang compiles outside of Python's lock, so all
+of them together take as long as the slowest one, that of the backward. A forward waits for its own kernels only: what
+else the step needs is compiled in the meantime.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+
+from ...boundaries import CHUNK_SIZE
+from ..dispatch import logger
+from .tilelang_output import quiet
+
+
+# More than the multiprocessors of a GPU.
+_MOST_BLOCKS = 256
+# Another kernel computes the forward from documents times heads of these shares of the multiprocessors on.
+_SHARES = 0.35, 0.7
+_GROUPS: dict[tuple, "Kernels"] = {}
+
+
+def compile_together(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
+    """Compile the kernels of forward and backward in threads, and wait for those of the forward.
+
+    Returns what the backward has to wait for, or `None` if it is nothing.
+    """
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, g, beta))
+    heads = key.shape[2], value.shape[2]
+    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None, training
+    kernels = _GROUPS.get(call)
+    if kernels is None:
+        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        documents = len(key) if cu_seqlens is None else len(cu_seqlens) - 1
+        first: list[Callable[[], None]] = []
+        others: list[Callable[[], None]] = []
+        try:
+            first, others = _calls(key, value, g, beta, documents, cu_seqlens is not None, training)
+        except Exception as error:
+            _tell(error)
+        if key.is_cuda:
+            # The threads read tensors that this stream fills.
+            torch.cuda.synchronize(key.device)
+        kernels = _GROUPS[call] = Kernels(key.device, first, others)
+    if not kernels.are_ready:
+        kernels.wait_for_forward()
+    return None if kernels.are_ready else kernels
+
+
+class Kernels:
+    """Kernels that threads compile by running them: `first` for a forward, `others` for its backward and later calls."""
+
+    def __init__(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]):
+        # Each process of a machine compiles, on its share of the cores.
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        pool = ThreadPoolExecutor(min(max(share, 1), len(first) + len(others) or 1))
+
+        def start(calls: list[Callable[[], None]]) -> list[Future]:
+            return [pool.submit(_run, call, device) for call in calls]
+
+        # The first of the others takes longest.
+        longest = start(others[:1])
+        self.first = start(first)
+        self.others = longest + start(others[1:])
+        self.are_ready = False
+        pool.shutdown(wait=False)
+
+    def wait_for_forward(self) -> None:
+        """Wait for the kernels of a forward."""
+        _wait(self.first)
+        self.are_ready = not self.others
+
+    def wait(self, *gradients: torch.Tensor) -> None:
+        """Wait for all kernels. Before the backward, autograd calls it with the gradients of the output."""
+        if not self.are_ready:
+            _wait(self.others)
+            self.are_ready = True
+
+
+def _run(call: Callable[[], None], device: torch.device) -> None:
+    # A thread has a device and a stream of its own. The tensors of the call are freed after it.
+    with quiet(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        call()
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+def _wait(futures: list[Future]) -> None:
+    for future in futures:
+        try:
+            future.result()
+        except Exception as error:
+            _tell(error)
+
+
+def _tell(error: Exception) -> None:
+    # Not the functions of version 0.1.3. The call itself compiles what it needs.
+    logger.info(f"FlashQLA's kernels are compiled one after the other: {error}")
+
+
+def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) -> tuple[list, list]:
+    """Calls of FlashQLA's kernels on zeros, each with what selects the kernel: those of a forward, and all others."""
+    from flash_qla.ops.gated_delta_rule import chunk
+
+    heads = value.shape[2]
+    numbers = _numbers_of_documents(key.device, heads, documents)
+    row, *rows = (_row(key, value, g, beta, number, packed) for number in (numbers if training else numbers[:1]))
+    k, v, a, cu_seqlens = (row[name] for name in ("k", "v", "a", "cu_seqlens"))
+    sums = {"g": row["g"], "chunk_size": CHUNK_SIZE, "cu_seqlens": cu_seqlens}
+    first = [
+        lambda: chunk.fused_gdr_fwd(q=k, output_final_state=False, **row),
+        lambda: chunk.kkt_solve(k=k, b=row["b"], chunk_size=CHUNK_SIZE, cu_seqlens=cu_seqlens),
+        lambda: chunk.chunk_local_cumsum(**sums),
+    ]
+    if not training:
+        return first, []
+    state = k.new_zeros(*k.shape[:1], k.shape[1] if packed else 1, heads, k.shape[3], v.shape[3])
+    others = [
+        lambda: chunk.fused_gdr_bwd(q=k, do=v, dht=None, h=state, **row),
+        lambda: chunk.fused_gdr_h(output_final_state=False, **row),
+        lambda: chunk.chunk_local_cumsum(**sums, reverse=True, zero_last_chunk=True),
+        *(lambda row=row: chunk.fused_gdr_fwd(q=row["k"], output_final_state=False, **row) for row in rows),
+    ]
+    if key.shape[2] < heads:
+        others.append(lambda: chunk.group_reduce_vector(v, key.shape[2]))
+    return first, others
+
+
+def _numbers_of_documents(device: torch.device, heads: int, documents: int) -> list[int]:
+    """Return `documents`, and numbers that select the other kernels of the forward."""
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    limits = [int(share * blocks) for share in _SHARES]
+    # More documents select no other kernel: blocks of all heads fill the GPU.
+    most = -(-_MOST_BLOCKS // heads)
+    numbers: dict[int, int] = {}
+    for number in (min(documents, most), 1, max(1, (limits[1] - 1) // heads), most):
+        numbers.setdefault(sum(number * heads >= limit for limit in limits), number)
+    return list(numbers.values())
+
+
+def _row(key, value, g, beta, documents: int, packed: bool) -> dict:
+    """Zeros as arguments of FlashQLA's kernels: a packed row of documents of one token, or a batch of `documents` rows."""
+    from flash_qla.utils.index import prepare_varlen_metadata
+
+    rows, tokens, cu_seqlens = documents, CHUNK_SIZE, None
+    if packed:
+        rows, tokens, host = 1, documents, torch.arange(documents + 1, dtype=torch.int32)
+        cu_seqlens = prepare_varlen_metadata(host.to(key.device), host)
+    heads = value.shape[2]
+    zeros = lambda like, *shape: torch.zeros(rows, tokens, *shape, dtype=like.dtype, device=key.device)  # noqa: E731
+    k, v, a = zeros(key, *key.shape[2:]), zeros(value, *value.shape[2:]), zeros(key, heads, CHUNK_SIZE)
+    return {"k": k, "v": v, "a": a, "g": zeros(g, heads), "b": zeros(beta, heads), "cu_seqlens": cu_seqlens}

@@ -1,0 +1,161 @@
+"""FlashQLA's kernels are compiled together, and TileLang's lines are left out. tests/gpu compiles the real ones."""
+
+import os
+import subprocess
+import sys
+import threading
+import unittest
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+from parameterized import parameterized
+
+from transformers_packed.ops.backends import flash_qla_kernels, tilelang_output
+
+
+BFLOAT16 = torch.bfloat16
+
+
+class FlashQLACompilationTest(unittest.TestCase):
+    """FlashQLA's functions are replaced by some that wait for each other, so they only return if all of them run."""
+
+    def setUp(self):
+        self.calls, self.barrier = {}, threading.Barrier(7)
+        chunk = ModuleType("flash_qla.ops.gated_delta_rule.chunk")
+        for name in ("kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"):
+            setattr(chunk, name, partial(self.run_kernel, name))
+        chunk.chunk_local_cumsum = lambda reverse=False, **kwargs: self.run_kernel("reverse" if reverse else "sum")
+        parent, index = ModuleType("flash_qla.ops.gated_delta_rule"), ModuleType("flash_qla.utils.index")
+        parent.chunk, index.prepare_varlen_metadata = chunk, lambda on_device, on_host: on_device
+        modules = {"flash_qla": ModuleType("flash_qla"), parent.__name__: parent, index.__name__: index}
+        patchers = mock.patch.dict(sys.modules, modules), mock.patch.object(flash_qla_kernels, "_GROUPS", {})
+        for patcher in (*patchers, mock.patch.object(os, "sched_getaffinity", lambda _: range(16))):
+            patcher.start()
+            self.addCleanup(patcher.stop)
+
+    def run_kernel(self, name, *args, **kwargs):
+        self.barrier.wait(20)
+        self.calls[name] = args, kwargs
+
+    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True):
+        shape = rows, 9
+        query, key = (torch.zeros(*shape, heads[0], 128, dtype=BFLOAT16) for _ in range(2))
+        value = torch.zeros(*shape, heads[1], 128, dtype=BFLOAT16, requires_grad=requires_grad)
+        gates = [torch.zeros(*shape, heads[1], dtype=torch.float32) for _ in range(2)]
+        cu_seqlens = None if documents is None else torch.arange(documents + 1)
+        return flash_qla_kernels.compile_together(query, key, value, *gates, cu_seqlens)
+
+    def test_all_kernels_of_a_row(self):
+        with self.assertNoLogs("transformers_packed", "INFO"):
+            self.call().wait()
+        names = {"sum", "reverse", "kkt_solve", "fused_gdr_fwd", "fused_gdr_h", "fused_gdr_bwd", "group_reduce_vector"}
+        self.assertEqual(set(self.calls), names)
+        given = self.calls["fused_gdr_bwd"][1]
+        self.assertEqual(given["cu_seqlens"].tolist(), [0, 1, 2, 3])
+        self.assertEqual([tuple(given[x].shape) for x in "qvh"], [(1, 3, 2, 128), (1, 3, 4, 128), (1, 3, 4, 128, 128)])
+        self.assertEqual(given["g"].dtype, torch.float32)
+        # Once for all rows of this kind, whatever their number of documents.
+        self.calls.clear()
+        self.assertIsNone(self.call(documents=1000))
+        self.assertEqual(self.calls, {})
+
+    def test_a_forward_waits_for_its_own_kernels(self):
+        self.barrier, goes_on = mock.Mock(), threading.Event()
+        chunk = sys.modules["flash_qla.ops.gated_delta_rule"].chunk
+        chunk.fused_gdr_bwd = lambda **kwargs: (goes_on.wait(20), self.calls.update(fused_gdr_bwd=kwargs))
+        first = self.call()
+        self.assertLessEqual({"sum", "kkt_solve", "fused_gdr_fwd"}, set(self.calls))
+        self.assertNotIn("fused_gdr_bwd", self.calls)
+        # The same row in the next layer waits for the same kernels.
+        self.assertIs(self.call(), first)
+        x = torch.zeros(2, requires_grad=True)
+        output = x.exp()
+        output.grad_fn.register_prehook(first.wait)
+        goes_on.set()
+        output.sum().backward()
+        self.assertIn("fused_gdr_bwd", self.calls)
+
+    @parameterized.expand([("1", 7), ("3", 5), ("16", 1), ("64", 1)])
+    def test_processes_share_the_cores(self, processes, threads):
+        pool = mock.Mock(wraps=flash_qla_kernels.ThreadPoolExecutor)
+        self.barrier = mock.Mock()
+        with (
+            mock.patch.object(flash_qla_kernels, "ThreadPoolExecutor", pool),
+            mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": processes}),
+        ):
+            self.call().wait()
+        pool.assert_called_once_with(threads)
+        self.assertEqual(len(self.calls), 7)
+
+    def test_padded_batches_and_equal_heads(self):
+        self.barrier = threading.Barrier(6)
+        self.call(documents=None, rows=2, heads=(4, 4)).wait()
+        self.assertNotIn("group_reduce_vector", self.calls)
+        given = self.calls["fused_gdr_h"][1]
+        self.assertIsNone(given["cu_seqlens"])
+        self.assertEqual(tuple(given["k"].shape), (2, 64, 4, 128))
+        self.assertEqual(tuple(self.calls["fused_gdr_bwd"][1]["h"].shape), (2, 1, 4, 128, 128))
+
+    def test_only_the_forward_without_gradients(self):
+        self.barrier = threading.Barrier(3)
+        self.assertIsNone(self.call(requires_grad=False))
+        self.assertEqual(set(self.calls), {"sum", "kkt_solve", "fused_gdr_fwd"})
+
+    def test_another_release_compiles_by_itself(self):
+        del sys.modules["flash_qla.ops.gated_delta_rule"].chunk.kkt_solve
+        self.barrier = threading.Barrier(6)
+        with self.assertLogs("transformers_packed", "INFO") as logs:
+            self.call().wait()
+        self.assertIn("compiled one after the other", logs.output[0])
+        self.assertIn("kkt_solve", logs.output[0])
+        self.assertIn("fused_gdr_bwd", self.calls)
+
+    @parameterized.expand([(16,), (32,), (48,), (200,)])
+    def test_a_number_of_documents_for_each_forward(self, heads):
+        """FlashQLA 0.1.3 has three forwards, for fewer than 46 blocks, fewer than 92 and more on an H100."""
+        properties = SimpleNamespace(multi_processor_count=132)
+        with mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties):
+            numbers = flash_qla_kernels._numbers_of_documents(torch.device("cuda"), heads, 1)
+        forms = {(number * heads >= 46) + (number * heads >= 92) for number in numbers}
+        self.assertEqual(len(forms), len(numbers))
+        self.assertEqual(forms, {(number * heads >= 46) + (number * heads >= 92) for number in range(1, 300)})
+
+
+class QuietTest(unittest.TestCase):
+    LINES = (
+        "[13:49:37] : Warning: Buffer read before initialization: 1 buffer(s) read before anything writes them\n"
+        "  [1] `dk_fragment` is read before anything writes it\n"
+        "  --> /site/flash_qla/ops/gated_delta_rule/chunk/hopper/fused_bwd.py:466:1\n"
+        "Initialize the buffer before its first read (for example with `T.clear`).\n"
+        "[13:49:56] : Warning: T.vectorized loop over `j_t_vec` with extent 2 is lowered as a serial loop\n"
+    )
+
+    def test_only_lines_of_tilelang_are_left_out(self):
+        code = f"""
+import logging, os, runpy, sys, threading
+logging.basicConfig(level="INFO")
+quiet = runpy.run_path({tilelang_output.__file__!r})["quiet"]
+before = os.fstat(2)
+with quiet():
+    os.write(2, b"\\rhalf a bar")
+    threading.Event().wait(0.3)
+    with quiet():
+        os.write(2, {self.LINES.encode()!r})
+        logging.getLogger("tilelang.jit").info("TileLang begins to compile")
+        logging.getLogger("other").info("not of TileLang")
+    os.system("echo of a child >&2")
+    os.write(2, b"[12 files] : Warnings: mine\\nno end")
+print("after", file=sys.stderr)
+logging.getLogger("tilelang.jit").info("no longer")
+assert (before.st_dev, before.st_ino) == (os.fstat(2).st_dev, os.fstat(2).st_ino)
+"""
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        expected = "half a barINFO:other:not of TileLang\nof a child\n[12 files] : Warnings: mine\nno endafter\n"
+        self.assertEqual(run.stderr.lstrip(), expected + "INFO:tilelang.jit:no longer\n")
+
+    def test_an_error_passes(self):
+        with self.assertRaises(KeyError), tilelang_output.quiet():
+            raise KeyError
+        self.assertEqual((tilelang_output._users, tilelang_output._opened), (0, []))
