@@ -12,6 +12,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from common.processes import run_script
@@ -57,6 +58,7 @@ class ExamplesTest(unittest.TestCase):
         self.assertEqual(result.status, 0, result.stderr[-3000:])
         return result
 
+    @pytest.mark.slow
     def test_two_processes_share_rows(self):
         """Both give the updates of one process: the same loss, rounded to four digits.
 

@@ -397,6 +397,7 @@ class NoFalseAlarmTest(unittest.TestCase):
         self.assertIsolated(model, inputs=("all",), lengths=[20, 1, 9])
         self.assertEqual(model.model.layers[0].self_attn.attention_dropout, 0.5)
 
+    @pytest.mark.slow
     def test_compiled(self):
         self.check_compiled("method")
 

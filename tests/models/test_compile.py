@@ -93,13 +93,15 @@ class CompileTest(unittest.TestCase):
         if cls is Qwen3_5ForCausalLM:
             self.assertEqual(ops, {"causal_conv1d_qkv", "gated_delta_rule", "attention"})
 
-    @parameterized.expand(
-        [
-            ("qwen3_5", Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW), {}),
-            ("qwen3_5_moe", Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**SHALLOW, **EXPERTS), {"padding_tokens": 9}),
-        ]
-    )
-    def test_position_ids_alone(self, _, cls, config, end):
+    def test_position_ids_alone(self):
+        self.check_position_ids(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW), {})
+
+    @pytest.mark.slow
+    def test_position_ids_alone_with_experts(self):
+        config = Qwen3_5MoeTextConfig(**SHALLOW, **EXPERTS)
+        self.check_position_ids(Qwen3_5MoeForCausalLM, config, {"padding_tokens": 9})
+
+    def check_position_ids(self, cls, config, end):
         """Documents are found outside of the graph, and one document is no packed row."""
         model = self.model(cls, config)
         compiled = torch.compile(model, backend="eager")
@@ -131,6 +133,7 @@ class CompileTest(unittest.TestCase):
             compiled = torch.compile(model, backend="eager", fullgraph=True)
             self.assertLess(relative_error(compiled(**inputs).logits, model(**inputs).logits), 1e-6)
 
+    @pytest.mark.slow
     def test_without_position_ids(self):
         """Each source of boundaries works in one compiled model, which refuses malformed ones before and after."""
         model = self.model(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SHALLOW)).eval()

@@ -189,6 +189,7 @@ class SourceTest(unittest.TestCase):
                 self.assertEqual(tree.read("file.py"), expected)
 
 
+@pytest.mark.slow
 class InstalledTest(unittest.TestCase):
     """The patches for the installed Transformers. On releases other than that of the page, some may fail."""
 
