@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 # Relative: two processes add the same gradients in another order, in bfloat16.
 LOSS_BAR, NORM_BAR = 0.01, 0.1
-_STEP_OF_TRAIN = re.compile(r"^step (\d+)/\d+, epoch [\d.]+: loss ([\w.+-]+)$", re.MULTILINE)
+_STEP_OF_TRAIN = re.compile(r"^step (\d+)/\d+, epoch [\d.]+: loss ([\w.+-]+)(?:, .*)?$", re.MULTILINE)
 _CAUSE = re.compile(r"Signal 9 \(SIGKILL\) received by PID|failed \(exitcode: *-9\) local_rank: \d+")
 _DECORATION = re.compile(r"^(?:\[?W?\d|=+|-+|\s*$|.*(?:Warning|warnings\.warn))")
 

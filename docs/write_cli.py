@@ -4,19 +4,16 @@ import argparse
 import re
 from pathlib import Path
 
-from transformers_packed import cli
-from transformers_packed.cli.options import Parser
+from transformers_packed.cli.options import Parser, parsers
 
 
 PAGE = Path(__file__).parent / "reference" / "cli.md"
-# In the order of a first use.
-COMMANDS = ("demo", "train", "bench", "warmup", "plan", "memory", "audit", "doctor", "env")
 INTRODUCTION = """\
 # Command line
 
 `transformers-packed` is installed with the package; `python -m transformers_packed.cli` runs the same program.
-`transformers-packed COMMAND --help` prints the options below. [The command line](../how_to/command_line.md) shows how to
-use the commands.
+`transformers-packed COMMAND --help` prints the options below, and `transformers-packed --version` the
+version. [The command line](../how_to/command_line.md) shows how to use the commands.
 
 A command exits with status 0 on success, 1 after a failure, 2 after wrong arguments, 130 after Ctrl-C and 141 if its
 output is no longer read. `audit` has its own [exit statuses](#transformers-packed-audit).
@@ -28,9 +25,8 @@ output is no longer read. `audit` has its own [exit statuses](#transformers-pack
 
 def page() -> str:
     """The text of the page."""
-    subparsers = Parser(prog="transformers-packed").add_subparsers()
-    commands = {name: getattr(cli, name).add_parser(subparsers) for name in COMMANDS}
-    helps = {action.dest: action.help for action in subparsers._choices_actions}
+    parser, commands = parsers()
+    helps = {action.dest: action.help for action in parser._subparsers._group_actions[0]._choices_actions}
     rows = [f"| [`{name}`](#transformers-packed-{name}) | {helps[name]} |" for name in commands]
     return INTRODUCTION + "\n".join(rows) + "\n" + "".join(map(section, commands.values()))
 
@@ -39,7 +35,8 @@ def section(parser: argparse.ArgumentParser) -> str:
     """A command: its purpose and its options."""
     rows = [row(action) for action in parser._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
     table = ["| option | value | meaning |", "|---|---|---|", *rows] if rows else ["It has no options."]
-    return "\n".join(["", f"## {parser.prog}", "", with_code(parser.description), "", *table, ""])
+    examples = ["```bash", *parser.examples, "```", ""] if parser.examples else []
+    return "\n".join(["", f"## {parser.prog}", "", with_code(parser.description), "", *examples, *table, ""])
 
 
 def row(action: argparse.Action) -> str:

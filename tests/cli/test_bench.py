@@ -62,7 +62,7 @@ class CommandTest(BenchTestCase):
         data.write_text("".join(f"{json.dumps({'input_ids': [1] * n})}\n" for n in lengths))
         with mock.patch.object(arms, "run_module", run_cli_module):
             status, stdout, stderr = self.command(
-                "--data", data, "--max-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
+                "--data", data, "--row-length", 209, "--batch-size", 2, "--seconds", 0.01, "--plot", picture, *options
             )
         self.assertEqual(status, 0, stderr)
         lines = stdout.splitlines()
@@ -121,7 +121,7 @@ class CommandTest(BenchTestCase):
 
     def test_a_process_that_fails(self):
         """Its own output names the cause, and nothing is reported as if it were a result."""
-        status, stdout, stderr = self.command("--max-length", 64, "--attn", "no_such_attention")
+        status, stdout, stderr = self.command("--row-length", 64, "--attn", "no_such_attention")
         self.assertEqual(status, 1)
         self.assertIn("the process for 'padded' ended with status 1", stderr)
         self.assertNotIn("tokens/s", stdout)
@@ -129,19 +129,19 @@ class CommandTest(BenchTestCase):
 
 class DocumentsTest(BenchTestCase):
     def choose(self, **options):
-        defaults = {"data": None, "seed": 0, "max_length": 4096, "mean_length": 480, "tokenizer": None}
+        defaults = {"data": None, "seed": 0, "row_length": 4096, "mean_length": 480, "tokenizer": None}
         return choose_lengths(Namespace(**defaults | options))
 
     def test_lengths(self):
         for seed in range(50):
-            lengths = self.choose(seed=seed, max_length=1000, mean_length=30)
+            lengths = self.choose(seed=seed, row_length=1000, mean_length=30)
             self.assertEqual(sum(lengths), 1000)
             self.assertGreater(min(lengths), 1)
-        many = self.choose(max_length=1_000_000)
+        many = self.choose(row_length=1_000_000)
         self.assertLess(abs(sum(many) / len(many) / 480 - 1), 0.1)
         self.assertEqual(self.choose(), self.choose())
         self.assertNotEqual(self.choose(), self.choose(seed=1))
-        self.assertEqual(self.choose(max_length=2), [2])
+        self.assertEqual(self.choose(row_length=2), [2])
 
     def test_the_same_tokens(self):
         documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 1]]

@@ -72,10 +72,10 @@ class OwnCodeTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("plan_tokenizer", "tokenizer", ["plan", *DATA, "--max-length", "9", "--tokenizer", "{root}/tokenizer"]),
-            ("plan_model", "config", ["plan", "--data", "{root}/ids.jsonl", "--max-length", "9", "--model", "{root}/config"]),
-            ("memory_file", "config", ["memory", *GPUS, "--max-length", "9", "--model", "{root}/config/config.json"]),
-            ("memory", "config", ["memory", *GPUS, "--max-length", "9", "--model", "{root}/config"]),
+            ("plan_tokenizer", "tokenizer", ["plan", *DATA, "--row-length", "9", "--tokenizer", "{root}/tokenizer"]),
+            ("plan_model", "config", ["plan", "--data", "{root}/ids.jsonl", "--row-length", "9", "--model", "{root}/config"]),
+            ("memory_file", "config", ["memory", *GPUS, "--row-length", "9", "--model", "{root}/config/config.json"]),
+            ("memory", "config", ["memory", *GPUS, "--row-length", "9", "--model", "{root}/config"]),
             ("audit", "config", ["audit", "{root}/config"]),
             ("doctor", "config", ["doctor", "--model", "{root}/config"]),
         ]
@@ -96,7 +96,7 @@ class OwnCodeTest(unittest.TestCase):
         command = ["train", *DATA, "--output", "{root}/out", "--max-steps", "1", "--model"]
         status, err = self.command(*command, "{root}/config")
         self.assertEqual(status, 1)
-        self.assertRegex(err, "got .*/config: its own code[.]\n$")
+        self.assertRegex(err, "got .*/config: its own code[.] Train other models with ")
         # For a configuration that Transformers supports, the tokenizer's own code is not needed.
         self.command(*command, "{root}/both")
         self.assertFalse(self.marker.exists(), "code of the checkpoint ran")
@@ -116,9 +116,9 @@ def refusal(kind):
 MODEL = ["--model", "nobody/nothing"]
 COMMANDS = {
     "train": ["train", *DATA, "--output", "{root}/out", *MODEL],
-    "memory": ["memory", *GPUS, "--max-length", "9", *MODEL],
-    "plan": ["plan", *DATA, "--max-length", "9", *MODEL],
-    "tokenizer": ["plan", *DATA, "--max-length", "9", "--tokenizer", "nobody/nothing"],
+    "memory": ["memory", *GPUS, "--row-length", "9", *MODEL],
+    "plan": ["plan", *DATA, "--row-length", "9", *MODEL],
+    "tokenizer": ["plan", *DATA, "--row-length", "9", "--tokenizer", "nobody/nothing"],
     "audit": ["audit", "nobody/nothing"],
     "doctor": ["doctor", *MODEL],
 }
@@ -142,7 +142,8 @@ class UnavailableTest(unittest.TestCase):
             contextlib.redirect_stderr(io.StringIO()) as stderr,
         ):
             status = main(arguments)
-        self.assertEqual((status, stdout.getvalue()), (2 if command == "audit" else 1, ""))
+        printed = f"Loading {source} ...\n" if command == "train" else ""
+        self.assertEqual((status, stdout.getvalue()), (2 if command == "audit" else 1, printed))
         option = {"tokenizer": "--tokenizer", "audit": "MODEL_OR_TYPE"}.get(command, "--model")
         kinds = f"{'a model type, ' * (command == 'audit')}a local directory or a model on the Hub"
         self.assertEqual(
@@ -316,9 +317,9 @@ class AdapterTest(unittest.TestCase):
     COMMANDS = {
         "train": ["train", *DATA, "--output", "{root}/out", "--model"],
         "bench": ["bench", "--model"],
-        "warmup": ["warmup", "--max-length", "9", "--model"],
-        "memory": ["memory", *GPUS, "--max-length", "9", "--model"],
-        "plan": ["plan", "--data", "{root}/ids.jsonl", "--max-length", "9", "--model"],
+        "warmup": ["warmup", "--row-length", "9", "--model"],
+        "memory": ["memory", *GPUS, "--row-length", "9", "--model"],
+        "plan": ["plan", "--data", "{root}/ids.jsonl", "--row-length", "9", "--model"],
         "doctor": ["doctor", "--model"],
         "audit": ["audit"],
     }

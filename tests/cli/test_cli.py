@@ -1,5 +1,6 @@
 """Shared behaviour of all commands: permitted output paths, and exit."""
 
+import ast
 import contextlib
 import io
 import subprocess
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from parameterized import parameterized
 
+from transformers_packed import __version__, cli
 from transformers_packed.cli import main
+from transformers_packed.cli.lines import duration
+from transformers_packed.cli.options import parsers
 
 
 INTERRUPTED = """
@@ -25,7 +29,7 @@ sys.meta_path.insert(0, Interrupt())
 from transformers_packed.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-PLAN = ["plan", "--data", "{root}/data.jsonl", "--max-length", "9"]
+PLAN = ["plan", "--data", "{root}/data.jsonl", "--row-length", "9"]
 
 
 class CommandLineTest(unittest.TestCase):
@@ -39,7 +43,6 @@ class CommandLineTest(unittest.TestCase):
         [
             ("plan_save", [*PLAN, "--save"]),
             ("plan_plot", [*PLAN, "--plot"]),
-            ("audit_json", ["audit", "llama", "--json"]),
             ("audit_plot", ["audit", "llama", "--plot"]),
         ]
     )
@@ -74,9 +77,9 @@ class CommandLineTest(unittest.TestCase):
             (["doctor"],),
             (["doctor", "--model", "m", "--json"],),
             (PLAN,),
-            (["memory", "--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"],),
+            (["memory", "--model", "m", "--gpus", "2", "--gpu-memory", "9", "--row-length", "9"],),
             (["train", "--model", "m", "--data", "d", "--output", "o"],),
-            (["warmup", "--model", "m", "--max-length", "9"],),
+            (["warmup", "--model", "m", "--row-length", "9"],),
             (["audit", "llama"],),
             (["demo"],),
         ]
@@ -100,9 +103,9 @@ class CommandLineTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("train", ["--model", "m", "--data", "d", "--output", "o"]),
-            ("warmup", ["--model", "m", "--max-length", "9"]),
-            ("memory", ["--model", "m", "--gpus", "2", "--gpu-memory", "9", "--max-length", "9"]),
-            ("plan", ["--data", "d", "--max-length", "9"]),
+            ("warmup", ["--model", "m", "--row-length", "9"]),
+            ("memory", ["--model", "m", "--gpus", "2", "--gpu-memory", "9", "--row-length", "9"]),
+            ("plan", ["--data", "d", "--row-length", "9"]),
             ("audit", ["llama"]),
             ("env", []),
             ("doctor", []),
@@ -123,6 +126,43 @@ class CommandLineTest(unittest.TestCase):
             main(["--foo", "env"])
         self.assertRegex(stderr.getvalue(), "^usage: transformers-packed .*command")
         self.assertIn("transformers-packed: error: unrecognized arguments: --foo\n", stderr.getvalue())
+
+    def test_version(self):
+        with self.assertRaises(SystemExit) as exit, contextlib.redirect_stdout(io.StringIO()) as stdout:
+            main(["--version"])
+        self.assertEqual((exit.exception.code, stdout.getvalue()), (0, f"transformers-packed {__version__}\n"))
+
+    @parameterized.expand(
+        [
+            (
+                "plan",
+                'Pass overlong="truncate", or raise max_length.',
+                "Pass --overlong truncate, or raise --row-length.",
+            ),
+            (
+                "plan",
+                "Lower world_size or seeds in /a/world_size.txt.",
+                "Lower --world-size or seeds in /a/world_size.txt.",
+            ),
+            ("train", "Remove cuda_graphs=True.", "Remove --cuda-graphs."),
+            ("train", 'Pass attn_implementation="sdpa".', "Pass --attn sdpa."),
+            ("train", "--lora-rank needs --lora", "--lora-rank needs --lora"),
+        ]
+    )
+    def test_errors_name_options(self, command, message, expected):
+        _, commands = parsers()
+        self.assertEqual(commands[command].with_options(message), expected)
+
+    def test_errors_say_what_to_do(self):
+        """All errors of the commands have a third part."""
+        for path in Path(cli.__file__).parent.glob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "input_error":
+                    self.assertEqual(len(call.args), 3, f"{path}, line {call.lineno}")
+
+    @parameterized.expand([(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7300, "2 h 1 min")])
+    def test_durations(self, seconds, expected):
+        self.assertEqual(duration(seconds), expected)
 
 
 if __name__ == "__main__":

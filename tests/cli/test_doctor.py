@@ -257,7 +257,10 @@ class ModelTest(unittest.TestCase):
     @parameterized.expand(
         [
             ("bamba", "modules that mix along the row run on each document"),
-            ("opt", "the base model computes the documents as padded batches, because its attention mask ignores position ids"),
+            (
+                "opt",
+                "the base model computes the documents as padded batches, because its attention mask ignores position ids",
+            ),
             ("llama", "Transformers' own classes keep documents apart"),
         ]
     )
@@ -289,7 +292,7 @@ class ModelTest(unittest.TestCase):
 
     def test_no_language_model(self):
         status, stdout, stderr = self.doctor(ViTConfig())
-        error = "expected a causal language model, got the type vit.\n"
+        error = "expected a causal language model, got the type vit. Choose a model that generates text.\n"
         self.assertEqual((status, stdout, stderr), (1, "", f"transformers-packed doctor: {error}"))
 
     def test_a_wrong_path(self):

@@ -37,20 +37,20 @@ class MemoryCommandTest(unittest.TestCase):
     @parameterized.expand(["directory", "file"])
     def test_prints_the_plan(self, source):
         model = self.path if source == "directory" else self.path / "config.json"
-        options = ("--model", model, "--max-length", 2**20, "--gpu-memory", 80)
+        options = ("--model", model, "--row-length", 2**20, "--gpu-memory", 80)
         expected = f"{plan_sequence_parallel(self.config, 2**20, 8, 80).summary()}\n"
         self.assertEqual(self.command("memory", "--gpus", 8, *options), (0, expected, ""))
         for part in ("Smallest P with gradient checkpointing: P = 8", "states in float32", "FSDP2 transfers per GPU"):
             self.assertIn(part, expected)
 
     def test_lora(self):
-        options = ("--model", self.path, "--max-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
+        options = ("--model", self.path, "--row-length", 2**14, "--gpu-memory", 80, "--gpus", 1)
         for given, rank in (((), 0), (("--lora",), 16), (("--lora", "--lora-rank", 8), 8)):
             expected = f"{plan_sequence_parallel(self.config, 2**14, 1, 80, lora_rank=rank).summary()}\n"
             self.assertEqual(self.command("memory", *options, *given), (0, expected, ""))
 
     def test_what_cannot_be_is_an_error(self):
-        gpus = ("--max-length", 2**20, "--gpus", 2)
+        gpus = ("--row-length", 2**20, "--gpus", 2)
         fits = (*gpus, "--model", self.path, "--gpu-memory", 24)
         for arguments, expected, part in (
             (fits, 1, "GiB per GPU"),
@@ -62,6 +62,6 @@ class MemoryCommandTest(unittest.TestCase):
             status, stdout, stderr = self.command("memory", *arguments)
             self.assertEqual((status, stdout), (expected, ""), stderr)
             self.assertIn(part, stderr)
-        arguments = ("plan", "--data", "x", "--max-length", 9, "--weights", "float32")
+        arguments = ("plan", "--data", "x", "--row-length", 9, "--weights", "float32")
         self.assertIn("unrecognized arguments: --weights", self.command(*arguments)[2])
-        self.assertIn("arguments are required: --data", self.command("plan", "--max-length", 9)[2])
+        self.assertIn("arguments are required: --data", self.command("plan", "--row-length", 9)[2])

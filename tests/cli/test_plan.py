@@ -49,7 +49,7 @@ class PlanCommandTest(unittest.TestCase):
         data = self.write(*({"input_ids": [7] * length} for length in lengths.tolist()), name=name)
         saved = self.path / "plan.npz"
         arguments = ["--overlong", "split", "--world-size", 2, "--gradient-accumulation-steps", 3, "--seed", 5]
-        output = self.command("--data", data, "--max-length", 50, *arguments, "--save", saved)
+        output = self.command("--data", data, "--row-length", 50, *arguments, "--save", saved)
         expected = plan_packing(lengths, 50, overlong="split", world_size=2, gradient_accumulation_steps=3, seed=5)
         np.testing.assert_array_equal(PackingPlan.load(saved).samples, expected.samples)
         self.assertEqual(output, f"{expected.summary()}\nWrote {saved}\n")
@@ -58,13 +58,13 @@ class PlanCommandTest(unittest.TestCase):
 
     def test_cutting_is_reported(self):
         data = self.write(*({"input_ids": [7] * length} for length in (4, 9, 12)))
-        arguments = ["--data", data, "--max-length", 8, "--overlong"]
+        arguments = ["--data", data, "--row-length", 8, "--overlong"]
         self.assertIn("2 samples truncated, 5 tokens lost", self.command(*arguments, "truncate"))
         self.assertIn("2 samples dropped, 21 tokens lost", self.command(*arguments, "drop"))
 
     def test_text_and_preview(self):
         data = self.write(*({"text": text} for text in TEXTS))
-        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 600]
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 600]
         output = self.command(*arguments, "--preview", 3)
         tokens = [len(text.encode()) + 1 for text in TEXTS]
         self.assertIn(f"4 with {sum(tokens):,} tokens", output)
@@ -79,7 +79,7 @@ class PlanCommandTest(unittest.TestCase):
 
     def test_preview_of_a_part(self):
         data = self.write({"input_ids": [72] * 5 + [73] * 4, "labels": [-100] * 5 + [73] * 4})
-        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 6, "--preview", 2]
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 6, "--preview", 2]
         output = self.command(*arguments, "--overlong", "split")
         self.assertIn("document 1, sample 0, 6 tokens from 0 on, 1 with loss -", output)
         self.assertIn("document 1, sample 0, 3 tokens from 6 on, 2 with loss -", output)
@@ -89,16 +89,26 @@ class PlanCommandTest(unittest.TestCase):
 
     def test_samples_are_planned_with_their_whole_length(self):
         data = self.write({"messages": [user("a" * 50), assistant("b" * 50)]}, {"messages": [user("no answer")]})
-        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--max-length", 40]
-        message = self.command(*arguments, status=1)
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 40]
+        message = self.command(*arguments, "--overlong", "error", status=1)
         self.assertIn("expected samples of at most 40 tokens, got 1 longer ones among 1, the longest", message)
-        self.assertIn("Dropped 1 records without a token with loss", message)
+        self.assertIn("Dropped 1 record without a token with loss", message)
+        self.assertIn('Pass --overlong truncate, "split" or "drop", or raise --row-length.\n', message)
+
+    def test_samples_are_cut_by_default(self):
+        texts = [{"text": "a" * length} for length in (5, 30)]
+        data = self.write(*texts)
+        arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 20]
+        self.assertIn("1 samples truncated, 11 tokens lost", self.command(*arguments))
+        data = self.write({"prompt": "a" * 50, "completion": "b"})
+        message = self.command("--data", data, *arguments[2:], status=1)
+        self.assertIn("--data: expected a target among the first 20 tokens of a sample, got none. Raise", message)
 
     def test_picture(self):
         data = self.write(*({"input_ids": [7] * length} for length in range(1, 41)))
         for name in ("plan.png", "small.png"):
             plot = self.path / name
-            self.assertIn(f"Wrote {plot}", self.command("--data", data, "--max-length", 50, "--plot", plot))
+            self.assertIn(f"Wrote {plot}", self.command("--data", data, "--row-length", 50, "--plot", plot))
             self.assertEqual(plot.read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
             data = self.write({"input_ids": [7]})
 
@@ -107,10 +117,10 @@ class PlanCommandTest(unittest.TestCase):
         model, saved = self.path / "tokenizer", self.path / "plan.npz"
         config.save_pretrained(model)
         data = self.write({"text": "abc"})
-        self.command("--data", data, "--model", model, "--max-length", 8, "--save", saved)
+        self.command("--data", data, "--model", model, "--row-length", 8, "--save", saved)
         self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
         saved.unlink()
-        self.command("--data", data, "--model", model / "config.json", "--max-length", 8, "--save", saved)
+        self.command("--data", data, "--model", model / "config.json", "--row-length", 8, "--save", saved)
         self.assertEqual(PackingPlan.load(saved).cost, PackingCost.from_config(config))
 
     def test_a_configuration_alone(self):
@@ -119,16 +129,16 @@ class PlanCommandTest(unittest.TestCase):
         Qwen3_5TextConfig(hidden_size=64, num_hidden_layers=4).save_pretrained(path)
         ids, text = self.write({"input_ids": [7]}), self.write({"text": "abc"}, name="text.jsonl")
         for model in (path, path / "config.json"):
-            self.assertIn("1 with 1 tokens", self.command("--data", ids, "--model", model, "--max-length", 8))
-            message = self.command("--data", text, "--model", model, "--max-length", 8, status=1)
+            self.assertIn("1 with 1 tokens", self.command("--data", ids, "--model", model, "--row-length", 8))
+            message = self.command("--data", text, "--model", model, "--row-length", 8, status=1)
             self.assertIn(f"--model: expected a tokenizer in {path}, got none", message)
-        message = self.command("--data", ids, "--model", self.path / "nothing", "--max-length", 8, status=1)
+        message = self.command("--data", ids, "--model", self.path / "nothing", "--row-length", 8, status=1)
         self.assertIn(
             f"--model: expected a local directory or a model on the Hub, got '{self.path / 'nothing'}': no such",
             message,
         )
         missing = self.path / "nothing" / "config.json"
-        message = self.command("--data", ids, "--model", missing, "--max-length", 8, status=1)
+        message = self.command("--data", ids, "--model", missing, "--row-length", 8, status=1)
         self.assertIn(f"--model: cannot read a configuration from {missing}: file not found", message)
 
     @parameterized.expand(
@@ -147,8 +157,13 @@ class PlanCommandTest(unittest.TestCase):
                 "line 1: expected token ids from 0 to 2147483647 in input_ids",
             ),
             ("larger id", [{"input_ids": [1, 2**64]}], [], "line 1: expected input_ids as a list"),
-            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100.\n"),
-            ("negative label", [{"input_ids": [1], "labels": [-1]}], [], "or -100 in labels, got -1.\n"),
+            ("negative id", [{"input_ids": [1, -100]}], [], "in input_ids, got -100. Correct the record.\n"),
+            (
+                "negative label",
+                [{"input_ids": [1], "labels": [-1]}],
+                [],
+                "or -100 in labels, got -1. Correct the record.\n",
+            ),
             ("no id", [{"input_ids": [1, None]}], [], "line 1: expected input_ids as a list"),
             (
                 "short",
@@ -161,7 +176,7 @@ class PlanCommandTest(unittest.TestCase):
     )
     def test_errors(self, _, rows, arguments, message):
         data = self.write(*rows)
-        self.assertIn(message, self.command("--data", data, "--max-length", 8, *arguments, status=1))
+        self.assertIn(message, self.command("--data", data, "--row-length", 8, *arguments, status=1))
 
     def test_a_directory_is_no_plan(self):
         with self.assertRaisesRegex(IsADirectoryError, f"expected a file, got the directory {self.path}"):
@@ -169,10 +184,10 @@ class PlanCommandTest(unittest.TestCase):
 
     def test_files_that_are_not_there_or_not_parquet(self):
         broken = self.path / "broken.parquet"
-        message = self.command("--data", broken, "--max-length", 8, status=1)
+        message = self.command("--data", broken, "--row-length", 8, status=1)
         self.assertIn(f"file {broken} not found", message)
         broken.write_text("text")
-        message = self.command("--data", broken, "--max-length", 8, status=1)
+        message = self.command("--data", broken, "--row-length", 8, status=1)
         self.assertIn("broken.parquet: expected a parquet file", message)
 
 

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import re
 import resource
 import shutil
 import tempfile
@@ -25,8 +26,8 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from transformers_packed import DataCollatorWithFlattening, cli
-from transformers_packed.cli import finetune, run_folder
+from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
+from transformers_packed.cli import finetune, folder_trainer, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
 from transformers_packed.ops import dispatch
@@ -137,6 +138,34 @@ class CommandTest(unittest.TestCase):
         status, out, err = self.run_command("--max-steps=1", data=path)
         self.assertEqual(status, 0, err)
         self.assertIn("2 samples (text) with 4 tokens, 2 of them targets", out)
+        self.assertIn("\n1 step, rows of up to 8 samples, 1 per step, ", out)
+
+    def test_the_lines_of_a_run(self):
+        status, out, err = self.run_command("--max-steps=3", "--batch-size=2", "--logging-steps=1")
+        self.assertEqual((status, err), (0, ""))
+        self.assertTrue(out.startswith(f"Loading {self.root / 'model'} ...\n"), out)
+        steps = re.findall(r"^step (\d)/3, epoch [0-9.]+: loss [0-9.]+, [0-9,]+ tokens/s(.*)$", out, re.MULTILINE)
+        self.assertEqual(
+            [(number, bool(re.fullmatch(r", \d+ s left", left))) for number, left in steps],
+            [("1", False), ("2", True), ("3", False)],
+        )
+
+    def test_full_rows_are_those_of_plan(self):
+        saved, model = self.directory / "plan.npz", self.root / "model"
+        options = ["--row-length=30", "--gradient-accumulation-steps=2", "--seed=3"]
+        command = ["plan", "--data", str(self.root / "pairs.jsonl"), "--model", str(model), *options]
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(cli.main([*command, "--save", str(saved)]), 0)
+        status, out, err = self.run_command(*options)
+        self.assertEqual(status, 0, err)
+        planned, trained = PackingPlan.load(saved), self.trainers[0].train_dataset.plan
+        for row in range(len(planned)):
+            self.assertEqual([x.tolist() for x in trained.row(row)], [x.tolist() for x in planned.row(row)])
+        self.assertEqual((len(trained), trained.cost), (len(planned), planned.cost))
+        self.assertIn(f"{len(planned) // 2} steps, rows of up to 30 tokens, 2 per step", out)
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as stderr:
+            cli.main(["train", "--model=m", "--data=d", "--output=o", *options, "--batch-size=2"])
+        self.assertIn("--batch-size: not allowed with argument --row-length", stderr.getvalue())
 
     def test_kernels_are_compiled_before_the_first_step(self):
         calls = []
@@ -194,6 +223,7 @@ class CommandTest(unittest.TestCase):
         self.check_error("a dataset with --split or --subset, got the file", "--split", "test")
         self.check_error("flex_attention", "--attn", "flex_attention")
         self.check_error("got none in .* longer than 1 tokens", "--max-length", "1")
+        self.check_error("--max-length: expected at most --row-length, 9 tokens", "--max-length=10", "--row-length=9")
         with mock.patch("datasets.__version__", "3.6.0"):
             self.check_error("needs datasets >= 4, which does not run dataset code", data="a/name")
         with mock.patch.object(finetune, "find_spec", lambda name: None):
@@ -235,7 +265,7 @@ class CommandTest(unittest.TestCase):
         ):
             for resume in ([], ["--resume"]):
                 self.check_error(message, *resume, output=output)
-        with mock.patch.object(finetune.os, "access", return_value=False):
+        with mock.patch.object(run_folder.os, "access", return_value=False):
             self.check_error("not a writable directory")
         self.assertEqual(sorted(path.name for path in self.directory.iterdir()), ["file"])
 
@@ -250,7 +280,7 @@ class CommandTest(unittest.TestCase):
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         targets = sum((sample["labels"] != -100).sum() for sample in samples)
         self.assertIn(
-            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 truncated to 2048 "
+            f"{len(samples)} samples (prompt-completion) with {tokens} tokens, {targets} of them targets; 0 truncated to 2,048 "
             "tokens, 0 without a target dropped.",
             out,
         )
@@ -431,7 +461,7 @@ class CommandTest(unittest.TestCase):
         status, _, err = self.run_command(*command, "--resume", "--seed=5", "--learning-rate=0.03")
         self.assertEqual(status, 1)
         self.assertRegex(
-            err, "got learning_rate 0.03 instead of 0.02; seed 5 instead of 0. Use the command of that run"
+            err, "got --learning-rate 0.03 instead of 0.02; --seed 5 instead of 0. Use the command of that run"
         )
         status, _, err = self.run_command(*command, "--resume", "--max-length=5")
         self.assertEqual(status, 1)
@@ -499,7 +529,7 @@ class CommandTest(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertRegex(
             err,
-            f"--output: expected the settings of the run in {self.output}, got seed 5 instead of 0. Use the command of "
+            f"--output: expected the settings of the run in {self.output}, got --seed 5 instead of 0. Use the command of "
             f"that run, choose another --output, or delete {settings} to start over.\n",
         )
         other = self.output / "notes.txt"
@@ -607,7 +637,7 @@ class CommandTest(unittest.TestCase):
 
     def test_ctrl_c_while_the_model_is_written(self):
         command = ["--max-steps=2", "--batch-size=2", "--save-steps=2"]
-        with mock.patch.object(run_folder.RunFolderTrainer, "save_to_folder", side_effect=KeyboardInterrupt):
+        with mock.patch.object(folder_trainer.RunFolderTrainer, "save_to_folder", side_effect=KeyboardInterrupt):
             status, _, err = self.run_command(*command)
         self.assertEqual(status, 130)
         self.assertEqual(

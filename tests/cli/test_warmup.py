@@ -13,6 +13,7 @@ from scripts.trainer_arms import CONFIGS, TINY
 from transformers import LlamaConfig, Qwen3_5TextConfig
 
 from transformers_packed.cli import main
+from transformers_packed.cli.options import LONGEST_SAMPLE, parsers
 from transformers_packed.models import float8
 from transformers_packed.ops import compilations as records
 from transformers_packed.ops.compilations import Compilation
@@ -58,8 +59,14 @@ class WarmupCommandTest(unittest.TestCase):
                 status = stop.code
         return status, stdout.getvalue(), stderr.getvalue()
 
+    def test_the_longest_row_of_train(self):
+        _, commands = parsers()
+        train = commands["train"].parse_args(["--model", "m", "--data", "d", "--output", "o"])
+        warmup = commands["warmup"].parse_args(["--model", "m"])
+        self.assertEqual(warmup.row_length, train.batch_size * LONGEST_SAMPLE)
+
     def test_what_it_prints(self):
-        status, stdout, _ = self.command("--max-length", 24, "--max-documents", 3)
+        status, stdout, _ = self.command("--row-length", 24, "--max-documents", 3)
         self.assertEqual(status, 0)
         lines = [
             "tilelang: 2 compiled in 70.0 s, 0 loaded from disk",
@@ -83,7 +90,7 @@ class WarmupCommandTest(unittest.TestCase):
         ]
     )
     def test_the_model_that_runs(self, options, layers, dtype, in_float8):
-        status, _, stderr = self.command("--max-length", 24, "--max-documents", 2, *options)
+        status, _, stderr = self.command("--row-length", 24, "--max-documents", 2, *options)
         self.assertEqual(status, 0, stderr)
         ((model, _, _),) = self.calls
         base = model.get_base_model() if "--lora" in options else model
@@ -103,12 +110,11 @@ class WarmupCommandTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ([], 2, "the following arguments are required: --max-length"),
-            (["--max-length", 1], 2, "--max-length: expected a whole number of at least 2, got '1'"),
-            (["--max-length", 24, "--max-documents", 0], 2, "--max-documents: expected a whole number of at least 1"),
-            (["--max-length", 24, "--data", "x"], 2, "unrecognized arguments: --data"),
+            (["--row-length", 1], 2, "--row-length: expected a whole number of at least 2, got '1'"),
+            (["--row-length", 24, "--max-documents", 0], 2, "--max-documents: expected a whole number of at least 1"),
+            (["--row-length", 24, "--data", "x"], 2, "unrecognized arguments: --data"),
             (
-                ["--max-length", 24, "--model", "missing"],
+                ["--row-length", 24, "--model", "missing"],
                 1,
                 "--model: expected a local directory or a model on the Hub",
             ),
@@ -122,13 +128,13 @@ class WarmupCommandTest(unittest.TestCase):
 
     def test_a_machine_without_a_gpu(self):
         with mock.patch.object(module, "compiles_kernels", lambda device: device.type == "cuda"):
-            status, stdout, stderr = self.command("--max-length", 24)
+            status, stdout, stderr = self.command("--row-length", 24)
         self.assertEqual((status, stdout), (1, ""))
         self.assertIn("expected a CUDA device, for which kernels are compiled, got cpu. Run the command where", stderr)
 
     def test_another_family(self):
         LlamaConfig().save_pretrained(self.path)
-        status, _, stderr = self.command("--max-length", 24)
+        status, _, stderr = self.command("--row-length", 24)
         self.assertEqual(status, 1)
         self.assertIn("--model: expected a checkpoint of Qwen3-Next, Qwen3.5 or Qwen3.5-MoE", stderr)
 
@@ -137,7 +143,7 @@ class WarmupCommandTest(unittest.TestCase):
             raise KeyboardInterrupt
 
         with mock.patch("transformers_packed.models.qwen3_5.modeling_qwen3_5.Qwen3_5ForCausalLM.forward", stopped):
-            status, _, stderr = self.command("--max-length", 24)
+            status, _, stderr = self.command("--row-length", 24)
         self.assertEqual(status, 130)
         last = "transformers-packed warmup: interrupted while compiling kernels, before the first step; 0 are ready"
         self.assertEqual(stderr.splitlines()[-1], last)
@@ -145,5 +151,5 @@ class WarmupCommandTest(unittest.TestCase):
     def test_other_families_of_this_package(self):
         for name in ("qwen3_next", "qwen3_next_moe"):
             CONFIGS[name]().save_pretrained(self.path)
-            status, _, stderr = self.command("--max-length", 24, "--max-documents", 2)
+            status, _, stderr = self.command("--row-length", 24, "--max-documents", 2)
             self.assertEqual(status, 0, stderr)

@@ -146,7 +146,7 @@ class RealTokensTest(unittest.TestCase):
             else:
                 path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                self.assertEqual(cli.main(["plan", "--data", str(path), "--max-length", "96"]), 0)
+                self.assertEqual(cli.main(["plan", "--data", str(path), "--row-length", "96"]), 0)
             return out.getvalue()
 
         with tempfile.TemporaryDirectory() as directory:

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 import sys
 import unittest
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import transformers_packed
 from transformers_packed import cli, ops, parallel
+from transformers_packed.cli.options import parsers
 
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +111,21 @@ class CommandLineTest(unittest.TestCase):
     def test_every_command_has_its_section(self):
         import write_cli
 
-        commands = {name for name, module in vars(cli).items() if hasattr(module, "add_parser")}
-        self.assertEqual(set(write_cli.COMMANDS), commands)
+        modules = Path(cli.__file__).parent.glob("*.py")
+        commands = {path.stem for path in modules if "\ndef add_parser(" in path.read_text(encoding="utf-8")}
+        self.assertEqual(set(cli.COMMANDS), commands)
+        for name in commands:
+            self.assertIn(f"## transformers-packed {name}\n", write_cli.page())
+
+    def test_examples_of_help_are_valid(self):
+        _, commands = parsers()
+        for name, parser in commands.items():
+            for example in parser.examples:
+                words = shlex.split(example.split(" > ")[0])
+                self.assertEqual(words[:2], ["transformers-packed", name])
+                parser.parse_args(words[2:])
+                self.assertIn(example, parser.format_help())
+        self.assertEqual({name for name, parser in commands.items() if not parser.examples}, {"env"})
 
 
 if __name__ == "__main__":

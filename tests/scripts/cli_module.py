@@ -1,8 +1,6 @@
-"""Run a module of the commands: `python cli_module.py MODULE ARGUMENT...`."""
+"""Run the process of an arm: `python cli_module.py MODULE ARM FOLDER`."""
 
 import runpy
-import sys
 
 
-del sys.argv[0]
-runpy.run_module(f"transformers_packed.cli.{sys.argv[0]}", run_name="__main__")
+runpy.run_module("transformers_packed.cli.arms", run_name="__main__", alter_sys=False)

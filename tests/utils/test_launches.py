@@ -26,8 +26,8 @@ from launches import compared, interrupt, passed, select
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED = """12 samples (messages) with 753 tokens.
-step 5/10, epoch 0.50: loss 1.5431
-step 10/10, epoch 1.00: loss nan
+step 5/10, epoch 0.50: loss 1.5431, 4,511 tokens/s, 1 min 5 s left
+step 10/10, epoch 1.00: loss nan, 4,600 tokens/s
 tuned/step 11/20, epoch 1.00: loss 3.0
 """
 TRACEBACK = """  File "trainer.py", line 1, in <module>

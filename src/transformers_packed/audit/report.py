@@ -209,7 +209,7 @@ class AuditReport:
             `ValueError`: the number of titles differs from the number of reports.
         """
         if find_spec("matplotlib") is None:
-            raise ImportError('plot needs matplotlib: pip install "transformers_packed[demo]"')
+            raise ImportError("plot needs matplotlib: pip install matplotlib")
         reports = [self, *others]
         names = [report.model.rpartition(".")[2] for report in reports] if titles is None else list(titles)
         if len(names) != len(reports):

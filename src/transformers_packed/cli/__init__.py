@@ -1,14 +1,18 @@
 """The command line, `transformers-packed`.
 
 Each command is a module with two functions: `add_parser` declares its options, and `run` takes the parsed arguments
-and returns the exit status. Torch and Transformers take seconds to import, so only `run` does.
+and returns the exit status. Torch and Transformers take seconds to import, so only `run` does. This module imports
+next to nothing, so that Ctrl-C is handled from the first moment on.
 """
 
 import os
 import sys
 
-from . import audit, bench, demo, doctor, env, memory, plan, train, warmup
-from .options import Parser
+
+# In the order of a first use.
+COMMANDS = ("demo", "train", "bench", "warmup", "plan", "memory", "audit", "doctor", "env")
+
+INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,29 +22,39 @@ def main(argv: list[str] | None = None) -> int:
 
     Args:
         argv (`list[str]`, *optional*):
-            The arguments, by default those of the process. As in `argparse`, invalid arguments exit with status 2.
+            The arguments, by default those of the process, where other packages then only show errors. As in
+            `argparse`, invalid arguments exit with status 2.
     """
-    parser = Parser(
-        prog="transformers-packed",
-        description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (demo, train, bench, warmup, plan, memory, audit, doctor, env):
-        command.add_parser(subparsers).set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    name = "transformers-packed"
     try:
+        from .process import exit_on_interrupt, silence_other_packages
+
+        if argv is None:
+            exit_on_interrupt(name)
+            silence_other_packages()
+        from .options import parse
+
+        args = parse(argv)
+        name = f"{name} {args.command}"
+        if argv is None:
+            exit_on_interrupt(name)
         status = args.run(args)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt as error:
-        # A terminal shows ^C where the cursor is.
-        newline = "\n" if sys.stderr.isatty() else ""
-        print(f"{newline}transformers-packed {args.command}: interrupted {error}".rstrip(), file=sys.stderr)
-        return 130
+        print_interrupted(name, error)
+        return INTERRUPTED
     except BrokenPipeError:
         # As in `transformers-packed env | head -3`. Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ImportError, OSError, ValueError) as error:
-        print(f"transformers-packed {args.command}: {error}", file=sys.stderr)
+        print(f"{name}: {args.parser.with_options(str(error))}", file=sys.stderr)
         return 1
+
+
+def print_interrupted(name: str, where: object = "") -> None:
+    """Print the line with which Ctrl-C ends the command `name`."""
+    # A terminal shows ^C where the cursor is.
+    newline = "\n" if sys.stderr.isatty() else ""
+    print(f"{newline}{name}: interrupted {where}".rstrip(), file=sys.stderr)

@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from .process import silence_other_packages
 
 
 ARMS = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
@@ -27,13 +30,18 @@ def run_arms(module: str, work: Path, settings: dict[str, Any]) -> dict[str, dic
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """Run a module of this package in a separate process.
+    """Run `main` of a module of this package in a separate process, with an arm and a folder.
 
     Raises:
         `ChildProcessError`: its exit status is not 0.
     """
-    command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    command = [sys.executable, "-m", f"{__package__}.arms", module, *arguments]
     # In its own session, the process does not receive Ctrl-C. `subprocess.run` kills it when interrupted.
     status = subprocess.run(command, start_new_session=True).returncode
     if status:
         raise ChildProcessError(f"the process for {arguments[0]!r} ended with status {status}")
+
+
+if __name__ == "__main__":
+    silence_other_packages()
+    import_module(f"{__package__}.{sys.argv[1]}").main(sys.argv[2], Path(sys.argv[3]))

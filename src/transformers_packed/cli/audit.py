@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 # Stock classes call these packages if they can be imported, even for CPU tensors, on which they crash.
 GPU_ONLY = ("fla", "causal_conv1d", "mamba_ssm")
 
+_EXAMPLES = """\
+transformers-packed audit qwen3_5_text --stock
+transformers-packed audit Qwen/Qwen3.5-0.8B --json > audit.json
+"""
+
 
 def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
@@ -26,6 +31,7 @@ def add_parser(subparsers) -> Parser:
         "others. Exit status: 0 if documents are isolated with all boundaries that the collator can provide (without "
         "'all' in --inputs, or if the model refuses it, with each kind that the model accepts), 1 if they leak, 2 if "
         "the audit failed.",
+        examples=_EXAMPLES,
     )
     add = parser.add_argument
     add("model", metavar="MODEL_OR_TYPE", help="checkpoint (directory or name on the Hub), or model type, built tiny")
@@ -39,7 +45,7 @@ def add_parser(subparsers) -> Parser:
     add("--inputs", nargs="+", choices=sources, default=inputs, help=told)
     add("--lengths", nargs="+", type=positive_int, metavar="N", help="document lengths (default: selected edge cases)")
     add("--plot", type=output_file, metavar="FILE", help="plot the influence between documents (needs matplotlib)")
-    add("--json", type=output_file, metavar="FILE", help="write the report as JSON")
+    parser.add_shared("--json")
     return parser
 
 
@@ -63,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
     from ..models.registry import registered
 
     def fail(why: str) -> int:
-        print(f"transformers-packed audit: {why}", file=sys.stderr)
+        print(f"transformers-packed audit: {args.parser.with_options(why)}", file=sys.stderr)
         return 2
 
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         with nullcontext() if args.stock else registered():
@@ -81,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
             report.notes.append(
                 f"{', '.join(hidden)} cannot run without a GPU, so the PyTorch references were audited"
             )
-        print(report.table())
-        if args.json:
-            args.json.write_text(report.to_json() + "\n", encoding="utf-8")
+        print(report.to_json() if args.json else report.table())
         if args.plot:
             report.plot(args.plot)
     except BrokenPipeError:

@@ -13,12 +13,19 @@ from typing import Any
 import numpy as np
 
 from .arms import ARMS, COLORS, print_table, run_arms
-from .options import Parser, output_file, positive_float
+from .lines import count
+from .options import Parser, output_file, positive_float, row_length
+from .process import raise_on_interrupt
 
 
 # Standard deviation of the logarithms of generated lengths: many documents are short, and few are long.
 _SPREAD = 1.0
 _LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+
+_EXAMPLES = """\
+transformers-packed bench --model Qwen/Qwen3.5-0.8B
+transformers-packed bench --model Qwen/Qwen3.5-4B --data chats.jsonl --row-length 8192 --lora --plot bench.png
+"""
 
 
 def add_parser(subparsers) -> Parser:
@@ -29,16 +36,17 @@ def add_parser(subparsers) -> Parser:
         description="Time whole training steps of --model on this machine: padded batches with Transformers' class, and "
         "a packed row with ours. A step is forward, backward, clipping and AdamW. Only the configuration of the model is "
         "read: its weights are random. Lengths of documents come from --data, or are generated.",
+        examples=_EXAMPLES,
     )
-    add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
+    add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model")
-    count("--max-length", "tokens per step, in one packed row", 4096)
-    count("--batch-size", "documents per padded batch", 8)
+    add("--row-length", type=row_length, default=4096, metavar="N", help="tokens per step, in one packed row")
+    add_count("--batch-size", "documents per padded batch", 8)
     data = "JSON-lines or parquet file, or a dataset, with the lengths of your documents (default: generated)"
     add("--data", metavar="FILE|NAME", help=data)
     add("--tokenizer", metavar="PATH|NAME", help="tokenizer for --data without input_ids (default: that of --model)")
     shared("--split", "--subset", "--format")
-    count("--mean-length", "mean number of tokens of generated documents", 480)
+    add_count("--mean-length", "mean number of tokens of generated documents", 480)
     parser.add_lora()
     add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
     add("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
@@ -75,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
     settings |= {"lengths": lengths, "bfloat16": bfloat16}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
-        f"{config.model_type} on {device}: {len(lengths):,} documents of {min(lengths):,} to {max(lengths):,} tokens, "
+        f"{config.model_type} on {device}: {count(len(lengths), 'document')} of {min(lengths):,} to {max(lengths):,} tokens, "
         f"{sum(lengths):,} in a step."
     )
+    raise_on_interrupt()
     with tempfile.TemporaryDirectory(prefix="transformers_packed_bench_") as directory:
         work = Path(directory)
         config.save_pretrained(work)
@@ -90,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_lengths(args: argparse.Namespace) -> list[int]:
-    """The lengths of the documents of a step, `--max-length` tokens together, in random order.
+    """The lengths of the documents of a step, `--row-length` tokens together, in random order.
 
     Raises:
         `ValueError`: the documents of `--data` have fewer tokens.
@@ -105,14 +114,14 @@ def choose_lengths(args: argparse.Namespace) -> list[int]:
     else:
         # Each has at least two tokens, so this number always suffices.
         median = args.mean_length / np.exp(_SPREAD**2 / 2)
-        lengths = random.lognormal(np.log(median), _SPREAD, args.max_length)
-    lengths = np.clip(lengths, 2, args.max_length).astype(int)
+        lengths = random.lognormal(np.log(median), _SPREAD, args.row_length)
+    lengths = np.clip(lengths, 2, args.row_length).astype(int)
     ends = lengths.cumsum()
-    if ends[-1] < args.max_length:
-        fix = "Pass more data or a lower --max-length."
-        raise input_error(f"documents with {args.max_length:,} tokens", f"{ends[-1]:,}", fix, option="--data")
-    chosen = lengths[: np.searchsorted(ends, args.max_length) + 1]
-    chosen[-1] -= chosen.sum() - args.max_length
+    if ends[-1] < args.row_length:
+        fix = "Pass more data or a lower --row-length."
+        raise input_error(f"documents with {args.row_length:,} tokens", f"{ends[-1]:,}", fix, option="--data")
+    chosen = lengths[: np.searchsorted(ends, args.row_length) + 1]
+    chosen[-1] -= chosen.sum() - args.row_length
     # A document of one token has no target.
     if chosen[-1] == 1 and len(chosen) > 1:
         chosen[-2] += 1

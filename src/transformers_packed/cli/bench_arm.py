@@ -1,8 +1,7 @@
-"""The processes of `transformers-packed bench`: `python -m transformers_packed.cli.bench_arm ARM FOLDER` times one arm."""
+"""The processes of `transformers-packed bench`. `main` times one arm."""
 
 import json
 import statistics
-import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedModel, set_seed
-from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import PaddedSamples
@@ -98,13 +96,8 @@ def main(arm: str, work: Path) -> None:
     if device.type == "cpu":
         # Before importing a modeling file, which selects the kernels if they can be imported.
         hide_gpu_packages()
-    logging.set_verbosity_error()
     try:
         result = time_arm(arm, work, device)
     except torch.OutOfMemoryError:
         result = {"error": "out of memory"}
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -59,7 +59,10 @@ def load_config(option: str, source: str, trust_remote_code: bool, expected: str
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except StrictDataclassError as error:
             reason = " ".join(str(error).split())
-            raise input_error("a valid configuration", f"{source}: {reason}", option=option) from error
+            fix = "Correct config.json, or download it again."
+            raise input_error(
+                "a valid configuration", f"{source}: {reason.rstrip('.')}", fix, option=option
+            ) from error
 
 
 def load_tokenizer(option: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

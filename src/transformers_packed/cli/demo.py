@@ -15,12 +15,19 @@ from typing import Any
 
 from .arms import ARMS, COLORS, print_table, run_arms
 from .audit import GPU_ONLY
+from .lines import count
 from .options import Parser
+from .process import raise_on_interrupt
 
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 512
 LOSS_TOLERANCE = 1e-3
+
+_EXAMPLES = """\
+transformers-packed demo
+transformers-packed demo --samples 400 --steps 10
+"""
 
 
 def add_parser(subparsers) -> Parser:
@@ -29,7 +36,9 @@ def add_parser(subparsers) -> Parser:
         "demo",
         help="compare padded and packed training of a small model on the CPU",
         description="Train a small Qwen3.5 twice on the CPU: on padded batches with Transformers' class, and on "
-        "packed rows with ours, from the same weights and samples. Prints a comparison and writes demo.png.",
+        "packed rows with ours, from the same weights and samples. Prints a comparison, and writes demo.png if matplotlib is "
+        "installed.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("--output", type=Path, default=Path("."), metavar="DIR", help="directory for demo.png")
     parser.add_count("--samples", "samples to train on", 4000)
@@ -40,20 +49,17 @@ def add_parser(subparsers) -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison and write `demo.png`. The exit status is 1 if the losses of the two arms differ.
+    """Print the comparison and draw it. The exit status is 1 if the losses of the two arms differ.
 
     Raises:
-        `ImportError`: matplotlib or psutil is missing.
         `ValueError`: fewer samples than one batch needs.
     """
-    missing = [package for package in ("matplotlib", "psutil") if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"the demo needs {' and '.join(missing)}: pip install transformers_packed[demo]")
     args.output.mkdir(parents=True, exist_ok=True)
     hidden = [package for package in GPU_ONLY if find_spec(package)]
     if hidden:
         print(f"Hiding {' and '.join(hidden)}: Transformers' class would call these GPU kernels for CPU tensors.")
 
+    raise_on_interrupt()
     with tempfile.TemporaryDirectory(prefix="transformers_packed_demo_") as directory:
         work = Path(directory)
         prepare_samples(work, args.samples, args.batch_size, args.seed)
@@ -61,8 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
     difference = loss_difference(results)
     print_report(results, difference)
-    draw(results, difference, args.output / "demo.png")
-    print(f"\nWrote {args.output / 'demo.png'}")
+    if find_spec("matplotlib"):
+        draw(results, difference, args.output / "demo.png")
+        print(f"\nWrote {args.output / 'demo.png'}")
+    else:
+        print("\nWithout matplotlib, the demo draws no picture: pip install matplotlib")
     if not difference < LOSS_TOLERANCE:
         print(f"FAILED: the losses of the two arms differ by more than {LOSS_TOLERANCE:g}.", file=sys.stderr)
         return 1
@@ -82,8 +91,8 @@ def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> Non
         raise input_error(f"a batch of {batch_size} samples", len(data), "Raise --samples or lower --batch-size.")
     (work / "samples.json").write_text(json.dumps(data), encoding="utf-8")
     print(
-        f"{len(pairs)} docstring-function pairs ({broken} files did not parse); {len(data)} samples, "
-        f"{truncated} of them truncated to {MAX_LENGTH} tokens; {len(chosen) - len(data)} with longer docstrings dropped."
+        f"{count(len(pairs), 'docstring-function pair')} ({count(broken, 'file')} did not parse); "
+        f"{count(len(data), 'sample')}, {truncated:,} of them truncated to {MAX_LENGTH} tokens; {len(chosen) - len(data)} with longer docstrings dropped."
     )
 
 

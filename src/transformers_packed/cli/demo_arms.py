@@ -1,4 +1,4 @@
-"""The processes of the demo: `python -m transformers_packed.cli.demo_arms ARM FOLDER` trains one arm."""
+"""The processes of the demo. `main` trains one arm."""
 
 import json
 import re
@@ -17,6 +17,7 @@ from transformers import (
     ProgressCallback,
     Qwen3_5TextConfig,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -27,6 +28,7 @@ from ..models.registry import registered
 from ..ops import implementations_used
 from .audit import hide_gpu_packages
 from .demo import MAX_LENGTH
+from .lines import count
 
 
 LEARNING_RATE = 1e-3
@@ -57,8 +59,6 @@ def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel
 
 def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     """Train one arm in this process and write its results to `<arm>.json` in `work`."""
-    import psutil
-
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     with registered() if arm == "packed" else nullcontext():
         model = make_model(tokenizer, settings["seed"])
@@ -68,7 +68,7 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
         print(
             f"Qwen3_5ForCausalLM with {model.num_parameters() / 1e6:.1f} M parameters, float32; "
-            f"{settings['steps']} steps of {settings['batch_size']} samples per arm.",
+            f"{count(settings['steps'], 'step')} of {count(settings['batch_size'], 'sample')} per arm.",
             flush=True,
         )
     batches = []
@@ -95,9 +95,10 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
         disable_tqdm=True,
     )
     data = json.loads((work / "samples.json").read_text(encoding="utf-8"))
-    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[Progress(arm)])
+    progress = Bar(arm) if sys.stderr.isatty() else Lines(arm)
+    trainer = Trainer(model, arguments, data_collator=counted, train_dataset=data, callbacks=[progress])
     trainer.remove_callback(PrinterCallback)
-    before = psutil.Process().memory_info().rss
+    before = peak_memory()
     metrics = trainer.train().metrics
 
     # The data loader collates one batch ahead, so more batches than steps are possible.
@@ -115,7 +116,19 @@ def train_arm(arm: str, work: Path, settings: dict[str, int]) -> None:
     (work / f"{arm}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-class Progress(ProgressCallback):
+class Lines(TrainerCallback):
+    """A line per ten steps, where no terminal shows a bar."""
+
+    def __init__(self, arm: str):
+        self.arm = arm
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs and (state.global_step % 10 == 0 or state.global_step == state.max_steps):
+            step = f"step {state.global_step}/{state.max_steps}"
+            print(f"training, {self.arm}: {step}, loss {logs['loss']:.3f}", flush=True)
+
+
+class Bar(ProgressCallback):
     """A progress bar with the name of the arm and its loss."""
 
     def __init__(self, arm: str):
@@ -148,10 +161,5 @@ def main(arm: str, work: Path) -> None:
     """Train one arm with the torch implementations of all ops."""
     # Before importing a modeling file, which selects the kernels if they can be imported.
     hide_gpu_packages()
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     train_arm(arm, work, json.loads((work / "settings.json").read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -36,7 +36,7 @@ def read_pairs(root: Path | None = None) -> tuple[list[tuple[str, str]], int]:
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else Path(root)
     files = [path for path in sorted(root.rglob("*.py")) if _LEFT_OUT_FOLDERS.isdisjoint(path.relative_to(root).parts)]
     pairs, broken = {}, 0
-    for path in tqdm(files, desc="reading sources", unit="file"):
+    for path in tqdm(files, desc="reading sources", unit="file", disable=None):
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)
@@ -77,7 +77,9 @@ def train_tokenizer(pairs: Sequence[tuple[str, str]], directory: Path, vocab_siz
     tokenizer.decoder = decoders.ByteLevel()
     tokens = {"special_tokens": ["<|pad|>", "<|eos|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **tokens)
-    texts = tqdm((text for pair in pairs for text in pair), "training the tokenizer", 2 * len(pairs), unit="text")
+    texts = tqdm(
+        (text for pair in pairs for text in pair), "training the tokenizer", 2 * len(pairs), unit="text", disable=None
+    )
     tokenizer.train_from_iterator(texts, trainer)
     special = {"pad_token": "<|pad|>", "eos_token": "<|eos|>", "padding_side": "right"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
@@ -94,7 +96,7 @@ def tokenize(
             pair whose prompt fills `max_length` has no target and is skipped.
     """
     samples, truncated = [], 0
-    for docstring, source in tqdm(pairs, "tokenizing", unit="pair"):
+    for docstring, source in tqdm(pairs, "tokenizing", unit="pair", disable=None):
         prompt = tokenizer(f'"""{docstring}"""\n')["input_ids"]
         if len(prompt) >= max_length:
             continue

@@ -142,7 +142,9 @@ def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
     known = [auto for auto in autos if builds(auto, config)]
     if not known and not trust_remote_code:
-        raise input_error("a causal language model", f"the type {config.model_type}")
+        raise input_error(
+            "a causal language model", f"the type {config.model_type}", "Choose a model that generates text."
+        )
     auto = known[0] if known else AutoModelForCausalLM
     try:
         with torch.device("meta"):

@@ -12,6 +12,11 @@ from .options import Parser
 
 _HEADINGS = {"problem": "Problems:", "warning": "Slow:", "note": "Notes:"}
 
+_EXAMPLES = """\
+transformers-packed doctor
+transformers-packed doctor --model Qwen/Qwen3.5-0.8B
+"""
+
 
 def add_parser(subparsers) -> Parser:
     """Declare the command and its options."""
@@ -22,22 +27,20 @@ def add_parser(subparsers) -> Parser:
         "reasons why others do not run, and the commands that change it. With --model, also whether and how the model "
         "keeps documents apart; only its configuration is read. Exit status: 1 if documents would mix, results would be "
         "wrong, or a GPU lacks a kernel that can be installed, else 0.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("--model", metavar="PATH|NAME", help="checkpoint or config.json")
-    parser.add_shared("--attn", "--trust-remote-code")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_shared("--attn", "--trust-remote-code", "--json")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis. Returns 0 without problems, else 1."""
     import torch
-    from transformers.utils import logging
 
     from .checkpoint import load_config, own_code_refused
     from .diagnosis import diagnose
 
-    logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = load_config("--model", args.model, args.trust_remote_code) if args.model else None
     with own_code_refused("--model", args.model):

@@ -5,6 +5,7 @@ content. Stock classes load the saved model.
 """
 
 import os
+import time
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -36,23 +37,19 @@ from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
 from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
-from .run_folder import (
-    SETTINGS_FILE,
-    RunFolderTrainer,
-    check_same_settings,
-    find_checkpoint,
-    left,
-    write_settings,
-)
+from .folder_trainer import RunFolderTrainer
+from .lines import count, duration, say
+from .process import raise_on_interrupt
+from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 
 
 KEPT_CHECKPOINTS = 2
 
 
-def finetune(settings: Namespace) -> int:
+def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> int:
     """Check everything, train, and save the model and its tokenizer in `settings.output`; return the exit status 0.
 
-    `settings` holds the options of the `train` command.
+    `settings` holds the options of the `train` command, `checkpoint` and `damaged` what [`find_checkpoint`] returned.
 
     Raises:
         `ImportError`: a required optional package is missing.
@@ -60,7 +57,6 @@ def finetune(settings: Namespace) -> int:
         `ValueError`: the data, the model or the settings are not valid together. Nothing has been written.
         `KeyboardInterrupt`: Ctrl-C while the model is trained or saved. The message names the step and the checkpoint to continue from.
     """
-    checkpoint, damaged = find_checkpoint(settings.output, settings.resume)
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
     check_peft(settings.lora)
     # An adapter stores the path of its base model, so the path must be absolute.
@@ -69,13 +65,13 @@ def finetune(settings: Namespace) -> int:
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
+    say(
+        f"{count(len(samples.data), 'sample')} ({samples.format}) with {count(samples.tokens, 'token')}, "
+        f"{samples.targets:,} of them targets; {samples.truncated:,} truncated to {count(settings.max_length, 'token')}, "
+        f"{samples.dropped:,} without a target dropped."
+    )
     kept = settings_to_keep(settings, source, samples)
     check_same_settings(settings.output, kept, settings.resume)
-    _say(
-        f"{len(samples.data)} samples ({samples.format}) with {samples.tokens} tokens, {samples.targets} of them targets; "
-        f"{samples.truncated} truncated to {settings.max_length} tokens, {samples.dropped} without a target dropped."
-    )
-
     set_seed(settings.seed)
     bfloat16 = computes_in_bfloat16(settings.dtype)
     if settings.float8:
@@ -87,35 +83,36 @@ def finetune(settings: Namespace) -> int:
     trainer = make_trainer(model, tokenizer, samples, settings, bfloat16)
     base, dtype = model.get_base_model() if settings.lora else model, "bfloat16" if bfloat16 else "float32"
     part = "" if config.get_text_config() is config else ", only its language model"
-    _say(
+    say(
         f"{type(base).__name__}{' with LoRA' if settings.lora else ''} from {type(config).__name__}{part}: "
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{dtype} on {trainer.args.device}."
     )
     for wrong in damaged:
-        _say(f"Skipped {wrong}.")
+        say(f"Skipped {wrong}.")
     _say_start(settings, checkpoint)
+    raise_on_interrupt()
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
     try:
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except _NothingLeftError:
-            _say("No steps left to train.")
+            say("No steps left to train.")
         trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    _say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
+    say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
     return 0
 
 
 def _say_start(settings: Namespace, checkpoint: Path | None) -> None:
     if checkpoint is not None:
-        _say(f"Resuming from {checkpoint}.")
+        say(f"Resuming from {checkpoint}.")
     elif settings.resume:
-        _say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
+        say(f"No checkpoint in {settings.output} yet: starting from the beginning.")
     elif (settings.output / SETTINGS_FILE).is_file():
-        _say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
+        say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
 
 
 def check_peft(lora: bool) -> None:
@@ -132,6 +129,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "samples": samples.fingerprint(),
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        **({"row_length": settings.row_length} if settings.row_length else {}),
         **{name: getattr(settings, name) for name in names},
     }
 
@@ -152,7 +150,8 @@ def _supported_config(source: str) -> PreTrainedConfig:
     except ValueError as error:  # a model type that Transformers does not know
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
     if config is None or not (isinstance(family_of(config).apart, Own) and builds(AutoModelForCausalLM, config)):
-        raise input_error(f"a checkpoint of {TITLES}", f"{source}: {found}", option="--model")
+        fix = "Train other models with a Trainer and configure_packing."
+        raise input_error(f"a checkpoint of {TITLES}", f"{source}: {found}", fix, option="--model")
     return config
 
 
@@ -168,7 +167,8 @@ def check_float8(bfloat16: bool) -> None:
     weight = torch.empty(MULTIPLE, MULTIPLE, device="cuda" if torch.cuda.is_available() else "cpu")
     possible, reason = verify(weight, weight, torch.bfloat16 if bfloat16 else torch.float32)
     if not possible:
-        raise input_error("a device and a dtype with products in float8", f"others: it {reason}", option="--float8")
+        expected, got = "a device and a dtype with products in float8", f"others: it {reason}"
+        raise input_error(expected, got, "Remove --float8.", option="--float8")
 
 
 def load_model(source: str, settings: Namespace, bfloat16: bool) -> PreTrainedModel:
@@ -253,16 +253,21 @@ def make_trainer(
     if arguments.n_gpu > 1:
         # The Trainer would split each row over the devices.
         use_one_gpu(arguments)
-        _say("Using only one GPU; start the command with torchrun --no-python to use more.")
+        say("Using only one GPU; start the command with torchrun --no-python to use more.")
     trainer = RunFolderTrainer(
         model,
         arguments,
         train_dataset=samples.data,
         processing_class=tokenizer,
-        callbacks=[_Progress()],
+        callbacks=[_Progress(settings.row_length)],
     )
     trainer.remove_callback(PrinterCallback)
-    configure_packing(trainer, "padding_free", cuda_graphs=False if settings.no_cuda_graphs else None)
+    configure_packing(
+        trainer,
+        settings.row_length is not None or "padding_free",
+        settings.row_length,
+        cuda_graphs=settings.cuda_graphs,
+    )
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
 
@@ -272,25 +277,36 @@ class _NothingLeftError(Exception):
 
 
 class _Progress(TrainerCallback):
-    """Prints a line with the schedule, and a line per logged loss."""
+    """Prints a line with the schedule, and a line per logged loss with the speed and the time that is left."""
+
+    def __init__(self, row_length: int | None):
+        self.row_length = row_length
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             raise _NothingLeftError  # the Trainer would run one more step
-        _say(
-            f"{state.max_steps} steps, rows of up to {args.per_device_train_batch_size} samples, "
-            f"{args.gradient_accumulation_steps * args.world_size} per step, learning rate up to {args.learning_rate:g}."
+        rows = args.gradient_accumulation_steps * args.world_size
+        most = (self.row_length, "token") if self.row_length else (args.per_device_train_batch_size, "sample")
+        say(
+            f"{count(state.max_steps, 'step')}, rows of up to {count(*most)}, {rows:,} per step, learning rate up to "
+            f"{args.learning_rate:g}."
         )
+        self.since, self.after = 0.0, None
 
     def on_step_end(self, args, state, control, **kwargs):
+        if self.after is None:
+            # The first step is slower than the others.
+            self.since, self.after = time.monotonic(), state.global_step
         if state.global_step >= state.max_steps:
             control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            _say(f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}")
-
-
-def _say(line: str) -> None:
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(line, flush=True)
+        if "loss" not in logs:
+            return
+        line = f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}"
+        if "tokens_per_second" in logs:
+            line += f", {logs['tokens_per_second']:,.0f} tokens/s"
+        done, left = state.global_step - self.after, state.max_steps - state.global_step
+        if done and left:
+            line += f", {duration(max(1, (time.monotonic() - self.since) / done * left))} left"
+        say(line)

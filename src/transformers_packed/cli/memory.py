@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import Parser, positive_float, positive_int
+from .options import Parser, positive_float, positive_int, row_length
 
 
 def add_parser(subparsers) -> Parser:
@@ -10,14 +10,15 @@ def add_parser(subparsers) -> Parser:
     parser = subparsers.add_parser(
         "memory",
         help="compute how many GPUs must share a packed row",
-        description="Compute how many GPUs must share a row of --max-length tokens to train --model with AdamW under "
+        description="Compute how many GPUs must share a row of --row-length tokens to train --model with AdamW under "
         "FSDP2, and how much data they exchange.",
+        examples="transformers-packed memory --model Qwen/Qwen3.5-9B --gpus 8 --gpu-memory 80 --row-length 1048576",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH|NAME", help="checkpoint or config.json")
     add("--gpus", type=positive_int, required=True, metavar="N", help="number of GPUs")
     add("--gpu-memory", type=positive_float, required=True, metavar="GIB", help="memory per GPU")
-    add("--max-length", type=positive_int, required=True, metavar="N", help="tokens per row")
+    add("--row-length", type=row_length, required=True, metavar="N", help="tokens per row")
     weights = "dtype of parameters, gradients and AdamW moments; with --lora of the frozen parameters"
     add("--weights", choices=("bfloat16", "float32"), default="bfloat16", help=weights)
     parser.add_lora("train LoRA adapters on all linear layers instead of all parameters")
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config("--model", args.model, args.trust_remote_code)
     rank = args.lora_rank if args.lora else 0
     plan = plan_sequence_parallel(
-        config, args.max_length, args.gpus, args.gpu_memory, weights=args.weights, lora_rank=rank
+        config, args.row_length, args.gpus, args.gpu_memory, weights=args.weights, lora_rank=rank
     )
     print(plan.summary())
     return 0

@@ -1,15 +1,47 @@
 """The parser of the commands, types of options, and shared options."""
 
 import argparse
+import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from .. import __version__
+from . import COMMANDS
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments of a command, with its name as `command` and its function as `run`. Exits if they are not valid."""
+    parser, _ = parsers()
+    return parser.parse_args(argv)
+
+
+def parsers() -> tuple["Parser", dict[str, "Parser"]]:
+    """The parser of the program, and those of its commands by name."""
+    parser = Parser(
+        prog="transformers-packed",
+        description="Packed (padding-free) training of hybrid linear-attention models in Transformers.",
+        epilog="transformers-packed COMMAND --help shows the options and examples of a command.",
+    )
+    version = f"%(prog)s {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = {}
+    for name in COMMANDS:
+        module = import_module(f".{name}", __package__)
+        commands[name] = module.add_parser(subparsers)
+        commands[name].set_defaults(run=module.run, parser=commands[name])
+    return parser, commands
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that shows defaults, adds shared options, and refuses unknown arguments with its own usage."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, examples: str = "", **kwargs):
         super().__init__(formatter_class=_Formatter, **kwargs)
+        self.examples = examples.splitlines()
+        if examples:
+            self.epilog = "\n  ".join(["examples:", *self.examples])
 
     def parse_known_args(self, args=None, namespace=None):
         """Refuse unknown arguments. `argparse` hands those of a command to the main parser, and so shows its usage."""
@@ -36,8 +68,26 @@ class Parser(argparse.ArgumentParser):
         for flag in flags:
             self.add_argument(flag, **_SHARED[flag])
 
+    def with_options(self, message: str) -> str:
+        """A message of the library with the options that set the Python arguments it names."""
+        flags = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
+        for name, option in _ARGUMENTS.items():
+            if option in flags.values():
+                flags.setdefault(name, option)
+        for name, flag in flags.items():
+            # `cuda_graphs=True`, `overlong="split"`, and names that are no words.
+            message = re.sub(f"{_ALONE}{name}=True\\b", flag, message)
+            message = re.sub(f'{_ALONE}{name}="?([\\w-]+)"?', rf"{flag} \1", message)
+            if "_" in name:
+                message = re.sub(rf"{_ALONE}{name}(?!\w|[/=(]|\.\w)", flag, message)
+        return message
+
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Examples keep their lines.
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         told = action.default is None or action.default is False or "default:" in (action.help or "")
         return action.help if told else super()._get_help_string(action)
@@ -49,6 +99,11 @@ def positive_int(text: str, lowest: int = 1) -> int:
     if number < lowest:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least {lowest}, got {text!r}")
     return number
+
+
+def row_length(text: str) -> int:
+    """The `type` of options for the tokens of a row. A row of one token has no target."""
+    return positive_int(text, lowest=2)
 
 
 def positive_float(text: str) -> float:
@@ -72,6 +127,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+# Arguments of the library that options set under another name.
+_ARGUMENTS = {"max_length": "--row-length", "attn_implementation": "--attn"}
+# Nothing before a name, so that parts of paths stay.
+_ALONE = r"(?<![\w./`'-])"
+# Of `train`: tokens of a sample, and samples of a row.
+LONGEST_SAMPLE = 2048
+SAMPLES = 8
 _LORA_RANK = 16
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
@@ -104,6 +166,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "save memory by recomputing activations in the backward",
     },
     "--attn": {"metavar": "NAME", "help": _ATTN},
+    "--json": {"action": "store_true", "help": "print JSON"},
     "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed"},
     "--trust-remote-code": {"action": "store_true", "help": "run code of the checkpoint"},
 }

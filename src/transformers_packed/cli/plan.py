@@ -12,7 +12,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ..errors import input_error
-from .options import Parser, output_file, positive_int
+from .lines import count
+from .options import Parser, output_file, row_length
 
 
 if TYPE_CHECKING:
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 24
 _SHOWN_CHARACTERS = 160
 _TOKENS, _LABELS = "input_ids", "labels"
+_CORRECT = "Correct the record."
 _LARGEST_ID = np.iinfo(np.int32).max
 _COLORS = ("#1f4e79", "#e0a030", "#4c9a6a", "#d1605e", "#7a6cb0", "#5fb0c9", "#a6744a", "#8a8f3c")
+_EXAMPLES = """\
+transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096
+transformers-packed plan --data chats.jsonl --model Qwen/Qwen3.5-0.8B --row-length 4096 --plot plan.png --preview 2
+"""
 
 
 def add_parser(subparsers) -> Parser:
@@ -34,24 +40,26 @@ def add_parser(subparsers) -> Parser:
         "plan",
         help="plan packed rows over a dataset and show them",
         description="Plan packed rows over a file or a dataset. Prints their number and fill, the number of samples "
-        "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`.",
+        "that are too long, and the balance between ranks. Records have input_ids, or any format of `train`. These are the "
+        "rows of `train` with the same --model, --data, --row-length, --gradient-accumulation-steps and --seed.",
+        examples=_EXAMPLES,
     )
-    add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
+    add, add_count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--data")
-    add("--max-length", type=positive_int, required=True, metavar="N", help="maximum number of tokens per row")
+    add("--row-length", type=row_length, required=True, metavar="N", help="maximum number of tokens per row")
     add("--tokenizer", metavar="PATH|NAME", help="tokenizer for data without input_ids (default: that of --model)")
     model = "checkpoint or config.json that determines the cost of rows (default: about Qwen3.5 9B)"
     add("--model", metavar="PATH|NAME", help=model)
     shared("--split", "--subset", "--format")
-    count("--world-size", "number of ranks that share the rows", 1)
-    count("--gradient-accumulation-steps", "rows per rank and optimizer step", 1)
-    overlong = "action for samples longer than --max-length"
-    add("--overlong", choices=("error", "truncate", "split", "drop"), default="error", help=overlong)
+    add_count("--world-size", "number of ranks that share the rows", 1)
+    add_count("--gradient-accumulation-steps", "rows per rank and optimizer step", 1)
+    overlong = "action for samples longer than --row-length"
+    add("--overlong", choices=("truncate", "split", "drop", "error"), default="truncate", help=overlong)
     side = "side that --overlong truncate cuts off"
     add("--truncation-side", choices=("right", "left"), default="right", help=side)
     picture = "plot lengths, fill and the first rows (needs matplotlib)"
     add("--plot", type=output_file, metavar="FILE.png", help=picture)
-    count("--preview", "print the first N rows as text", 0)
+    add_count("--preview", "print the first N rows as text", 0)
     add("--save", type=output_file, metavar="FILE", help="save the plan for PackingPlan.load")
     shared("--seed", "--trust-remote-code")
     return parser
@@ -75,11 +83,12 @@ def run(args: argparse.Namespace) -> int:
     if args.preview and tokenizer is None:
         raise input_error("a tokenizer", "none", "Pass --tokenizer.", option="--preview")
     balance = load_config("--model", args.model, args.trust_remote_code) if args.model else True
-    samples = read_samples(args, tokenizer)
+    cut = (args.overlong, args.truncation_side) == ("truncate", "right")
+    samples = read_samples(args, tokenizer, args.row_length if cut else None)
     lengths = [len(sample[_TOKENS]) for sample in samples]
     names = ("overlong", "truncation_side", "world_size", "gradient_accumulation_steps", "seed")
     options = {name: getattr(args, name) for name in names}
-    plan = plan_packing(lengths, args.max_length, balance=balance, **options)
+    plan = plan_packing(lengths, args.row_length, balance=balance, **options)
     print(plan.summary())
     if args.save:
         plan.save(args.save)
@@ -101,13 +110,18 @@ def find_tokenizer(args: argparse.Namespace) -> "PreTrainedTokenizerBase | None"
     return load_tokenizer("--model", directory_of(args.model), args.trust_remote_code) if args.model else None
 
 
-def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None") -> list[dict[str, np.ndarray]]:
+def read_samples(
+    args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase | None", longest: int | None = None
+) -> list[dict[str, np.ndarray]]:
     """Read samples with `input_ids` and optional `labels`. Tokenizes records without `input_ids`.
+
+    Records without a target among their first `longest` tokens are dropped, as `train` does.
 
     Raises:
         `ValueError`: a record is malformed, or text comes without a tokenizer.
     """
     from ..data.records.samples import make_samples, read_records
+    from ..data.samples import count_targets
 
     records = read_records(args.data, args.split, args.subset)
     first = next(records, None)
@@ -122,9 +136,13 @@ def read_samples(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase |
         raise input_error(expected, f"{args.data} without it", "Pass --tokenizer.", option="--data")
     # The planner handles samples that are too long.
     samples = make_samples(records, tokenizer, sys.maxsize, args.format)
-    if samples.dropped:
-        print(f"Dropped {samples.dropped:,} records without a token with loss.", file=sys.stderr)
-    return samples.data
+    kept = [sample for sample in samples.data if count_targets(sample[_LABELS][:longest])]
+    if not kept:
+        fix = "Raise --row-length, or pass --overlong split."
+        raise input_error(f"a target among the first {longest:,} tokens of a sample", "none", fix, option="--data")
+    if dropped := samples.dropped + len(samples.data) - len(kept):
+        print(f"Dropped {count(dropped, 'record')} without a token with loss.", file=sys.stderr)
+    return kept
 
 
 def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
@@ -141,15 +159,15 @@ def _tokenized(place: str, record: Any) -> dict[str, np.ndarray]:
         except ValueError:
             column = np.empty(0)
         if column.ndim != 1 or column.dtype.kind not in "iu" or len(column) == 0:
-            raise input_error(f"{name} as a list of at least one token id", repr(value)[:60], option=place)
+            raise input_error(f"{name} as a list of at least one token id", repr(value)[:60], _CORRECT, option=place)
         wrong = column[(column < 0) & (column != lowest) | (column > _LARGEST_ID)]
         if len(wrong):
             expected = f"token ids from 0 to {_LARGEST_ID}{f' or {lowest}' if lowest else ''} in {name}"
-            raise input_error(expected, wrong[0], option=place)
+            raise input_error(expected, wrong[0], _CORRECT, option=place)
         columns[name] = column.astype(np.int32)
     tokens, labels = len(columns[_TOKENS]), len(columns.get(_LABELS, columns[_TOKENS]))
     if labels != tokens:
-        raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, option=place)
+        raise input_error(f"{_LABELS} with the length of {_TOKENS}, {tokens}", labels, _CORRECT, option=place)
     mask = record.get(MASK)
     return columns if mask is None else _unmasked(place, columns, mask)
 
@@ -159,7 +177,7 @@ def _unmasked(place: str, columns: dict[str, Any], mask: Any) -> dict[str, np.nd
     from ..data.samples import MASK, real_sample
 
     if not isinstance(mask, list):
-        raise input_error(f"{MASK} as a list", repr(mask)[:60], option=place)
+        raise input_error(f"{MASK} as a list", repr(mask)[:60], _CORRECT, option=place)
     try:
         real = real_sample({**columns, MASK: mask})
     except ValueError as error:
@@ -175,10 +193,10 @@ def describe_row(plan: "PackingPlan", row: int, samples: list, tokenizer: "PreTr
 
     documents = list(zip(*(array.tolist() for array in plan.row(row)), strict=True))
     tokens = sum(length for _, _, length in documents)
-    yield f"Row {row}: {_count(len(documents), 'document')}, {tokens:,} of {plan.max_length:,} tokens"
+    yield f"Row {row}: {count(len(documents), 'document')}, {tokens:,} of {plan.max_length:,} tokens"
     for number, (index, start, length) in enumerate(documents, 1):
         part = {name: column[start : start + length] for name, column in samples[index].items()}
-        about = f"document {number}, sample {index}, {_count(length, 'token')}"
+        about = f"document {number}, sample {index}, {count(length, 'token')}"
         if length < len(samples[index][_TOKENS]):
             about += f" from {start:,} on"
         if _LABELS in part:
@@ -195,10 +213,6 @@ def _shorten(text: str) -> str:
     if left_out <= 40:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}\n[... {left_out:,} characters ...]\n{text[-_SHOWN_CHARACTERS:]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def draw(plan: "PackingPlan", lengths: np.ndarray, path: Path) -> None:
@@ -231,7 +245,7 @@ def draw(plan: "PackingPlan", lengths: np.ndarray, path: Path) -> None:
         colors = [_COLORS[(row * 3 + number) % len(_COLORS)] for number in range(len(length))]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.6)
     axes.axvline(plan.max_length, color=_COLORS[3], linestyle="--")
-    axes.set(title=f"The first {_count(shown, 'row')}, each block one document", ylabel="row")
+    axes.set(title=f"The first {count(shown, 'row')}, each block one document", ylabel="row")
     axes.set(xlabel="token in the row", xlim=(0, plan.max_length * 1.01), ylim=(shown - 0.4, -0.6))
     axes.yaxis.get_major_locator().set_params(integer=True)
 

@@ -1,85 +1,30 @@
 """The output folder of the `train` command: the settings of the run, its checkpoints, and finally the model.
 
 All files are first written to `partial` and renamed when they are complete. A full disk or a killed run therefore
-leaves no incomplete checkpoint or model, and loses no earlier one.
+leaves no incomplete checkpoint or model, and loses no earlier one. `folder_trainer.py` writes them. This module does not
+import torch, so that `train` refuses an occupied folder at once.
 """
 
 import json
 import os
-import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..errors import input_error
 
 
 SETTINGS_FILE = "transformers_packed_train.json"
 # These files mark a finished run. They are written last.
-_LAST_FILES = ("config.json", "adapter_config.json")
+LAST_FILES = ("config.json", "adapter_config.json")
 _TRAINER_STATE = "trainer_state.json"
-_PARTIAL = "partial"
+PARTIAL = "partial"
 _PARTIAL_SETTINGS = Path(SETTINGS_FILE).with_suffix(".partial").name
+_ANOTHER = "Choose another --output."
 # Left by a run that ended before its first checkpoint.
-_WITHOUT_RESULTS = {SETTINGS_FILE, _PARTIAL_SETTINGS, _PARTIAL}
-# Words in torch's RuntimeError for a file that cannot be written. torch raises RuntimeError for many other reasons.
-_TORCH_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos")
-
-
-class RunFolderTrainer(Trainer):
-    """The stock Trainer with atomic writes of checkpoints and the model.
-
-    Raises:
-        `OSError`: a file cannot be written. The message names the file, the reason, and the checkpoint for `--resume`.
-    """
-
-    def _get_output_dir(self, trial):
-        return str(Path(super()._get_output_dir(trial), _PARTIAL))
-
-    def _save_checkpoint(self, model, trial):
-        name = f"checkpoint-{self.state.global_step}"
-        save = super()._save_checkpoint
-        self._write(name, lambda partial: save(model, trial), lambda partial: [name])
-        if self.args.should_save:
-            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit)
-
-    def save_to_folder(self) -> None:
-        """Save the model and its tokenizer in the output folder, next to the checkpoints."""
-
-        def names(partial: Path) -> list[str]:
-            return sorted((path.name for path in partial.iterdir()), key=lambda name: (name in _LAST_FILES, name))
-
-        self._write("the model", lambda partial: self.save_model(str(partial)), names)
-
-    def _write(self, what: str, write: Callable[[Path], None], names: Callable[[Path], list[str]]) -> None:
-        """Call `write`, then move the files `names`, in this order, from the partial folder to the output folder."""
-        folder = Path(str(self.args.output_dir))
-        partial = folder / _PARTIAL
-        try:
-            if self.args.should_save:
-                shutil.rmtree(partial, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            write(partial)
-            self.accelerator.wait_for_everyone()
-            for name in names(partial) if self.args.should_save else ():
-                if (folder / name).is_dir():
-                    os.replace(folder / name, partial / f"earlier-{name}")
-                os.replace(partial / name, folder / name)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError, safetensors its own
-            if isinstance(error, RuntimeError) and not any(name in str(error) for name in _TORCH_WRITES):
-                raise
-            reason, free = " ".join(str(error).split()), shutil.disk_usage(folder).free / 2**20
-            why = f"with {free:,.0f} MiB of free space ({reason}); {left(folder)}"
-            raise OSError(f"{what} cannot be written to {folder}, {why}") from error
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(partial, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+_WITHOUT_RESULTS = {SETTINGS_FILE, _PARTIAL_SETTINGS, PARTIAL}
 
 
 def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]:
@@ -97,7 +42,8 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
         return None, []
     if SETTINGS_FILE not in names:
         expected = "a new or empty directory, or the output of an earlier run of this command"
-        raise input_error(expected, f"{output}, which holds other files ({_shorten(names)})", option="--output")
+        got = f"{output}, which holds other files ({_shorten(names)})"
+        raise input_error(expected, got, _ANOTHER, option="--output")
     if not resume:
         _check_without_results(output, names - _WITHOUT_RESULTS)
         return None, []
@@ -105,7 +51,7 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
     if checkpoint is None and damaged:
         fix = "Restore it, or delete it to start from the beginning."
         raise input_error("a complete checkpoint", "; ".join(damaged), fix, option="--resume")
-    if checkpoint is None and any((output / name).exists() for name in _LAST_FILES):
+    if checkpoint is None and any((output / name).exists() for name in LAST_FILES):
         expected = "an unfinished run, or a run with checkpoints"
         got = f"a finished run without checkpoints in {output}"
         fix = "Choose another --output; to train further, pass it as --model."
@@ -115,10 +61,10 @@ def find_checkpoint(output: Path, resume: bool) -> tuple[Path | None, list[str]]
 
 def _check_writable(output: Path) -> None:
     if output.exists() and not output.is_dir():
-        raise input_error("a directory", f"the file {output}", option="--output")
+        raise input_error("a directory", f"the file {output}", _ANOTHER, option="--output")
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"--output: {existing} is not a writable directory")
+        raise PermissionError(f"--output: {existing} is not a writable directory. {_ANOTHER}")
 
 
 def _check_without_results(output: Path, results: set[str]) -> None:
@@ -128,8 +74,8 @@ def _check_without_results(output: Path, results: set[str]) -> None:
     got, fix = f"other files ({_shorten(results)})", "Remove them, or choose another --output."
     if any(name.startswith("checkpoint-") for name in results):
         got, fix = "an earlier run", "Add --resume to continue that run."
-    elif results.intersection(_LAST_FILES):
-        got, fix = "a finished run", "Choose another --output."
+    elif results.intersection(LAST_FILES):
+        got, fix = "a finished run", _ANOTHER
     raise input_error("a new or empty directory", f"{output}, which holds {got}", fix, option="--output")
 
 
@@ -167,7 +113,7 @@ def _damage(checkpoint: Path) -> str | None:
     for path in sorted(checkpoint.rglob("*")):
         try:
             if path.suffix == ".safetensors":
-                with safe_open(path, "pt"):
+                with safe_open(path, "np"):
                     pass
             elif path.suffix == ".json":
                 json.loads(path.read_text(encoding="utf-8"))
@@ -198,9 +144,12 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
         before = json.loads(path.read_text(encoding="utf-8"))
         differing = {name: before.get(name) for name in kept if before.get(name) != kept[name]}
     except (ValueError, AttributeError) as error:
-        raise input_error(expected, f"{path} ({error})", "Choose another --output.", option=option) from error
+        raise input_error(expected, f"{path} ({error})", _ANOTHER, option=option) from error
     if differing:
-        got = [f"{name} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"]
+        names = {name: f"--{name.replace('_', '-')}" for name in kept} | {"processes": "processes"}
+        got = [
+            f"{names[name]} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"
+        ]
         got += ["other samples"] * ("samples" in differing)
         fix = "Use the command of that run, or choose another --output."
         if not resume:

@@ -4,7 +4,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from .options import Parser, positive_float
+from ..errors import input_error
+from .lines import say
+from .options import LONGEST_SAMPLE, SAMPLES, Parser, positive_float, positive_int, row_length
+from .run_folder import find_checkpoint
+
+
+_EXAMPLES = """\
+transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned
+transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
+transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
+transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
+"""
 
 
 def add_parser(subparsers) -> Parser:
@@ -15,24 +26,30 @@ def add_parser(subparsers) -> Parser:
         description="Fine-tune a Qwen3-Next, Qwen3.5 or Qwen3.5-MoE checkpoint on packed rows with the stock Trainer. A "
         "record of the data is a conversation (messages), a prompt and its completion, or a text. The loss covers the "
         "assistant's turns, the completion, or the whole text.",
+        examples=_EXAMPLES,
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model", "--data")
     folder = "output directory for the trained model, new or empty"
     add("--output", type=Path, required=True, metavar="DIR", help=folder)
     shared("--split", "--subset", "--format")
-    count("--max-length", "maximum number of tokens per sample; longer samples are truncated", 2048)
+    longest = f"maximum number of tokens per sample; longer samples are truncated (default: {LONGEST_SAMPLE}, or "
+    count("--max-length", f"{longest}--row-length)")
     add("--epochs", type=positive_float, default=1.0, metavar="X", help="passes over the data")
     count("--max-steps", "number of optimizer steps, instead of --epochs")
-    count("--batch-size", "samples per packed row on each device", 8)
+    rows = parser.add_mutually_exclusive_group()
+    per_row = "samples per packed row on each device"
+    rows.add_argument("--batch-size", type=positive_int, default=SAMPLES, metavar="N", help=per_row)
+    full = "instead, one full row of up to N tokens on each device; the plan command shows these rows"
+    rows.add_argument("--row-length", type=row_length, metavar="N", help=full)
     count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
     rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
-    graphs = "never run layers as CUDA graphs (default: on a GPU, where a measured row is faster with them)"
-    add("--no-cuda-graphs", action="store_true", help=graphs)
+    graphs = "run the layers as CUDA graphs, or never (default: on a GPU, where a measured row is faster with them)"
+    add("--cuda-graphs", action=argparse.BooleanOptionalAction, help=graphs)
     shared("--attn")
     dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
@@ -47,10 +64,20 @@ def add_parser(subparsers) -> Parser:
 
 def run(args: argparse.Namespace) -> int:
     """Train and save the model."""
+    args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
+    if args.row_length and args.max_length > args.row_length:
+        fix = "Lower it, or raise --row-length."
+        raise input_error(
+            f"at most --row-length, {args.row_length:,} tokens", f"{args.max_length:,}", fix, option="--max-length"
+        )
+    args.batch_size = 1 if args.row_length else args.batch_size
+    # Before torch is imported, which takes seconds.
+    checkpoint, damaged = find_checkpoint(args.output, args.resume)
+    say(f"Loading {args.model} ...")
     from transformers.utils import logging
 
     from .finetune import finetune
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    return finetune(args)
+    return finetune(args, checkpoint, damaged)

@@ -1,10 +1,16 @@
 """`transformers-packed warmup`: compile the kernels of a model before it is trained."""
 
 import argparse
-from functools import partial
 from typing import Any
 
-from .options import Parser, positive_int
+from .options import LONGEST_SAMPLE, SAMPLES, Parser, row_length
+from .process import raise_on_interrupt
+
+
+_EXAMPLES = """\
+transformers-packed warmup --model Qwen/Qwen3.5-0.8B
+transformers-packed warmup --model Qwen/Qwen3.5-0.8B --row-length 8192 --lora
+"""
 
 
 def add_parser(subparsers) -> Parser:
@@ -15,17 +21,12 @@ def add_parser(subparsers) -> Parser:
         description="Compile every kernel that training of --model on this GPU needs, and keep them in the caches on "
         "disk, from where training loads them in milliseconds. Only the configuration of the model is read: a few of its "
         "layers run with random weights. Options that select kernels must be those of the training.",
+        examples=_EXAMPLES,
     )
     add, count, shared = parser.add_argument, parser.add_count, parser.add_shared
     shared("--model")
-    # A row of one token has no target.
-    add(
-        "--max-length",
-        type=partial(positive_int, lowest=2),
-        required=True,
-        metavar="N",
-        help="maximum number of tokens per row",
-    )
+    longest = "maximum number of tokens per row (default: %(default)s, as many as train with its defaults)"
+    add("--row-length", type=row_length, default=SAMPLES * LONGEST_SAMPLE, metavar="N", help=longest)
     count("--max-documents", "maximum number of documents per row (default: 128)")
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
@@ -53,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
         check_float8(bfloat16)
     config = supported_config(args.model).get_text_config()
     take_few_layers(config, args.float8)
-    model = untrained_model(config, args, bfloat16, device, args.max_length)
+    model = untrained_model(config, args, bfloat16, device, args.row_length)
 
     def loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             return model(**batch).loss
 
-    found = warm_up(model, args.max_length, max_documents=args.max_documents, loss=loss)
+    raise_on_interrupt()
+    found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss)
     print_kernels(found)
     return 0
 

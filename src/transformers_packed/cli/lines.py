@@ -1,0 +1,22 @@
+"""Lines of the commands: how they count, how they tell a time, and which process prints them."""
+
+import os
+
+
+def say(line: str) -> None:
+    """Print a line in the first of several processes."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, flush=True)
+
+
+def count(number: int, what: str) -> str:
+    """A number of things in words, such as `1 step` or `2,000 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A time in words, such as `40 s`, `3 min 5 s` or `2 h 7 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
