@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
 import tempfile
 import unittest
 from argparse import Namespace
@@ -75,7 +77,8 @@ class CommandTest(BenchTestCase):
         self.assertEqual(picture.read_bytes()[:4], b"\x89PNG")
 
     def report(self, padded, packed):
-        def write(module, arm, work):
+        def write(module, arm, work, limit):
+            self.assertEqual(limit, 300)
             self.assertEqual(module, "bench_arm")
             (Path(work) / f"{arm}.json").write_text(json.dumps({"padded": padded, "packed": packed}[arm]))
 
@@ -105,6 +108,32 @@ class CommandTest(BenchTestCase):
             with mock.patch.dict("sys.modules"):
                 bench_arm.main("padded", self.path)
         self.assertEqual(json.loads((self.path / "padded.json").read_text()), {"error": "out of memory"})
+
+    def test_an_arm_that_takes_too_long(self):
+        """It is stopped, and the report has the other one."""
+
+        def run(command, timeout, **options):
+            *_, arm, work = command
+            if arm == "padded":
+                raise subprocess.TimeoutExpired(command, timeout)
+            (Path(work) / f"{arm}.json").write_text(json.dumps(RESULT))
+            return subprocess.CompletedProcess(command, 0)
+
+        with mock.patch.object(arms.subprocess, "run", run):
+            status, stdout, stderr = self.command("--time-limit", 2.5)
+        self.assertEqual((status, stderr), (0, ""))
+        self.assertRegex(stdout, r"padded, Transformers +stopped after 2.5 s")
+        self.assertRegex(stdout, r"packed, transformers_packed +2,000 +500 ")
+
+    def test_the_padded_arm_runs_no_flash_qla(self):
+        for arm, value in (("padded", "0"), ("packed", None)):
+            found = []
+            with mock.patch.dict("sys.modules"), mock.patch.dict("os.environ"):
+                os.environ.pop("FLA_FLASH_QLA", None)
+                seen = lambda *_: found.append(os.environ.get("FLA_FLASH_QLA")) or RESULT  # noqa: B023, E731
+                with mock.patch.object(bench_arm, "time_arm", seen):
+                    bench_arm.main(arm, self.path)
+            self.assertEqual(found, [value])
 
     def test_errors(self):
         data = self.path / "data.jsonl"

@@ -152,7 +152,7 @@ def test_different_losses_fail(tmp_path, monkeypatch, capsys):
     nan = {"padded": RESULT, "packed": {**RESULT, "losses": [2.0, float("nan")]}}
     assert not demo.loss_difference(nan) < demo.LOSS_TOLERANCE
 
-    def write_result(module, arm, work):
+    def write_result(module, arm, work, limit):
         assert module == "demo_arms"
         (Path(work) / f"{arm}.json").write_text(json.dumps(results[arm]))
 

@@ -168,7 +168,7 @@ def run_script(
         ]
 
 
-def run_cli_module(module: str, *arguments: str) -> None:
+def run_cli_module(module: str, *arguments: str, limit: float | None = None) -> None:
     """Do what `run_module` of the commands does, in a process that need not import anything."""
     (done,) = run_script(TESTS / "scripts" / "cli_module.py", module, *arguments)
     print(done.stdout)

@@ -28,7 +28,9 @@ from transformers_packed import (
     verify_packing,
 )
 from transformers_packed.audit.tiny import tiny_config
+from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.registry import has_our_classes
+from transformers_packed.ops import gated_delta_rule
 from transformers_packed.training import checks, evaluation, setup
 
 
@@ -232,6 +234,19 @@ class Stream(IterableDataset):
 
 
 class QuietTest(VerifyTestCase):
+    def test_no_step_makes_a_cache(self):
+        """Where the model's `use_cache` stays on, a padded batch would otherwise have to run kernels for states."""
+        trainer, made = self.trainer(args={"use_cache": True}), []
+
+        def rule(*args, output_final_state=False, **kwargs):
+            made.append(output_final_state)
+            return gated_delta_rule(*args, output_final_state=output_final_state, **kwargs)
+
+        with mock.patch.object(modeling_qwen3_5, "gated_delta_rule", rule):
+            self.check_quiet(trainer)
+        self.assertTrue(made and not any(made))
+        self.assertTrue(trainer.model.config.use_cache)
+
     @parameterized.expand(
         [
             ("plain", {}),

@@ -52,6 +52,8 @@ def add_parser(subparsers) -> Parser:
     add("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
     add("--seconds", type=positive_float, default=20, metavar="S", help="seconds of timed steps per arm")
+    limit = "seconds after which an arm is stopped; the report then has the other one"
+    add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
     add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
     shared("--seed", "--trust-remote-code")
     return parser
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="transformers_packed_bench_") as directory:
         work = Path(directory)
         config.save_pretrained(work)
-        results = run_arms("bench_arm", work, settings)
+        results = run_arms("bench_arm", work, settings, args.time_limit)
     status = print_report(results, "bfloat16" if bfloat16 else "float32")
     if args.plot:
         draw(results, f"{config.model_type}, {sum(lengths):,} tokens a step, {device}", args.plot)

@@ -67,6 +67,20 @@ def not_packing(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_cache(model: torch.nn.Module) -> Iterator[None]:
+    """Make no cache meanwhile. A padded batch would need kernels for it that training does not need."""
+    config = inner_model(model).config.get_text_config()
+    if not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = True
+
+
+@contextmanager
 def same_trainer(trainer: Trainer) -> Iterator[None]:
     """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
     with ExitStack() as stack:

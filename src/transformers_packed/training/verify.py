@@ -50,6 +50,7 @@ from .restore import (
     replaced_collator,
     same_trainer,
     say_nothing,
+    without_cache,
 )
 from .setup import Setup
 from .typed import Trainer
@@ -296,7 +297,7 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dic
         with replaced_collator(loader, packed, setup.padded or PaddedSamples(columns)):
             batch = _collate_padded(loader, documents, columns)
         # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-        with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model):
+        with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
             found["padded"] = _step(trainer, model, batch, places_of(batch, documents) or [])
         precision = _precision(model, trainer.args)
         different = _compare(*found["row"], *found["padded"], precision)
