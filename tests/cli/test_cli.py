@@ -8,6 +8,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 from parameterized import parameterized
 
@@ -126,6 +127,12 @@ class CommandLineTest(unittest.TestCase):
             main(["--foo", "env"])
         self.assertRegex(stderr.getvalue(), "^usage: transformers-packed .*command")
         self.assertIn("transformers-packed: error: unrecognized arguments: --foo\n", stderr.getvalue())
+
+    def test_a_package_that_is_needed_for_options(self):
+        with mock.patch.dict(sys.modules, {f"{cli.__name__}.train": None}):
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                self.assertEqual(main(["env"]), 1)
+        self.assertRegex(stderr.getvalue(), "^transformers-packed: import of .* halted")
 
     def test_version(self):
         with self.assertRaises(SystemExit) as exit, contextlib.redirect_stdout(io.StringIO()) as stdout:

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
             The arguments, by default those of the process, where other packages then only show errors. As in
             `argparse`, invalid arguments exit with status 2.
     """
-    name = "transformers-packed"
+    name, args = "transformers-packed", None
     try:
         from .process import exit_on_interrupt, silence_other_packages
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ImportError, OSError, ValueError) as error:
-        print(f"{name}: {args.parser.with_options(str(error))}", file=sys.stderr)
+        print(f"{name}: {args.parser.with_options(str(error)) if args else error}", file=sys.stderr)
         return 1
 
 
