@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.documents import PaddedSamples
+from ..ops.autotuning import tuned_in_threads
 from ..training.warm_up import warm_up
 from .audit import hide_gpu_packages
 from .demo_arms import peak_memory
@@ -42,7 +43,7 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
 
     def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-            return model(**batch, num_items_in_batch=targets).loss
+            return model(**batch, num_items_in_batch=targets, use_cache=False).loss
 
     def step() -> float:
         losses = []
@@ -59,7 +60,8 @@ def time_arm(arm: str, work: Path, device: torch.device) -> dict[str, Any]:
     start = time.perf_counter()
     if arm == "packed":
         warm_up(model, sum(lengths), max_documents=len(lengths), loss=loss_of, evaluation=False)
-    loss = step()
+    with tuned_in_threads():
+        loss = step()
     first_step = time.perf_counter() - start
     step()
     seconds: list[float] = []

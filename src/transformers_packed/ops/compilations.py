@@ -98,7 +98,7 @@ def _triton(tell) -> Iterator[None]:
         measured.append(self)
         return bench(self, *args, **kwargs)
 
-    with _replaced(Autotuner, run=tuned, _bench=counted):
+    with replaced(Autotuner, run=tuned, _bench=counted):
         knobs.compilation.listener = listen
         try:
             yield
@@ -107,7 +107,7 @@ def _triton(tell) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(cls: type, **methods: Callable) -> Iterator[None]:
+def replaced(cls: type, **methods: Callable) -> Iterator[None]:
     """Replace methods of a class while the block runs."""
     before = {name: getattr(cls, name) for name in methods}
     try:
@@ -162,7 +162,7 @@ def _tilelang(tell) -> Iterator[None]:
             built.append(self)
         return init(self, *args, from_database=from_database, **kwargs)
 
-    with _replaced(JITImpl, compile=compiled), _replaced(JITKernel, __init__=counted):
+    with replaced(JITImpl, compile=compiled), replaced(JITKernel, __init__=counted):
         yield
 
 

@@ -39,6 +39,7 @@ from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
 from ..models.registry import inner_model
 from ..models.releases import prepare_inputs, token_logps, training_metrics
+from ..ops.autotuning import tuned_in_threads
 from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
@@ -255,7 +256,7 @@ class VerifyCallback(TrainerCallback):
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         # A graph serves no second backward, and none is worth recording for a short row.
-        with without_graphs(model), as_before(model, trainer.args.device), same_trainer(trainer):
+        with without_graphs(model), as_before(model, trainer.args.device), same_trainer(trainer), tuned_in_threads():
             if self.setup.mode == "batches":
                 return _verify_batches(trainer, model, loader)
             documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)

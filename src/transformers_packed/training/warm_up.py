@@ -34,6 +34,7 @@ from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
 from ..models.families import LANGUAGE_MODELS
 from ..models.registry import inner_model
+from ..ops.autotuning import tuned_in_threads
 from ..ops.compilations import Compilation, compilations
 from .restore import as_before, drop_gradients
 
@@ -128,7 +129,7 @@ def warm_up(
         bar.set_postfix_str(f"{len(found)} kernels, {compilation.kernel} {compilation.seconds:.0f} s")
 
     try:
-        with bar, _ticking(bar), as_before(model, device), compilations(tell):
+        with bar, _ticking(bar), as_before(model, device), tuned_in_threads(), compilations(tell):
             for lengths in rows:
                 loss(model, make_row(model, lengths, collator, device)).backward()
                 drop_gradients(model)

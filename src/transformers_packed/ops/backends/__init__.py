@@ -6,11 +6,17 @@ needs a host sync: the index tensors of the kernels are built once per row from 
 """
 
 import importlib.util
+import os
 from functools import lru_cache
 
 import torch
 
 from ...boundaries import CHUNK_SIZE, SequenceBoundaries
+
+
+def threads_of_this_process() -> int:
+    """Return the number of threads that may compile: the share of this process of the machine's cores."""
+    return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
 @lru_cache

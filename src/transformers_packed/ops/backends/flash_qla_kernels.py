@@ -5,7 +5,6 @@ of them together take as long as the slowest one, that of the backward. A forwar
 else the step needs is compiled in the meantime.
 """
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ import torch
 
 from ...boundaries import CHUNK_SIZE
 from ..dispatch import logger
+from . import threads_of_this_process
 from .tilelang_output import quiet
 
 
@@ -56,9 +56,7 @@ class Kernels:
     """Kernels that threads compile by running them: `first` for a forward, `others` for its backward and later calls."""
 
     def __init__(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]):
-        # Each process of a machine compiles, on its share of the cores.
-        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        pool = ThreadPoolExecutor(min(max(share, 1), len(first) + len(others) or 1))
+        pool = ThreadPoolExecutor(min(threads_of_this_process(), len(first) + len(others) or 1))
 
         def start(calls: list[Callable[[], None]]) -> list[Future]:
             return [pool.submit(_run, call, device) for call in calls]

@@ -1,0 +1,45 @@
+"""Autotuned Triton kernels, such as those of flash-linear-attention, whose variants are compiled in threads.
+
+An autotuner compiles each variant of a kernel when it comes to measure it, one after the other. Most of that time is spent
+outside of Python's lock.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from .backends import threads_of_this_process
+from .compilations import replaced
+from .dispatch import logger
+
+
+@contextmanager
+def tuned_in_threads() -> Iterator[None]:
+    """While the block runs, compile all variants of a kernel together before they are measured."""
+    if find_spec("triton") is None:
+        yield
+        return
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    mode, prune = getattr(triton, "AsyncCompileMode", None), getattr(Autotuner, "prune_configs", None)
+    if mode is None or prune is None:
+        logger.info("Variants of autotuned kernels are compiled one after the other: triton has no AsyncCompileMode.")
+        yield
+        return
+
+    with ThreadPoolExecutor(threads_of_this_process()) as pool:
+
+        def compile_all(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+            configs = prune(self, kwargs)
+            # An error of a variant is raised, or left to the autotuner, when it is measured.
+            with suppress(Exception), mode(pool):
+                for config in configs if len(configs) > 1 else ():
+                    with suppress(Exception):
+                        self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+            return configs
+
+        with replaced(Autotuner, prune_configs=compile_all):
+            yield

@@ -1,0 +1,86 @@
+"""The variants of an autotuned kernel are compiled together. A GPU compiles real ones."""
+
+import threading
+import unittest
+from types import SimpleNamespace
+from unittest import mock
+
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from transformers_packed.ops import autotuning
+
+
+class Config:
+    def __init__(self, block):
+        self.block = block
+
+    def all_kwargs(self):
+        return {"BLOCK": self.block, "num_warps": 4}
+
+
+class AutotuningTest(unittest.TestCase):
+    def tuner(self, configs, run):
+        return SimpleNamespace(
+            configs=configs,
+            early_config_prune=None,
+            perf_model=None,
+            nargs={"x": "a tensor"},
+            fn=SimpleNamespace(run=run),
+        )
+
+    def test_all_variants_are_compiled_at_once(self):
+        calls, barrier = [], threading.Barrier(3)
+
+        class Mode:
+            """As `triton.AsyncCompileMode`: what `run` compiles goes to the threads, and the end waits for it."""
+
+            def __init__(self, pool):
+                self.pool, self.futures = pool, []
+
+            def __enter__(self):
+                modes.append(self)
+
+            def __exit__(self, *error):
+                [future.result() for future in self.futures]
+                calls.append("done")
+
+        def run(*args, **kwargs):
+            calls.append((args, kwargs))
+            modes[-1].futures.append(modes[-1].pool.submit(barrier.wait, 20))
+
+        modes, before = [], Autotuner.prune_configs
+        configs = [Config(16), Config(32), Config(64)]
+        with (
+            mock.patch.object(triton, "AsyncCompileMode", Mode),
+            mock.patch.object(autotuning, "threads_of_this_process", lambda: 3),
+        ):
+            with autotuning.tuned_in_threads():
+                found = Autotuner.prune_configs(self.tuner(configs, run), {"grid": (1,), "warmup": False, "EPS": 1})
+                self.assertEqual(Autotuner.prune_configs(self.tuner(configs[:1], None), {}), configs[:1])
+        self.assertEqual(found, configs)
+        self.assertEqual(calls.pop(), "done")
+        self.assertEqual(calls.pop(), "done")
+        options = {"grid": (1,), "warmup": True, "EPS": 1, "num_warps": 4}
+        self.assertEqual(calls, [(("a tensor",), options | {"BLOCK": block}) for block in (16, 32, 64)])
+        self.assertIs(Autotuner.prune_configs, before)
+
+    def test_an_error_is_left_to_the_measurement(self):
+        configs = [Config(16), Config(32)]
+        tuner = self.tuner(configs, mock.Mock(side_effect=RuntimeError("out of shared memory")))
+        with autotuning.tuned_in_threads():
+            self.assertEqual(Autotuner.prune_configs(tuner, {"grid": (1,)}), configs)
+        self.assertEqual(tuner.fn.run.call_count, 2)
+
+    def test_other_releases_of_triton(self):
+        with (
+            mock.patch.object(triton, "AsyncCompileMode", None),
+            self.assertLogs("transformers_packed", "INFO") as logs,
+        ):
+            with autotuning.tuned_in_threads():
+                pass
+        self.assertIn("one after the other", logs.output[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
