@@ -51,7 +51,7 @@ def add_parser(subparsers) -> Parser:
     add("--float8", action="store_true", help="in the packed arm, products of linear layers in float8")
     add("--cuda-graphs", action="store_true", help="in the packed arm, run the layers as CUDA graphs")
     shared("--gradient-checkpointing", "--attn", "--dtype", "--weights")
-    add("--seconds", type=positive_float, default=20, metavar="S", help="seconds of timed steps per arm")
+    add("--seconds", type=positive_float, default=10, metavar="S", help="seconds of timed steps per arm")
     limit = "seconds after which an arm is stopped; the report then has the other one"
     add("--time-limit", type=positive_float, default=300, metavar="S", help=limit)
     add("--plot", type=output_file, metavar="FILE.png", help="plot speed and memory (needs matplotlib)")
