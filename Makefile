@@ -6,8 +6,10 @@ SWIFT ?= ms-swift==4.6.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
-# Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
-PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+# Whole files stay in one worker, so that what their tests share is computed once, until another has nothing left. Workers
+# wait for processes that their tests start, so there is one more than cores.
+WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 # Tensors, data, one family of models and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
 NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_collator_checks.py

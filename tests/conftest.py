@@ -38,7 +38,7 @@ LONGEST = (
     "tests/parallel/test_models.py",
     "tests/test_example_scripts.py",
     "tests/models/test_fused_layers.py",
-    "tests/utils/test_upstream_patch.py",
+    "tests/audit/test_probe.py",
     "tests/cli/test_demo.py",
 )
 

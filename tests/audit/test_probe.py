@@ -338,6 +338,8 @@ class NoFalseAlarmTest(unittest.TestCase):
             (f"{name}_{dtype}", make, dtype, seed)
             for name, make in (("qwen3_5", qwen3_5), ("qwen3_5_moe", qwen3_5_moe), ("llama", llama))
             for dtype, seed in (("float32", 0), ("bfloat16", 1))
+            # Experts take longest, and train in half precision.
+            if (name, dtype) != ("qwen3_5_moe", "float32")
         ]
     )
     def test_correct_models(self, _, make, dtype, seed):

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from common.families import tiny_config
 from parameterized import parameterized
+from safetensors.torch import save_file
 from scripts.trainer_arms import TINY
 from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, ViTConfig
 
@@ -216,6 +217,24 @@ class ModelTest(unittest.TestCase):
         self.assertIn("FP8 is possible, but saves little with a hidden size of 32.", notes)
         self.assertIn("use_cuda_graphs(model, max_length=4096)", notes)
         self.assertNotIn("experts", stdout)
+
+    def test_the_head_of_a_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1).save_pretrained(folder)
+            # Nothing is known of weights that are not there.
+            self.assertNotIn("mtp", doctor("--model", folder)[1])
+            for tensors, level, text in (
+                ({"mtp.fc.weight": torch.ones(2)}, "Notes", "Saved checkpoints keep it; it is not trained."),
+                (
+                    {"lm_head.weight": torch.ones(2)},
+                    "Problems",
+                    "and the checkpoint has none. vLLM does not start with it.",
+                ),
+            ):
+                save_file(tensors, Path(folder, "model.safetensors"))
+                status, stdout, _ = doctor("--model", folder)
+                self.assertEqual(status, level == "Problems")
+                self.assertIn(text, " ".join(sections(stdout)[level]))
 
     @parameterized.expand(["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_5"])
     def test_padded_batches_that_would_not_be_packed(self, family):

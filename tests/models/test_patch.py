@@ -160,6 +160,7 @@ class PatchTest(PatchTestCase):
         self.assertIn("policy", ours(outer))
         self.assertEqual(ours(unpatch_model(outer)), set())
 
+    @pytest.mark.slow
     def test_compiled(self):
         self.check_compiled("compile_method")
 

@@ -4,6 +4,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -50,6 +51,7 @@ class VisibleKernelsTest(unittest.TestCase):
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("0 active drivers", result.stderr)
 
+    @pytest.mark.slow
     def test_register_after_the_import(self):
         """flash-linear-attention registers its own models under types of Transformers (mamba, mamba2)."""
         result = self.run_python(

@@ -160,6 +160,7 @@ class ParallelModelTest(unittest.TestCase):
             error = (actual[name] - expected[name]).norm() / (expected[name].norm() + 1e-9)
             self.assertLess(error.item(), 1e-6, name)
 
+    @pytest.mark.slow
     def test_frozen_parameters(self):
         parts = run_processes(_run_frozen, 2, 2)
         for arm in parts[0]:

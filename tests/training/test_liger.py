@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import MethodType
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from mixins.model import total_relative_error
@@ -260,6 +261,7 @@ class LigerTest(LigerTestCase):
             alone = torch.cat([want(input_ids=d).logits for d in documents], 1)
         self.assertLess((got - alone).norm() / alone.norm(), 1e-5)
 
+    @pytest.mark.slow
     def test_applied_before_this_package_is_imported(self):
         code = (
             "from liger_kernel.transformers.monkey_patch import _apply_liger_kernel\n"

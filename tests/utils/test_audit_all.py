@@ -233,6 +233,7 @@ class SupportMatrixTest(unittest.TestCase):
         for found in audit_all.counts(self.matrix).values():
             self.assertEqual(sum(found.values()), len(self.matrix["types"]))
 
+    @pytest.mark.slow
     def test_unpacking_is_told_apart(self):
         """For an isolated model whose family runs document by document, the matrix has this and the cause."""
         unpacked = Family("qwen3_5", Unpacked("Qwen3_5TextModel", "no kernel takes boundaries"))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from ..errors import input_error
 from ..models.families import families_of, family_of, sizes_of
 from ..models.family import Mixers, Own, Refused, Unpacked
+from ..models.mtp import declares_head, find_head
 from ..models.packed_model import PackedModelMixin
 from ..models.padding import why_padded
 from ..models.registry import check_transformers, patch_model
@@ -123,6 +125,7 @@ def diagnose(
         ours = bool(families_of(model, Own))
         found.model = _describe(model, isolated=all(finding.level != "problem" for finding in judged))
         found.findings += _of_padding(model) if ours else _of_masks(model, attention, device)
+        found.findings += _of_head(model.config) if ours else ()
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
         found.findings += _of_ops(found.ops, device)
@@ -192,6 +195,21 @@ def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
         if isinstance(module, PackedModelMixin) and hasattr(module, "layers"):
             if why := why_padded(module, {"use_cache": False}):
                 yield Finding("warning", f"Padded batches are computed with their padding: {why}.")
+
+
+def _of_head(config: PreTrainedConfig) -> Iterator[Finding]:
+    """Yield whether a local checkpoint has the head of multi-token prediction that its configuration declares."""
+    folder = config.name_or_path
+    if not declares_head(config) or not folder or not any(Path(folder).glob("*.safetensors")):
+        return
+    if find_head(config):
+        text = (
+            "The checkpoint has a head of multi-token prediction (mtp). Saved checkpoints keep it; it is not trained."
+        )
+        yield Finding("note", text)
+        return
+    text = "The configuration declares a head of multi-token prediction (mtp), and the checkpoint has none."
+    yield Finding("problem", f"{text} vLLM does not start with it.", 'set "mtp_num_hidden_layers": 0 in config.json')
 
 
 def _describe(model: PreTrainedModel, isolated: bool) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Set
 from copy import deepcopy
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from transformers.core_model_loading import revert_weight_conversion
@@ -10,6 +12,7 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import family_of
 from .family import Own
+from .mtp import PREFIX, keep_head
 from .quantization import QuantizationMixin
 from .replacements import convert
 from .typed import ModelBase
@@ -19,6 +22,8 @@ logger = logging.get_logger(__name__)
 
 # The `experts_implementation` of this package.
 EXPERTS = "transformers_packed"
+# The options of `save_pretrained` that `push_to_hub` takes.
+_OF_UPLOADS = {"commit_message", "create_pr", "max_shard_size", "private", "token"}
 
 
 class Switch:
@@ -54,6 +59,8 @@ class SavedNamesMixin(ModelBase):
         method and `strict=False`, which would leave these weights out with no more than a warning.
         """
         own = self.state_dict().keys()
+        # No layer computes the head of multi-token prediction, which saved checkpoints keep.
+        state_dict = {name: x for name, x in state_dict.items() if name in own or not name.startswith(PREFIX)}
         if not state_dict.keys() <= own:
             state_dict = self._from_saved_names(state_dict, own)
         return super().load_state_dict(state_dict, strict, assign)
@@ -85,6 +92,22 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         convert(self)
+
+    def save_pretrained(  # type: ignore[override]  # Other options go by name.
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model as Transformers does, with the head of multi-token prediction of its checkpoint."""
+        with keep_head(self.config, Path(save_directory), is_main_process):
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if push_to_hub and is_main_process:
+            # It calls this method to save what it uploads.
+            options = {name: kwargs[name] for name in _OF_UPLOADS & kwargs.keys()}
+            self.push_to_hub(kwargs.get("repo_id") or Path(save_directory).name, **options)  # type: ignore[arg-type]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only

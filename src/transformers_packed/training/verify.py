@@ -37,6 +37,7 @@ from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
+from ..models.padding import PaddedBatch
 from ..models.registry import inner_model
 from ..models.releases import prepare_inputs, token_logps, training_metrics
 from ..ops.autotuning import tuned_in_threads
@@ -351,7 +352,7 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
     batch = _padded_batch(trainer, model, loader)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     inner = inner_model(model)
-    words = "gradients between rows were not looked at, because rows share prompts"
+    words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
     if not getattr(inner, "share_prompts", False):
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
 
@@ -371,6 +372,13 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
         expected = "log-probabilities of the packed batch that equal those of the padded batch"
         raise DifferenceError(str(input_error(expected, f"a relative difference of {error:.1e}", _PADDED)))
     return f"Verified packing on {len(ids)} rows: {words}; log-probabilities differ by {error:.0e} from padded ones"
+
+
+def _saved(ids: torch.Tensor, mask: torch.Tensor) -> str:
+    """The tokens of a batch that are computed if documents share prompts, in words."""
+    batch = PaddedBatch.from_attention_mask(mask, mask.device, ids)
+    given, computed = int(mask.sum()), 0 if batch is None else batch.boundaries.total_length
+    return f" ({computed:,} of {given:,} tokens are computed)" if 0 < computed < given else ""
 
 
 def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:

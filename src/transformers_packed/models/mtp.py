@@ -1,0 +1,186 @@
+"""The multi-token-prediction head of a checkpoint, which servers use to draft tokens: kept in every saved checkpoint.
+
+Released Qwen3.5 and Qwen3-Next checkpoints hold the tensors `mtp.*`. Transformers has no layer for them, leaves them out,
+and saves a configuration that still declares a head, with which vLLM does not start. [`keep_head`] copies their bytes from
+the checkpoint that a model was loaded from, file to file, and the names and layout of the experts stay as they are.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+
+
+logger = logging.get_logger(__name__)
+
+PREFIX = "mtp."
+# The entries of configurations that declare a head: those of Qwen3.5 and of Qwen3-Next.
+_DECLARED = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+# The shard of a head, beside those of a sharded checkpoint.
+_SHARD = "model-mtp.safetensors"
+# Bytes that are copied at a time.
+_PIECE = 2**24
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """The bytes `begin` to `end` of a file, and what its header says of them: dtype and shape."""
+
+    path: Path
+    about: dict[str, Any]
+    begin: int
+    end: int
+
+
+def declares_head(config: PreTrainedConfig) -> bool:
+    """Whether a configuration says that its checkpoint has a head."""
+    return any(getattr(part, name, None) for part in (config, config.get_text_config()) for name in _DECLARED)
+
+
+def find_head(config: PreTrainedConfig) -> dict[str, SavedTensor]:
+    """Return the tensors of the head in the checkpoint that `config` was loaded from, by name. None of them is read."""
+    files, index = [SAFE_WEIGHTS_NAME], _file_of(config, SAFE_WEIGHTS_INDEX_NAME)
+    if index is not None:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
+    paths = [_file_of(config, file) for file in files]
+    # A part of a head is none.
+    return {} if None in paths else {name: x for path in paths if path for name, x in tensors_of_head(path).items()}
+
+
+def _file_of(config: PreTrainedConfig, name: str) -> Path | None:
+    """Return a file of the checkpoint, in its folder or in the cache of the Hub."""
+    if not config.name_or_path:
+        return None
+    try:
+        path = cached_file(config.name_or_path, name, local_files_only=True)
+    except OSError:
+        return None
+    return None if path is None else Path(path)
+
+
+def tensors_of_head(path: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of the head in a safetensors file, by name."""
+    header, start = read_header(path)
+    return {
+        name: SavedTensor(
+            path,
+            {key: value for key, value in about.items() if key != "data_offsets"},
+            *(start + at for at in about["data_offsets"]),
+        )
+        for name, about in header.items()
+        if name.startswith(PREFIX)
+    }
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the header of a safetensors file, and where its data starts."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(size)), 8 + size
+
+
+@contextmanager
+def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[None]:
+    """Add the head to the checkpoint that the block writes into `folder`, on the process that `saves`.
+
+    If the head cannot be found, the saved configuration stops declaring one, and a warning says so.
+    """
+    if not saves or not declares_head(config):
+        yield
+        return
+    head, before = find_head(config), _versions(folder)
+    with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else _nothing() as aside:
+        if aside is not None:
+            # The block overwrites the files that the head is read from.
+            write_tensors(Path(aside) / _SHARD, head, None)
+            head = tensors_of_head(Path(aside) / _SHARD)
+        yield
+        # An earlier save of another kind leaves its files. Adapters and shards of a run write none of these.
+        written = [name for name, version in _versions(folder).items() if version != before.get(name)]
+        if not written:
+            return
+        if head:
+            add_head(head, folder, SAFE_WEIGHTS_INDEX_NAME not in written)
+        else:
+            undeclare_head(folder)
+            logger.warning(
+                f"The checkpoint in {folder} has no multi-token-prediction head (mtp), because {config.name_or_path!r}, "
+                "which declares one, has none or cannot be read. The saved configuration no longer declares it."
+            )
+
+
+def _versions(folder: Path) -> dict[str, int]:
+    """When the file of all weights and the index of shards were written, by their names."""
+    paths = (folder / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None
+
+
+def _is_in(head: dict[str, SavedTensor], folder: Path) -> bool:
+    return any(folder.exists() and tensor.path.parent.samefile(folder) for tensor in head.values())
+
+
+def add_head(head: dict[str, SavedTensor], folder: Path, is_whole: bool) -> None:
+    """Add the tensors of a head to the checkpoint in `folder`: to its only file, or as a shard that its index names."""
+    index_path, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if is_whole:
+        partial = folder / f"{SAFE_WEIGHTS_NAME}.partial"
+        write_tensors(partial, head, whole)
+        os.replace(partial, whole)
+        return
+    write_tensors(folder / _SHARD, head, None)
+    index = json.loads(index_path.read_text(encoding="utf-8"))
+    index["weight_map"] |= dict.fromkeys(head, _SHARD)
+    index["metadata"]["total_size"] += sum(tensor.end - tensor.begin for tensor in head.values())
+    index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None) -> None:
+    """Write a safetensors file with the tensors of the file `before`, if any, and those of a head."""
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    if before is not None:
+        header, start = read_header(before)
+    at = max((about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"), default=0)
+    for name, tensor in head.items():
+        size = tensor.end - tensor.begin
+        header[name] = tensor.about | {"data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The data starts at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        if before is not None:
+            with before.open("rb") as source:
+                source.seek(start)
+                shutil.copyfileobj(source, file, _PIECE)
+        for tensor in head.values():
+            with tensor.path.open("rb") as source:
+                source.seek(tensor.begin)
+                for begin in range(tensor.begin, tensor.end, _PIECE):
+                    file.write(source.read(min(_PIECE, tensor.end - begin)))
+
+
+def undeclare_head(folder: Path) -> None:
+    """Say in the configuration in `folder` that there is no head, on both levels."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config", {})):
+        # Zero and not absent, because readers of Qwen3-Next take an absent entry for one layer.
+        part |= {name: 0 for name in _DECLARED if name in part}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
