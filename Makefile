@@ -6,15 +6,15 @@ SWIFT ?= ms-swift==4.6.0
 BIN := .venv/bin
 CHECKED := src tests utils benchmarks examples setup.py $(wildcard docs/*.py docs/*/*.py)
 TESTS ?= tests
-# Whole files stay in one worker, so that what their tests share is computed once, until another has nothing left. Workers
-# wait for processes that their tests start, so there is one more than cores.
-WORKERS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
-PYTEST := -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
+# Whole files stay in one worker, so that what their tests share is computed once, until the other has nothing left.
+PYTEST := -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 # Tensors, data, one family of models and the checks of a Trainer: no process but the workers, no interpreted kernel.
 FAST := tests/test_boundaries.py tests/data tests/ops tests/models/qwen3_5 tests/training/test_checks.py
 NOT_FAST := tests/ops/test_fused.py tests/ops/test_cross_entropy.py tests/ops/test_autograd.py tests/ops/test_causal_conv1d_qkv.py tests/data/planning/test_memory.py tests/data/test_collator_checks.py
 # torchao's compiled extensions need CUDA. On a CPU, each process would log that they cannot be loaded.
 export TORCHAO_FORCE_SKIP_LOADING_SO_FILES := 1
+# The code of the pages, of examples/ and of the notebook, which `make docs` runs.
+PAGES := tests/docs tests/test_example_scripts.py tests/test_notebook.py
 # Model families with dedicated classes, how they take the stock classes' place, and the trainers.
 CORE := tests/test_boundaries.py tests/models/qwen3_5 tests/models/qwen3_next tests/models/qwen3_5_moe \
 	$(addprefix tests/models/test_,registry.py patch.py patch_hooks.py checkpoints.py shared_prompts.py verdict.py) \
@@ -85,8 +85,8 @@ CHECK_PYTHON := -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("
 demo: .venv/.demo  ## Train a small model padded and packed on the CPU, print a comparison, write demo.png.
 	$(BIN)/transformers-packed demo
 
-test: .venv/.installed  ## Run the test suite (CPU).
-	$(BIN)/python $(PYTEST) $(TESTS)
+test: .venv/.installed  ## Run the test suite (CPU), but for the code of the documentation.
+	$(BIN)/python $(PYTEST) $(TESTS) $(if $(filter tests,$(TESTS)),$(PAGES:%=--ignore=%))
 
 test-fast: .venv/.installed  ## Run what one runs between edits: boundaries, data, ops and the Qwen3.5 family (CPU).
 	$(BIN)/python $(PYTEST) $(FAST) $(NOT_FAST:%=--ignore=%)
@@ -130,9 +130,10 @@ test-integrations: .venv-axolotl/.installed .venv-swift/.installed  ## Train wit
 	.venv-swift/bin/python -m pytest tests/integrations/test_ms_swift.py
 
 # Zensical itself fails on a broken link, not on a warning about a docstring.
-docs: .venv/.installed  ## Build the documentation into site/; fails on broken links and on warnings.
+docs: .venv/.installed  ## Build the documentation into site/, and run its code; fails on broken links and on warnings.
 	@output=$$($(BIN)/zensical build --strict --clean 2>&1); status=$$?; printf '%s\n' "$$output"; \
 	! printf '%s\n' "$$output" | grep -qE '^(griffe|mkdocstrings|mkdocs_autorefs):' && exit $$status
+	$(BIN)/python $(PYTEST) $(PAGES)
 
 # `build` makes the wheel from the sdist, so that no file outside the sdist gets into either. A list of sources from an
 # earlier build would add files to the sdist.

@@ -1,5 +1,6 @@
 """The head of multi-token prediction stays in every saved checkpoint, byte for byte."""
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from scripts.trainer_arms import Samples
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -150,6 +152,19 @@ class KeptTest(unittest.TestCase):
         again = self.check(source)
         self.assertTrue(torch.equal(again.model.norm.weight, model.model.norm.weight))
         self.assertEqual([path.name for path in self.folder.iterdir()], ["source"])
+
+    @parameterized.expand([(False,), (True,)])
+    def test_images_and_text(self, patched):
+        """The whole model, not only its language model, which the other tests of this checkpoint load."""
+        source = self.checkpoint("composite")
+        with registered() if not patched else contextlib.nullcontext():
+            model = AutoModelForImageTextToText.from_pretrained(source)
+        model = patch_model(model) if patched else model
+        self.assertEqual(type(model).__name__, "Qwen3_5ForConditionalGeneration")
+        model.save_pretrained(self.folder / "target")
+        self.check(self.folder / "target")
+        saved, before = saved_in(self.folder / "target"), saved_in(source)
+        self.assertEqual(saved.keys(), before.keys())
 
     def test_adapters(self):
         model = self.load(self.checkpoint())
