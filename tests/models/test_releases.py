@@ -135,7 +135,9 @@ class PrivatePartsTest(unittest.TestCase):
                         (ours if base.__module__.startswith("transformers_packed") else theirs).append(base)
                     stock = (base for base in theirs if base.__module__.startswith(("transformers.", "trl.", "peft.")))
                     known = {name for base in stock for name in vars(base)}
-                    others |= {name for base in ours for name in vars(base) if _is_private(name) and name in known}
+                    names = {name for base in ours for name in vars(base) if _is_private(name) and name in known}
+                    # Transformers keeps answers on the class when they are first asked for.
+                    others |= {name for name in names if not name.endswith("_cached_value")}
         self.assertEqual(others - _listed(), set())
 
     def test_this_release_has_them(self):
