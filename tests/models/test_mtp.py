@@ -216,6 +216,13 @@ class KeptTest(unittest.TestCase):
                 )
             self.assertFalse(declares_head(AutoModelForCausalLM.from_pretrained(target).config))
 
+    def test_an_index_that_an_earlier_save_left(self):
+        source = self.checkpoint()
+        index = {"metadata": {}, "weight_map": {"mtp.fc.weight": "gone.safetensors"}}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        self.load(source).save_pretrained(self.folder / "target")
+        self.check(self.folder / "target")
+
     def test_models_without_a_head(self):
         """Nothing is looked for, and nothing is said."""
         with registered():

@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,11 +48,12 @@ def declares_head(config: PreTrainedConfig) -> bool:
 
 def find_head(config: PreTrainedConfig) -> dict[str, SavedTensor]:
     """Return the tensors of the head in the checkpoint that `config` was loaded from, by name. None of them is read."""
-    files, index = [SAFE_WEIGHTS_NAME], _file_of(config, SAFE_WEIGHTS_INDEX_NAME)
-    if index is not None:
+    paths = [_file_of(config, SAFE_WEIGHTS_NAME)]
+    # Where an earlier save has left an index, Transformers loads the file of all weights, too.
+    if paths == [None] and (index := _file_of(config, SAFE_WEIGHTS_INDEX_NAME)) is not None:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
-    paths = [_file_of(config, file) for file in files]
+        files = {file for name, file in names.items() if name.startswith(PREFIX)}
+        paths = [_file_of(config, file) for file in sorted(files)]
     # A part of a head is none.
     return {} if None in paths else {name: x for path in paths if path for name, x in tensors_of_head(path).items()}
 
@@ -99,7 +100,7 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
         yield
         return
     head, before = find_head(config), _versions(folder)
-    with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else _nothing() as aside:
+    with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else nullcontext() as aside:
         if aside is not None:
             # The block overwrites the files that the head is read from.
             write_tensors(Path(aside) / _SHARD, head, None)
@@ -125,13 +126,8 @@ def _versions(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
-
-
 def _is_in(head: dict[str, SavedTensor], folder: Path) -> bool:
-    return any(folder.exists() and tensor.path.parent.samefile(folder) for tensor in head.values())
+    return folder.exists() and any(tensor.path.parent.samefile(folder) for tensor in head.values())
 
 
 def add_head(head: dict[str, SavedTensor], folder: Path, is_whole: bool) -> None:

@@ -59,14 +59,14 @@ class SavedNamesMixin(ModelBase):
         method and `strict=False`, which would leave these weights out with no more than a warning.
         """
         own = self.state_dict().keys()
-        # No layer computes the head of multi-token prediction, which saved checkpoints keep.
-        state_dict = {name: x for name, x in state_dict.items() if name in own or not name.startswith(PREFIX)}
         if not state_dict.keys() <= own:
             state_dict = self._from_saved_names(state_dict, own)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _from_saved_names(self, state_dict: Mapping[str, Any], own: Set[str]) -> Mapping[str, Any]:
         """`state_dict` by the names of this model, converted as `from_pretrained` does; unknown names stay."""
+        # No layer computes the head of multi-token prediction, which saved checkpoints keep.
+        state_dict = {name: x for name, x in state_dict.items() if name in own or not name.startswith(PREFIX)}
         parameters = {name: x.to("meta") for name, x in self.named_parameters()}
         saved = revert_weight_conversion(self, parameters).keys()
         if not state_dict.keys() & (saved - own):

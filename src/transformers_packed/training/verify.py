@@ -352,8 +352,9 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
     batch = _padded_batch(trainer, model, loader)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     inner = inner_model(model)
-    words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
-    if not getattr(inner, "share_prompts", False):
+    if getattr(inner, "share_prompts", False):
+        words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
+    else:
         rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
 
         def forward() -> None:

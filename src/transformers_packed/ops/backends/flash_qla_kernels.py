@@ -71,6 +71,8 @@ class Kernels:
     def wait_for_forward(self) -> None:
         """Wait for the kernels of a forward."""
         _wait(self.first)
+        # The next layers have nothing to wait for, and an error is told once.
+        self.first = []
         self.are_ready = not self.others
 
     def wait(self, *gradients: torch.Tensor) -> None:
