@@ -80,6 +80,7 @@ def test_only_our_lines(folder):
     assert not re.search("torchao|bitsandbytes|deprecated|Warning|site-packages", done.stdout)
 
 
+@pytest.mark.slow
 def test_processes_of_bench_print_nothing(folder):
     done = run(
         folder, "-m", "transformers_packed.cli", "bench", "--model", "model", "--row-length=32", "--seconds=0.01"

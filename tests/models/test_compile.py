@@ -50,6 +50,7 @@ class CompileTest(unittest.TestCase):
         return cls._from_config(config, attn_implementation="sdpa").train()
 
     @parameterized.expand([(*FAMILIES[1], ["all"], (70, 2, 9))])
+    @pytest.mark.slow
     def test_packed(self, _, cls, config, sources, second):
         self.check_packed(cls, config, sources, second)
 

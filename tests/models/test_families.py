@@ -12,6 +12,7 @@ import unittest
 from importlib.util import find_spec
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from common.families import LENGTHS, documents, tiny_config, tiny_model
@@ -371,6 +372,7 @@ class CompileTest(unittest.TestCase):
         torch._dynamo.reset()
 
     @parameterized.expand(["lfm2", "opt"])
+    @pytest.mark.slow
     def test_compiled(self, family):
         """Unpacked inputs keep a single graph if they had one. A packed row gives the same as without compiling."""
         torch._dynamo.reset()

@@ -28,6 +28,7 @@ class VisibleKernelsTest(unittest.TestCase):
         "documents = [torch.randint(1, 97, (n,)) for n in (1, 3, 65, 130)]\n"
     )
 
+    @pytest.mark.slow
     def test_ours_trains_and_generates_where_the_builtin_crashes(self):
         """Packed, padded, unpacked, generation and classification, forward and backward, all with fla imported.
 

@@ -9,6 +9,7 @@ import unittest
 from importlib.util import find_spec
 from unittest import mock
 
+import pytest
 import torch
 
 from transformers_packed.ops import compilations as module
@@ -48,6 +49,7 @@ class Configured:
 
 class CompilationsTest(unittest.TestCase):
     @unittest.skipUnless(find_spec("triton"), "needs triton")
+    @pytest.mark.slow
     def test_kernels_of_triton(self):
         with tempfile.TemporaryDirectory() as folder:
             environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}

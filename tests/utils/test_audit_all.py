@@ -130,6 +130,7 @@ class WorkersTest(unittest.TestCase):
 
 
 class CommandTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_real_processes(self):
         """This includes models that print, installed GPU packages, and a type that cannot be built."""
         with tempfile.TemporaryDirectory() as folder:
