@@ -19,6 +19,8 @@ NAMES = (
     "forward-kwargs",
     "granitemoehybrid-position-ids",
     "composite-use-cache",
+    "qwen-mtp-layers",
+    "mtp-config-on-save",
 )
 
 
