@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .data.streaming import IterablePackingDataset
     from .models.cuda_graphs import use_cuda_graphs
     from .models.float8 import use_float8
+    from .models.mtp_head import add_mtp
     from .models.registry import patch_model, register, registered, unpatch_model, unregister
     from .training.callbacks.metrics import PackingMetricsCallback
     from .training.callbacks.resume import PackingStateCallback
@@ -42,6 +43,7 @@ _MODULES = {
     "models.cuda_graphs": ("use_cuda_graphs",),
     "models.float8": ("use_float8",),
     "models.registry": ("patch_model", "register", "registered", "unpatch_model", "unregister"),
+    "models.mtp_head": ("add_mtp",),
     "training.configure": ("configure_packing",),
     "training.losses": ("per_document_logps", "per_document_loss", "set_loss_normalization"),
     "training.callbacks.metrics": ("PackingMetricsCallback",),
@@ -89,6 +91,7 @@ __all__ = [
     "PackingStateCallback",
     "SequenceBoundaries",
     "Verified",
+    "add_mtp",
     "pack_dataset",
     "audit_model",
     "configure_packing",

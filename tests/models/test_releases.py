@@ -18,7 +18,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 import transformers_packed
 from transformers_packed import patch_model
 from transformers_packed.models import releases
-from transformers_packed.models.adapters import save_builtin_classes
+from transformers_packed.models.adapters import prepare_peft
 
 
 SRC = Path(transformers_packed.__file__).parent
@@ -165,8 +165,10 @@ class PrivatePartsTest(unittest.TestCase):
         self.assertFalse(
             releases.undo_prepare(layer) or releases.has_hooks(layer) or releases.has_swapped_features(layer)
         )
-        with mock.patch.dict("sys.modules", {"peft.peft_model": SimpleNamespace(PeftModel=type("PeftModel", (), {}))}):
-            save_builtin_classes()
+        public = dict.fromkeys(("save_pretrained", "load_adapter"), lambda self: None)
+        peft = SimpleNamespace(PeftModel=type("PeftModel", (), public))
+        with mock.patch.dict("sys.modules", {"peft.peft_model": peft}):
+            prepare_peft()
 
 
 class NewerReleasesTest(unittest.TestCase):

@@ -246,8 +246,9 @@ class SavedWithoutTaskTypeTest(unittest.TestCase):
         model = patch_model(model) if how == "patched" else model
         if how == "adapted first":
             # As by TRL. Another test may have made PEFT name stock classes before.
-            PeftModel._get_base_model_class = inspect.unwrap(PeftModel._get_base_model_class)
-            adapters._saving_builtin_classes.clear()
+            for name in ("_get_base_model_class", "save_pretrained", "load_adapter"):
+                setattr(PeftModel, name, inspect.unwrap(getattr(PeftModel, name)))
+            adapters._prepared.clear()
         adapted = randomized(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "out_proj"])), 0.3)
         patch_model(adapted)
         self.assertTrue(type(adapted.get_base_model()).__module__.startswith("transformers_packed."))

@@ -1,14 +1,21 @@
 """PEFT's adapters beside packed rows: which of them keep documents apart, and the class that they name when saved."""
 
 import sys
+from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from transformers.utils import logging
 
+from .mtp import HEAD_FILE, PREFIX, save_head
 from .releases import BASE_CLASS
 from .typed import ModelBase
 
+
+logger = logging.get_logger(__name__)
 
 # The types of PEFT's adapters, and the variants of LoRA, that act on each token alone, as tests measure for all of PEFT's
 # registry. Others may mix the tokens of a row (Lily averages its router over them), run a second model (Shadow), keep
@@ -58,16 +65,26 @@ def acts_per_token(layer: torch.nn.Module) -> bool:
     return type(layer).__module__.split(".")[2].upper() in PER_TOKEN
 
 
-def save_builtin_classes() -> None:
-    """Let adapters without a task type name the stock class of their model, which loads without this package.
+def prepare_peft() -> None:
+    """Let saved adapters name the stock class of their model, and keep a trained head of multi-token prediction.
 
-    PEFT saves the class of the model and its module, and `AutoPeftModel` imports them from Transformers only. Has no
+    Without a task type, PEFT saves the class of the model and its module, and `AutoPeftModel` imports them from
+    Transformers only. Servers refuse other tensors in the file of an adapter, so the head has a file of its own. Has no
     effect on other models, without PEFT, or a second time.
     """
-    cls = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    original = getattr(cls, BASE_CLASS, None)
-    if cls is None or original is None or cls in _saving_builtin_classes:
+    cls: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if cls is None or cls in _prepared:
         return
+    if hasattr(cls, BASE_CLASS):
+        setattr(cls, BASE_CLASS, _naming_stock_classes(getattr(cls, BASE_CLASS)))
+    cls.save_pretrained, cls.load_adapter = _saving_head(cls.save_pretrained), _loading_head(cls.load_adapter)
+    _prepared.add(cls)
+
+
+_prepared: set[type] = set()
+
+
+def _naming_stock_classes(original: Callable) -> Callable:
     package = __package__.partition(".")[0]
 
     @wraps(original)
@@ -75,11 +92,42 @@ def save_builtin_classes() -> None:
         classes = original(self, *args, **kwargs).__mro__
         return next(x for x in classes if x.__module__.partition(".")[0] != package)
 
-    setattr(cls, BASE_CLASS, base_model_class)
-    _saving_builtin_classes.add(cls)
+    return base_model_class
 
 
-_saving_builtin_classes: set[type] = set()
+def _saving_head(original: Callable) -> Callable:
+    @wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, save_directory, *args, **kwargs)
+        head = getattr(self.get_base_model(), PREFIX.rstrip("."), None)
+        if head is not None and kwargs.get("is_main_process", True):
+            # FSDP passes whole tensors.
+            state = kwargs.get("state_dict") or self.state_dict()
+            save_head(
+                {name.partition(f".{PREFIX}")[2]: x for name, x in state.items() if f".{PREFIX}" in name},
+                save_directory,
+            )
+
+    return save_pretrained
+
+
+def _loading_head(original: Callable) -> Callable:
+    @wraps(original)
+    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, model_id, *args, **kwargs)
+        file = Path(str(model_id)) / HEAD_FILE
+        if file.exists():
+            head = getattr(self.get_base_model(), PREFIX.rstrip("."), None)
+            if head is None:
+                logger.warning(
+                    f"{file} holds a trained head of multi-token prediction, which this model does not have. Call "
+                    f"transformers_packed.add_mtp(model, {str(model_id)!r}) to load it, for example before a merge."
+                )
+            else:
+                head.load_state_dict({name.removeprefix(PREFIX): x for name, x in load_file(file).items()})
+        return result
+
+    return load_adapter
 
 
 class AdapterMixin(ModelBase):
@@ -87,5 +135,5 @@ class AdapterMixin(ModelBase):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "peft_config":
-            save_builtin_classes()
+            prepare_peft()
         super().__setattr__(name, value)

@@ -40,6 +40,8 @@ class PackingKwargs(TransformersKwargs, total=False):
             The boundaries with a host copy, as models pass them to their layers.
         prompt_of (`torch.LongTensor` of shape `[N]`, *optional*):
             For each document, the index of the document that it continues, or -1 ([`SharedPrompts`]).
+        mtp_row (`MtpRow`, *optional*):
+            What the text model fills for the head of multi-token prediction.
         packs_padding (`bool`, *optional*):
             Whether this call computes only the real tokens of a padded batch. Defaults to the model's attribute.
     """
@@ -48,11 +50,12 @@ class PackingKwargs(TransformersKwargs, total=False):
     padding_tokens: int | None
     boundaries: SequenceBoundaries | None
     prompt_of: torch.LongTensor | None
+    mtp_row: Any
     packs_padding: bool | None
 
 
 _RESTART = "position_ids that restart"
-_NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "num_items_in_batch", "shift_labels"}
+_NOT_FOR_VISION = {*PACKING_KEYWORDS, "boundaries", "packs_padding", "mtp_row", "num_items_in_batch", "shift_labels"}
 
 
 def resolve_boundaries(

@@ -7,15 +7,19 @@ the checkpoint that a model was loaded from, file to file, and the names and lay
 
 import json
 import os
+import re
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
@@ -24,7 +28,9 @@ logger = logging.get_logger(__name__)
 
 PREFIX = "mtp."
 # The entries of configurations that declare a head: those of Qwen3.5 and of Qwen3-Next.
-_DECLARED = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+DECLARED = "mtp_num_hidden_layers", "num_nextn_predict_layers"
+# The file of a trained head beside an adapter.
+HEAD_FILE = "mtp.safetensors"
 # The shard of a head, beside those of a sharded checkpoint.
 _SHARD = "model-mtp.safetensors"
 # Bytes that are copied at a time.
@@ -43,7 +49,7 @@ class SavedTensor:
 
 def declares_head(config: PreTrainedConfig) -> bool:
     """Whether a configuration says that its checkpoint has a head."""
-    return any(getattr(part, name, None) for part in (config, config.get_text_config()) for name in _DECLARED)
+    return any(getattr(part, name, None) for part in (config, config.get_text_config()) for name in DECLARED)
 
 
 def find_head(config: PreTrainedConfig) -> dict[str, SavedTensor]:
@@ -81,6 +87,37 @@ def tensors_of_head(path: Path) -> dict[str, SavedTensor]:
         for name, about in header.items()
         if name.startswith(PREFIX)
     }
+
+
+def read_tensor(tensor: SavedTensor, name: str) -> torch.Tensor:
+    """Read a tensor by its name in its file."""
+    with safe_open(tensor.path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def save_head(tensors: Mapping[str, torch.Tensor], folder: str | os.PathLike) -> None:
+    """Save the tensors of a trained head, by the names of its module, beside an adapter."""
+    tensors = {f"{PREFIX}{name}": x.detach().contiguous() for name, x in tensors.items()}
+    save_file(tensors, Path(folder) / HEAD_FILE, metadata={"format": "pt"})
+
+
+def to_module_names(head: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a head with its experts stacked, as the modules of experts hold them."""
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    found = {}
+    for name, tensor in head.items():
+        split = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if split is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(split[1], {}).setdefault(int(split[2]), {})[split[3]] = tensor
+    for prefix, parts in experts.items():
+        # A part of the experts is none, which the missing name then tells.
+        if sorted(parts) == list(range(len(parts))) and all(len(one) == 3 for one in parts.values()):
+            ordered = [parts[number] for number in range(len(parts))]
+            found[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in ordered])
+            found[f"{prefix}.down_proj"] = torch.stack([one["down"] for one in ordered])
+    return found
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -178,5 +215,5 @@ def undeclare_head(folder: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     for part in (config, config.get("text_config", {})):
         # Zero and not absent, because readers of Qwen3-Next take an absent entry for one layer.
-        part |= {name: 0 for name in _DECLARED if name in part}
+        part |= {name: 0 for name in DECLARED if name in part}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

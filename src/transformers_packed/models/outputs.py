@@ -20,11 +20,11 @@ from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 
 from ..boundaries import SequenceBoundaries
-from ..errors import input_error
-from ..ops import linear_cross_entropy
+from ..errors import input_error, unsupported
 from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import TargetCount
 from .inputs import kept_tokens, mask_targets_across_documents
+from .mtp_head import MtpHead, MtpRow, head_loss, mtp_loss
 from .packed_model import PackedModelMixin, Switch
 from .releases import CACHE
 from .typed import OutputBase
@@ -44,6 +44,13 @@ class LanguageModelMixin(PackedModelMixin):
     # copied output, as under mixed precision. The argument `skip_logits` of a call overrides it.
     skips_logits = Switch(True)
 
+    # The head of multi-token prediction that [`add_mtp`] has added.
+    mtp: MtpHead
+    # What the loss of the head counts for in training. With 0, it does not run.
+    mtp_loss_weight = 0.0
+    # Whether only the head trains: the trunk then runs without gradients, and without a loss of its own.
+    mtp_only = False
+
     @can_return_tuple
     def forward_with_boundaries(
         self,
@@ -51,6 +58,7 @@ class LanguageModelMixin(PackedModelMixin):
         *,
         labels: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        num_mtp_items_in_batch: int | torch.Tensor | None = None,
         **inputs: Any,
     ) -> ModelOutput:
         if boundaries is not None:
@@ -63,9 +71,20 @@ class LanguageModelMixin(PackedModelMixin):
                 "Labels follow padding in a padded batch, so its padding is computed. To skip it, set the labels of "
                 "padding and of the first token of each row to -100."
             )
+        targets = _mtp_targets(self, labels, logits_to_keep, inputs)
+        if targets is not None:
+            row = inputs["mtp_row"] = MtpRow()
+            if self.mtp_only:
+                return _loss_of_head_alone(self, targets, num_mtp_items_in_batch, inputs)
         if _skips_logits(self, labels, logits_to_keep, inputs):
-            return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
-        return super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+            outputs = loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
+        else:
+            outputs = super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        if targets is not None:
+            loss = mtp_loss(self, row, targets, num_mtp_items_in_batch)
+            main: Any = outputs.loss
+            outputs.loss = main + self.mtp_loss_weight * loss.to(main.device)
+        return outputs
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
@@ -140,6 +159,32 @@ def _has_targets_after_padding(
     if targets.shape != mask.shape:
         return False
     return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0)).any())
+
+
+def _mtp_targets(
+    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict
+) -> torch.Tensor | None:
+    """Return the targets of the trunk, shifted by one token, if the head of multi-token prediction trains."""
+    if labels is None or not model.training or not (model.mtp_loss_weight or model.mtp_only):
+        return None
+    if not hasattr(model, "mtp"):
+        fix = "Call add_mtp, or set mtp_loss_weight = 0 and mtp_only = False."
+        raise input_error("a model with a head of multi-token prediction", "one without", fix)
+    keeps_all = isinstance(logits_to_keep, int) and not logits_to_keep
+    if not keeps_all or torch.compiler.is_compiling() or is_transformed():
+        got = "torch.compile or torch.func" if keeps_all else "logits_to_keep"
+        raise unsupported("multi-token prediction (mtp_loss_weight)", got, "Train without one of them.")
+    shifted = inputs.get("shift_labels")
+    return F.pad(labels[..., 1:], (0, 1), value=-100) if shifted is None else shifted
+
+
+def _loss_of_head_alone(model: Any, targets: torch.Tensor, items: Any, inputs: dict) -> CausalLMOutputWithPast:
+    """Run a trunk without gradients, and compute the loss of its head of multi-token prediction."""
+    row, _ = inputs["mtp_row"], inputs.pop("skip_logits", None)
+    with torch.no_grad():
+        outputs = model.model(**inputs)
+    make_logits = _logits_on_demand(model.lm_head, outputs.last_hidden_state)
+    return CausalLMOutputWithoutLogits(loss=mtp_loss(model, row, targets, items), make_logits=make_logits)
 
 
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
@@ -321,27 +366,15 @@ def loss_without_logits(
     kept = outputs.last_hidden_state[:, kept_tokens(logits_to_keep)]
     make_logits = _logits_on_demand(head, kept)
 
-    def loss_of(hidden_states):
-        return linear_cross_entropy(
-            hidden_states,
-            head.weight,
-            targets,
-            head.bias,
-            num_items_in_batch=inputs.get("num_items_in_batch"),
-            label_smoothing=inputs.get("label_smoothing", 0.0),
-            ignore_index=ignore_index,
-            num_targets=int(num_targets),
-        )
-
-    if is_bare_linear(head):
-        loss = loss_of(kept)
-    else:
-        # FSDP2 gathers the weight only around the head's forward, so that forward must compute the loss.
-        head.forward = loss_of
-        try:
-            loss = head(kept)
-        finally:
-            del head.forward
+    loss = head_loss(
+        head,
+        kept,
+        targets,
+        num_items_in_batch=inputs.get("num_items_in_batch"),
+        label_smoothing=inputs.get("label_smoothing", 0.0),
+        ignore_index=ignore_index,
+        num_targets=int(num_targets),
+    )
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
     if not sparse:

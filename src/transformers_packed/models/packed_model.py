@@ -1,6 +1,7 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
 from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers.utils import logging
 from ..errors import input_error
 from .families import family_of
 from .family import Own
-from .mtp import PREFIX, keep_head
+from .mtp import PREFIX, keep_head, to_module_names
 from .quantization import QuantizationMixin
 from .replacements import convert
 from .typed import ModelBase
@@ -65,18 +66,20 @@ class SavedNamesMixin(ModelBase):
 
     def _from_saved_names(self, state_dict: Mapping[str, Any], own: Set[str]) -> Mapping[str, Any]:
         """`state_dict` by the names of this model, converted as `from_pretrained` does; unknown names stay."""
-        # No layer computes the head of multi-token prediction, which saved checkpoints keep.
-        state_dict = {name: x for name, x in state_dict.items() if name in own or not name.startswith(PREFIX)}
-        parameters = {name: x.to("meta") for name, x in self.named_parameters()}
+        # Saved checkpoints keep the head of multi-token prediction, for which a model may have no module.
+        head = {name: x for name, x in state_dict.items() if name.startswith(PREFIX)} if hasattr(self, "mtp") else {}
+        head = to_module_names(head)
+        state_dict = {name: x for name, x in state_dict.items() if not name.startswith(PREFIX)}
+        parameters = {name: x.to("meta") for name, x in self.named_parameters() if not name.startswith(PREFIX)}
         saved = revert_weight_conversion(self, parameters).keys()
         if not state_dict.keys() & (saved - own):
-            return state_dict
+            return state_dict | head
         if missing := sorted(saved - state_dict.keys()):
             fix = "Save checkpoints in one file, or under FSDP, which keeps the names of the model."
             raise input_error("all weights that save_pretrained wrote", f"a part of them, without {missing[0]}", fix)
         weights = {name: x for name, x in state_dict.items() if name in saved or name in own}
         loaded = type(self).from_pretrained(None, config=deepcopy(self.config), state_dict=weights, dtype=self.dtype)
-        return loaded.state_dict() | {name: x for name, x in state_dict.items() if name not in weights}
+        return loaded.state_dict() | {name: x for name, x in state_dict.items() if name not in weights} | head
 
 
 class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
@@ -101,8 +104,8 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Save the model as Transformers does, with the head of multi-token prediction of its checkpoint."""
-        with keep_head(self.config, Path(save_directory), is_main_process):
+        """Save the model as Transformers does, with its head of multi-token prediction, or that of its checkpoint."""
+        with nullcontext() if hasattr(self, "mtp") else keep_head(self.config, Path(save_directory), is_main_process):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if push_to_hub and is_main_process:
             # It calls this method to save what it uploads.

@@ -66,6 +66,7 @@ MODELS = (
     Part("transformers.models.auto.modeling_auto:AutoModel._model_mapping._model_mapping", "register"),
     Part("transformers.integrations.moe:_default_apply_gate", "our op for experts"),
     Part("transformers.utils.generic:merge_with_config_defaults", "models that read use_cache from the configuration"),
+    Part("transformers.modeling_utils:PreTrainedModel._init_weights", "new heads of multi-token prediction"),
 )
 # What a Trainer needs in addition.
 TRAINING = (
@@ -440,6 +441,13 @@ def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
         return cache.get_recurrent_state(layer_idx)
     layer: Any = cache.layers[layer_idx]
     return layer.recurrent_states[0] if cache.has_previous_state(layer_idx) else None
+
+
+@torch.no_grad()
+def initialize(model: transformers.PreTrainedModel, part: torch.nn.Module) -> None:
+    """Initialize the parameters of a new part of a model as those of its own layers."""
+    for module in part.modules():
+        model._init_weights(module)
 
 
 def is_rebalancing(sampler: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..errors import input_error
-from .adapters import save_builtin_classes
+from .adapters import prepare_peft
 from .inputs import with_boundaries
 from .releases import forward_inside_hooks, forward_inside_trl, has_hooks, is_trl_forward, record_outputs, with_hooks
 from .trl_head import beside_trl
@@ -56,7 +56,7 @@ def fast_path(cls: type) -> type:
 
 def become(module: torch.nn.Module, cls: type) -> None:
     """Set the module's class to the other class of its pair in `REPLACEMENTS`, and update Transformers' registry."""
-    save_builtin_classes()
+    prepare_peft()
     module.__class__ = cls
     record_outputs(module)
 

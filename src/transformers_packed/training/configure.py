@@ -22,6 +22,8 @@ def configure_packing(
     share_prompts: bool = False,
     cuda_graphs: bool | None = None,
     verify: bool = True,
+    mtp_loss_weight: float = 0.0,
+    mtp_only: bool = False,
     **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
@@ -76,6 +78,11 @@ def configure_packing(
         verify (`bool`, *optional*, defaults to `True`):
             Compare a few documents with a padded batch before the first step. A difference turns `"auto"` off, and is an
             error in other modes.
+        mtp_loss_weight (`float`, *optional*, defaults to 0.0):
+            Also train the model's head of multi-token prediction, with this weight of its loss. 0.1 is usual. The head of
+            the checkpoint becomes a module of the model ([`add_mtp`]).
+        mtp_only (`bool`, *optional*, defaults to `False`):
+            Train only that head. The rest of the model is frozen and runs without gradients.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -110,7 +117,8 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     check_names(TRAINING)
     built = cast(typed.Trainer, trainer)
-    options = Options(packing, max_length, float8, share_prompts, cuda_graphs, verify, plan_options)
+    chosen = float8, share_prompts, cuda_graphs, verify, mtp_loss_weight, mtp_only
+    options = Options(packing, max_length, *chosen, plan_options)
     setup = decide(built, options)
     apply(built, setup)
     if setup.mode != "off" and verify:

@@ -81,6 +81,21 @@ def without_cache(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def trunk_too(model: torch.nn.Module) -> Iterator[None]:
+    """Compute the trunk with gradients and its loss meanwhile, if only a head of multi-token prediction trains."""
+    inner: Any = inner_model(model)
+    if not getattr(inner, "mtp_only", False):
+        yield
+        return
+    before = inner.mtp_loss_weight
+    inner.mtp_only, inner.mtp_loss_weight = False, before or 1.0
+    try:
+        yield
+    finally:
+        inner.mtp_only, inner.mtp_loss_weight = True, before
+
+
+@contextmanager
 def same_trainer(trainer: Trainer) -> Iterator[None]:
     """Restore the attributes of a Trainer and of its arguments. Counters and metrics are copies meanwhile."""
     with ExitStack() as stack:

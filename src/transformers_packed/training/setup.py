@@ -1,7 +1,7 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,7 +23,9 @@ from ..models.families import LANGUAGE_MODELS, TITLES, families_of
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
+from ..models.mtp_head import head_of
 from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
+from ..models.releases import COUNT_ITEMS
 from ..models.replacements import REPLACEMENTS
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
@@ -43,6 +45,7 @@ from .checks import (
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
+from .mtp import MtpCallback, MtpItems, train_mtp
 from .run_ahead import RunAheadCallback
 from .typed import Trainer
 
@@ -74,7 +77,14 @@ class Options:
     share_prompts: bool = False
     cuda_graphs: bool | None = None
     verify: bool = True
+    mtp_loss_weight: float = 0.0
+    mtp_only: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether a head of multi-token prediction trains."""
+        return bool(self.mtp_loss_weight) or self.mtp_only
 
     @property
     def mode(self) -> Any:
@@ -133,14 +143,14 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     """
     _check_options(trainer, options)
     if options.mode == "off":
-        return _off(trainer, options, f"packing={options.packing!r}")
+        return _with_mtp(trainer, _off(trainer, options, f"packing={options.packing!r}"))
     reason = reason_against(trainer, options.mode, options.share_prompts)
     if reason is not None and options.mode != "auto":
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
-        return _off(trainer, options, why)
-    return (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options)
+        return _with_mtp(trainer, _off(trainer, options, why))
+    return _with_mtp(trainer, (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options))
 
 
 def _check_options(trainer: Trainer, options: Options) -> None:
@@ -160,8 +170,45 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
+        *_against_mtp(trainer, options),
     ):
         raise error
+
+
+def _against_mtp(trainer: Trainer, options: Options) -> Iterator[tuple[Any, str, Any, str]]:
+    """The rules of a head of multi-token prediction, whose loss is a part of the model's own."""
+    if not options.trains_mtp:
+        return
+    args, loss = trainer.args, "the model's own loss for multi-token prediction (mtp)"
+    yield options.mtp_loss_weight < 0, "mtp_loss_weight of 0 or more", options.mtp_loss_weight, ""
+    name, fix = type(trainer).__name__, "Train the head in supervised fine-tuning."
+    yield is_preference_trainer(trainer), loss, f"that of {name}, which also trains on rejected answers", fix
+    for what in overridden(trainer, "compute_loss"):
+        yield True, loss, f"a custom {what}", f"Remove {what}, or train without the head."
+    yield trainer.compute_loss_func is not None, loss, "compute_loss_func", "Remove it, or train without the head."
+    smooth = args.label_smoothing_factor
+    yield smooth, loss, f"label_smoothing_factor={smooth}", "Set it to 0, or train without the head."
+    yield (
+        args.torch_compile,
+        "multi-token prediction (mtp) without torch.compile",
+        "torch_compile=True",
+        "Set it to False.",
+    )
+
+
+def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
+    """Add to a set-up what the head of multi-token prediction needs of the Trainer."""
+    options, handler = setup.options, trainer.callback_handler
+    if not options.trains_mtp:
+        return setup
+    callbacks = next((x.value for x in reversed(setup.changes) if x.name == "callbacks"), handler.callbacks)
+    callbacks = [MtpCallback(), *(callback for callback in callbacks if type(callback) is not MtpCallback)]
+    count = getattr(trainer, COUNT_ITEMS)
+    count = count.count_items if isinstance(count, MtpItems) else count
+    changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, **{COUNT_ITEMS: MtpItems(count)})
+    what = "only the head" if options.mtp_only else f"with {options.mtp_loss_weight:g} x the loss of the head"
+    line = f"{setup.line}; trains {what} of multi-token prediction"
+    return replace(setup, line=line, changes=(*setup.changes, *changes))
 
 
 def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
@@ -178,14 +225,13 @@ def _off(trainer: Trainer, options: Options, why: str) -> Setup:
     args = trainer.args
     unset = {name: False for name in ("packing", "padding_free") if getattr(args, name, None) is None}
     changes, unchanged = Change.of(args, **unset), "training is unchanged"
-    prepare: tuple[Prepare, ...] = ()
     if isinstance(trainer.data_collator, DataCollatorWithFlattening):
         changes += Change.of(trainer, **_own_batches(trainer, trainer.data_collator))
-    if options.float8:
-        prepare = (_in_float8,)
+    prepare = _whatever_the_mode(trainer, options)
+    if prepare:
         liger, kept = _keep_from_liger(trainer)
         changes += liger + _of_model_init(trainer, prepare)
-        unchanged = f"batches are unchanged{_FLOAT8}{kept}"
+        unchanged = f"batches are unchanged{_FLOAT8 * options.float8}{kept}"
     line = f"Packing off, {unchanged}: {why}"
     return Setup("off", line, options, (trainer.model,), prepare, tuple(changes))
 
@@ -196,7 +242,7 @@ def _of_batches(trainer: Trainer, options: Options) -> Setup:
     prepare: tuple[Prepare, ...] = (
         patch_model,
         *[_share_prompts] * options.share_prompts,
-        *[_in_float8] * options.float8,
+        *_whatever_the_mode(trainer, options),
     )
     shares = options.share_prompts or getattr(transformers_model(trainer.model), "share_prompts", False)
     liger, kept = _keep_from_liger(trainer)
@@ -218,7 +264,7 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     own = overridden(trainer)
     warn_of_rope(inner_model(trainer.model).config)
     prepare: list[Prepare] = [partial(_prepare, args.use_cache)]
-    prepare += [_keep_logits] * bool(own) + [_in_float8] * options.float8
+    prepare += [*[_keep_logits] * bool(own), *_whatever_the_mode(trainer, options)]
     if options.cuda_graphs:
         rows = _rows_of_graphs(trainer, dataset, packed)
         prepare.append(partial(use_cuda_graphs, max_length=rows.max_length))
@@ -371,7 +417,7 @@ def _rows_of_graphs(trainer: Trainer, dataset: Any, packed: bool) -> Rows:
 def _trains_in_each_step(trainer: Trainer) -> bool:
     """Whether every row gives each trained parameter a gradient. A row without images gives a vision tower none."""
     model, inner = trainer.model, inner_model(trainer.model)
-    used = inner.base_model, inner.get_output_embeddings() or inner.base_model
+    used = inner.base_model, inner.get_output_embeddings() or inner.base_model, head_of(inner) or inner.base_model
     own = {id(x) for module in used for x in module.parameters()}
     text = bool(families_of(inner, Own)) and getattr(inner.config, "vision_config", None) is None
     # Of several adapters, some may be inactive.
@@ -409,6 +455,16 @@ _share_prompts = partial(set_switches, share_prompts=True)
 
 def _in_float8(model: torch.nn.Module) -> None:
     use_float8(patch_model(model))
+
+
+def _whatever_the_mode(trainer: Trainer, options: Options) -> tuple[Prepare, ...]:
+    """What is done to a model with packing or without."""
+    found: list[Prepare] = [_in_float8] * options.float8
+    if options.trains_mtp:
+        # Small updates vanish in 16 bit.
+        dtype = torch.float32 if trainer.args.bf16 or trainer.args.fp16 else None
+        found.append(partial(train_mtp, options.mtp_loss_weight, options.mtp_only, dtype))
+    return tuple(found)
 
 
 def _of_model_init(trainer: Trainer, prepare: tuple[Callable, ...]) -> list[Change]:

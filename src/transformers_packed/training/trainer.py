@@ -23,7 +23,8 @@ from .setup import Mode
 
 # The options of `PackedTrainingArguments` that other arguments lack.
 _OPTIONS = (
-    *("float8", "cuda_graphs", "verify", "compile_before_training", "sequence_parallel_size"),
+    *("float8", "cuda_graphs", "verify", "mtp_loss_weight", "mtp_only"),
+    *("compile_before_training", "sequence_parallel_size"),
     *("sequence_parallel_gated_delta_rule", "sequence_parallel_attention"),
 )
 
@@ -56,6 +57,10 @@ class PackedTrainingArguments(TrainingArguments):
         float8 (`bool`, *optional*, defaults to `False`):
             Train linear layers with products in float8 ([`use_float8`]), with or without packing. Useful for rows of
             many tokens and large layers.
+        mtp_loss_weight (`float`, *optional*, defaults to 0.0):
+            The weight of the loss of the head of multi-token prediction, as in [`configure_packing`]. 0 leaves it out.
+        mtp_only (`bool`, *optional*, defaults to `False`):
+            Train only that head.
         compile_before_training (`bool`, *optional*, defaults to `True`):
             On a GPU, compile all kernels before the first step ([`warm_up`]), so that no step waits for one.
 
@@ -72,6 +77,8 @@ class PackedTrainingArguments(TrainingArguments):
     cuda_graphs: bool | None = field(default=None, metadata={"help": "Run the layers of rows as CUDA graphs."})
     verify: bool = field(default=True, metadata={"help": "Compare with padded batches before the first step."})
     float8: bool = field(default=False, metadata={"help": "Train linear layers with products in float8."})
+    mtp_loss_weight: float = field(default=0.0, metadata={"help": "Weight of the loss of multi-token prediction."})
+    mtp_only: bool = field(default=False, metadata={"help": "Train only the head of multi-token prediction."})
     compile_before_training: bool = field(
         default=True, metadata={"help": "Compile all kernels before the first step."}
     )
@@ -141,7 +148,8 @@ class PackedTrainer(SequenceParallelMixin):
             self.make_sequence_parallel(size, **methods)
             # With shared rows, a reason not to pack is an error.
             packing = "padding_free" if packing == "auto" else packing
-        options: dict[str, Any] = {name: own[name] for name in ("float8", "cuda_graphs", "verify")}
+        names = "float8", "cuda_graphs", "verify", "mtp_loss_weight", "mtp_only"
+        options: dict[str, Any] = {name: own[name] for name in names}
         configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **options)
         if size != 1:
             self.cut_rows()

@@ -52,6 +52,7 @@ from .restore import (
     replaced_collator,
     same_trainer,
     say_nothing,
+    trunk_too,
     without_cache,
 )
 from .setup import Setup
@@ -239,7 +240,7 @@ class VerifyCallback(TrainerCallback):
             (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
         )
         # A collator that the user has set since may contain ours.
-        if setup.options.mode != "auto" or trainer.data_collator is not ours:
+        if setup.options.mode != "auto" or setup.options.trains_mtp or trainer.data_collator is not ours:
             raise difference
         callbacks = trainer.callback_handler.callbacks
         undo(trainer, setup)
@@ -257,7 +258,13 @@ class VerifyCallback(TrainerCallback):
         wrapped = trainer.model_wrapped
         model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
         # A graph serves no second backward, and none is worth recording for a short row.
-        with without_graphs(model), as_before(model, trainer.args.device), same_trainer(trainer), tuned_in_threads():
+        with (
+            without_graphs(model),
+            as_before(model, trainer.args.device),
+            same_trainer(trainer),
+            trunk_too(model),
+            tuned_in_threads(),
+        ):
             if self.setup.mode == "batches":
                 return _verify_batches(trainer, model, loader)
             documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)

@@ -290,10 +290,13 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
 
     @can_return_tuple
     def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
+        mtp_row = inputs.pop("mtp_row", None)
         padded = padded_batch(self, inputs)
         if padded is not None:
             boundaries = padded.boundaries
             inputs |= padded.packed(inputs)
+        if mtp_row is not None:
+            mtp_row.embed(self, inputs)
         if boundaries is not None:
             check_config(self.config, inputs)
             wants_weights = inputs.get("output_attentions", self.config.output_attentions)
@@ -308,6 +311,8 @@ class Qwen3_5MoeTextModel(PackedModelMixin, builtin.Qwen3_5MoeTextModel):
             inputs |= boundaries.layer_kwargs()
         with layers_as_graphs(self, boundaries, inputs):
             outputs = super().forward(**inputs)
+        if mtp_row is not None:
+            mtp_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
         if padded is not None:
             outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
         if boundaries is not None and outputs.get("router_logits") is not None:

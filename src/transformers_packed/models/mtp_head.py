@@ -1,0 +1,371 @@
+"""The head of multi-token prediction as a module of a language model, which trains in packed rows.
+
+Row `t` of the head reads the embedding of token `t + 1` and the trunk's last hidden state of token `t`, and predicts token
+`t + 2`: `layer(fc([norm(e_{t+1}), norm(h_t)]))`, normalized, times the trunk's own `lm_head`. The hidden state is that
+after the trunk's last norm, the embedding comes first, and rows keep the positions of the trunk, as in vLLM. The layer is
+a decoder layer of the family with full attention, so it takes boundaries, adapters, float8 and shards as those of the
+trunk do. Nothing crosses the end of a document: the embedding after its last token is zero, and its last two rows have no
+target.
+
+Module and parameters have the names of the checkpoint, `mtp.*`, so `save_pretrained` writes them where servers read them.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
+from ..errors import input_error
+from ..ops import linear_cross_entropy
+from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount
+from ..parallel.collectives import all_gather
+from .families import TITLES, family_of
+from .family import Own
+from .inputs import resolve_boundaries
+from .masks import is_padding, read_padding
+from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensor, tensors_of_head, to_module_names
+from .padding import PaddedBatch
+from .projections import project
+from .releases import CHECKPOINTS, initialize
+from .replacements import convert
+from .untouched import is_bare_linear, is_sharded_linear
+
+
+# The label of a token without a target.
+_IGNORED = -100
+_RETRY = "Train without the head, or load a checkpoint with one."
+
+
+@dataclass
+class MtpRow:
+    """What a head reads. The text model fills it in its forward, which gets it as `mtp_row`.
+
+    Args:
+        embeddings (`torch.Tensor` of shape `[1, T, hidden]`):
+            The embeddings of the packed row, with images in their places.
+        hidden_states (`torch.Tensor` of shape `[1, T, hidden]`):
+            The last hidden states of the same tokens, after the last norm.
+        position_embeddings (`tuple[torch.Tensor, torch.Tensor]`):
+            Cosines and sines of the trunk's rotary embeddings.
+        boundaries ([`SequenceBoundaries`]):
+            The documents of the row. The rows of a padded batch are documents.
+        batch (`PaddedBatch`, *optional*):
+            The places of the row's tokens in a batch that is not packed.
+    """
+
+    embeddings: torch.Tensor = field(init=False)
+    hidden_states: torch.Tensor = field(init=False)
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] = field(init=False)
+    boundaries: SequenceBoundaries = field(init=False)
+    batch: PaddedBatch | None = None
+
+    def embed(self, model: Any, inputs: dict[str, Any]) -> None:
+        """Embed the tokens of a text model's forward, so that trunk and head read the same embeddings."""
+        if inputs.get("inputs_embeds") is None:
+            inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids"))
+        self.embeddings = inputs["inputs_embeds"]
+
+    def finish(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        hidden_states: torch.Tensor,
+        boundaries: SequenceBoundaries | None,
+        batch: PaddedBatch | None,
+    ) -> None:
+        """Take the last hidden states of the text model that ran on `inputs`."""
+        self.batch, self.hidden_states, position_ids = batch, hidden_states, inputs.get("position_ids")
+        if boundaries is None:
+            self.batch = batch = _whole(inputs, self.embeddings)
+            boundaries = batch.boundaries
+            packed = batch.packed({"inputs_embeds": self.embeddings, "position_ids": position_ids})
+            self.embeddings, position_ids = packed["inputs_embeds"], packed["position_ids"]
+            self.hidden_states = self.of_row(hidden_states)
+        if boundaries.share_prompts:
+            expected = "documents of their own for multi-token prediction (mtp)"
+            raise input_error(expected, "shared prompts, which are followed by several tokens", "Do not share them.")
+        self.boundaries = boundaries
+        assert position_ids is not None
+        if position_ids.ndim == 3 and len(position_ids) == 4:
+            # The first row is the position in the text.
+            position_ids = position_ids[1:]
+        self.position_embeddings = model.rotary_emb(self.embeddings, position_ids)
+
+    def of_row(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the tokens of the row `[1, T, ...]`, from all tokens of the batch `[B, L, ...]`."""
+        if self.batch is None:
+            return tokens
+        return tokens.flatten(0, 1).index_select(0, self.batch.slots.to(tokens.device))[None]
+
+
+def _whole(inputs: dict[str, Any], embeddings: torch.Tensor) -> PaddedBatch:
+    """The real tokens of a batch that the trunk did not pack."""
+    mask, (rows, length) = inputs.get("attention_mask"), embeddings.shape[:2]
+    batch = None
+    if mask is not None:
+        real = read_padding(mask) if is_padding(mask) else None
+        if real is None or bool(((real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0] > 1).any()):
+            expected = "a mask of padding around each row for multi-token prediction (mtp)"
+            raise input_error(expected, f"another of shape {tuple(mask.shape)}", _RETRY)
+        batch = PaddedBatch.from_attention_mask(real, embeddings.device)
+    if batch is None:
+        boundaries = SequenceBoundaries.from_lengths([length] * rows, device=embeddings.device)
+        batch = PaddedBatch(boundaries, torch.arange(rows * length, device=embeddings.device), (rows, length))
+    return batch
+
+
+def following(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float) -> torch.Tensor:
+    """Return for each token of a row `[1, T, ...]` what belongs to the next one, and `fill` at the end of a document.
+
+    The next token of a shard's last one is in the shard of the next rank. All ranks must call it.
+    """
+    ends = boundaries.cu_seqlens[1:].long() - 1
+    if not boundaries.is_shard:
+        return tokens.roll(-1, dims=1).index_fill(1, ends.to(tokens.device), fill)
+    shard: Any = boundaries
+    first = all_gather(tokens[:, :1], 1, shard.processes.group)
+    at = (shard.rank + 1) % shard.size
+    ends = ends[:-1] if shard.goes_on else ends
+    return torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1).index_fill(1, ends.to(tokens.device), fill)
+
+
+class MtpHead(torch.nn.Module):
+    """A head of multi-token prediction for a language model of this package. [`add_mtp`] creates it.
+
+    Args:
+        model (`PreTrainedModel`):
+            The language model whose layers it resembles.
+    """
+
+    # Whether the trunk gets no gradient from the head.
+    detached = False
+    # Set by the callback of a Trainer: the losses and choices since the last log, and whether to compare choices.
+    record: "list[torch.Tensor] | None" = None
+    compares = False
+
+    def __init__(self, model: Any):
+        super().__init__()
+        text = model.get_decoder()
+        config = deepcopy(text.config)
+        config.layer_types, config.num_hidden_layers = ["full_attention"], 1
+        # Qwen3-Next may have layers without experts. Its head has them.
+        config.mlp_only_layers, config.decoder_sparse_step = [], 1
+        norm, size, eps = type(text.norm), config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(size, eps=eps), norm(size, eps=eps)
+        self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        self.layers = torch.nn.ModuleList([type(text.layers[0])(config, 0)])
+        self.norm = norm(size, eps=eps)
+        for module in self.modules():
+            # A later choice of an attention implementation holds for both.
+            if getattr(module, "config", None) is config:
+                vars(module)["config"] = text.config
+        convert(self)
+
+    def forward(self, row: MtpRow) -> torch.Tensor:
+        """Return the hidden states `[1, T, hidden]` from which `lm_head` predicts the token after the next one."""
+        hidden_states, embeddings = row.hidden_states, row.embeddings
+        if self.detached:
+            hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
+        embeddings = self.pre_fc_norm_embedding(following(embeddings, row.boundaries, 0))
+        hidden_states = self.pre_fc_norm_hidden(hidden_states)
+        hidden_states = project(torch.cat([embeddings, hidden_states], dim=-1), self.fc)[0]
+        hidden_states = self.layers[0](
+            hidden_states,
+            position_embeddings=row.position_embeddings,
+            attention_mask=None,
+            position_ids=None,
+            **row.boundaries.layer_kwargs(),
+        )
+        return self.norm(hidden_states)
+
+
+def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: torch.dtype | None = None) -> MtpHead:
+    """Add the head of multi-token prediction of a checkpoint to its model, as the module `mtp` of the language model.
+
+    The head trains with `mtp_loss_weight` of [`configure_packing`] or of [`PackedTrainingArguments`], which call this
+    function. `save_pretrained` writes it into the checkpoint, and beside an adapter of PEFT into `mtp.safetensors`.
+    `PeftModel.from_pretrained` reads that file if the model has classes of this package.
+
+    Args:
+        model (`torch.nn.Module`):
+            A language model with classes of this package ([`register`], [`patch_model`]), or a wrapper of it. Its
+            configuration declares a head. A model that was created from a configuration gets a head with random weights.
+        folder (`str`, *optional*):
+            A folder with `mtp.safetensors`. By default, the head is that of the checkpoint of the model.
+        dtype (`torch.dtype`, *optional*):
+            The dtype of its parameters. Defaults to that of the model.
+
+    Returns:
+        `MtpHead`: the head, which trains all of its parameters. Set `requires_grad_(False)` for those that should stay,
+            such as the experts. With `head.detached = True`, the trunk gets no gradient from it.
+
+    Raises:
+        `ValueError`: the model is of another class, its configuration declares no head or another kind of head, or the
+            checkpoint has no complete head in floating point.
+
+    Example:
+
+    ```python
+    >>> from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    >>> from transformers_packed import add_mtp, patch_model
+    >>> sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
+    >>> model = patch_model(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, mtp_num_hidden_layers=1)))
+    >>> head = add_mtp(model)
+    >>> head.fc.weight.shape
+    torch.Size([32, 64])
+
+    ```
+    """
+    inner = language_model(model)
+    check_declared(inner.config)
+    source = inner.config.name_or_path if folder is None else Path(folder) / HEAD_FILE
+    tensors = find_head(inner.config) if folder is None else tensors_of_head(Path(source))
+    if source and not tensors:
+        raise input_error(f"tensors {PREFIX}* in {source}", "none", _RETRY)
+    with torch.device("meta"):
+        head = MtpHead(inner)
+    like = inner.get_decoder().norm.weight
+    dtype = inner.dtype if dtype is None else dtype
+    if source:
+        load_head(head, {name: read_tensor(tensor, name) for name, tensor in tensors.items()}, like.device, dtype)
+    else:
+        head.to_empty(device=like.device).to(dtype)
+        initialize(inner, head)
+    head.train(inner.training)
+    for name in ("gradient_checkpointing", *CHECKPOINTS):
+        if name in vars(inner.get_decoder().layers[0]):
+            vars(head.layers[0])[name] = vars(inner.get_decoder().layers[0])[name]
+    inner.mtp = head
+    return head
+
+
+def language_model(model: torch.nn.Module) -> Any:
+    """Return the language model of this package in `model`, which has the embeddings and the head."""
+    found = [module for module in model.modules() if hasattr(type(module), "skips_logits")]
+    if not found:
+        fix = "Call register() before from_pretrained, or patch_model."
+        raise input_error("a language model of this package for multi-token prediction", type(model).__name__, fix)
+    return found[0]
+
+
+def head_of(model: torch.nn.Module) -> MtpHead | None:
+    """Return the head of multi-token prediction that [`add_mtp`] has added to a model."""
+    return next((module for module in model.modules() if isinstance(module, MtpHead)), None)
+
+
+def check_declared(config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` unless a configuration declares a head that servers run: one layer, no other embedding."""
+    parts = config, config.get_text_config()
+    if not any(isinstance(family_of(part).apart, Own) for part in parts):
+        raise input_error(f"a model of {TITLES} for multi-token prediction", config.model_type, _RETRY)
+    numbers = [number for part in parts for name in DECLARED if (number := getattr(part, name, None)) is not None]
+    if max(numbers, default=0) != 1:
+        expected = f"a configuration with {DECLARED[0]}=1, or {DECLARED[1]}=1 in Qwen3-Next"
+        raise input_error(expected, max(numbers, default="none"), _RETRY)
+    if any(getattr(part, "mtp_use_dedicated_embeddings", False) for part in parts):
+        raise input_error("a head with the embeddings of the model", "mtp_use_dedicated_embeddings=True", _RETRY)
+
+
+def load_head(head: MtpHead, tensors: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype) -> None:
+    """Load the tensors of a head, by the names of a checkpoint."""
+    quantized = [name for name, x in tensors.items() if not x.is_floating_point() or x.dtype.itemsize < 2]
+    if quantized:
+        got = f"{quantized[0]} in {tensors[quantized[0]].dtype}"
+        raise input_error("a head of multi-token prediction in floating point", got, _RETRY)
+    state = {name.removeprefix(PREFIX): x.to(device, dtype) for name, x in to_module_names(tensors).items()}
+    wanted = head.state_dict()
+    wrong = sorted(name for name in {*state, *wanted} if name not in state or name not in wanted)
+    wrong += [name for name in state if name in wanted and state[name].shape != wanted[name].shape]
+    if wrong:
+        name = wrong[0]
+        got = f"one of shape {tuple(state[name].shape)}" if name in state else "none"
+        expected = f"{PREFIX}{name} of shape {tuple(wanted[name].shape)}" if name in wanted else f"no {PREFIX}{name}"
+        raise input_error(expected, got, _RETRY)
+    head.load_state_dict(state, assign=True)
+
+
+def mtp_loss(model: Any, row: MtpRow, shifted: torch.Tensor, items: int | torch.Tensor | None) -> torch.Tensor:
+    """Compute the loss of the head of a model on a row: the sum over its targets, divided by `items` or their number.
+
+    `shifted` are the targets of the trunk, one token ahead, in the layout of the batch.
+    """
+    targets = mtp_targets(row.of_row(shifted), row.boundaries)
+    number = int(TargetCount(targets, _IGNORED))
+    hidden_states = model.mtp(row)
+    # Without a target, the loss is 0, and the head gets gradients of 0.
+    items = max(number, 1) if items is None else torch.as_tensor(items).clamp(min=1)
+    loss = head_loss(model.lm_head, hidden_states, targets, num_items_in_batch=items, num_targets=number)
+    if model.mtp.record is not None:
+        with torch.no_grad():
+            sums = [loss * items, loss.new_tensor(float(number)), *_agreement(model, row, hidden_states, targets)]
+            model.mtp.record.append(torch.stack([torch.as_tensor(x, device=loss.device).float() for x in sums]))
+    return loss
+
+
+def mtp_targets(shifted: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
+    """Return the targets of a head `[1, T]`, two tokens ahead, from those of the trunk, one token ahead."""
+    return following(shifted, boundaries, _IGNORED)
+
+
+def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return labels of which as many are targets as a head has in a batch of a Trainer, or `None` without labels.
+
+    Those of the trunk one token ahead are those of the head one token before, but for the first token of a document.
+    """
+    labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
+    if labels is None:
+        return None
+    shifted = F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+    tokens = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "boundaries", *PACKING_KEYWORDS}
+    boundaries = resolve_boundaries({name: x for name, x in batch.items() if name in tokens})
+    if boundaries is None:
+        # The row of a token has a target two tokens ahead, if the token is real.
+        shifted = shifted[..., 1:]
+        return shifted if mask is None else shifted.masked_fill(mask[:, :-1].to(shifted.device) == 0, _IGNORED)
+    starts, ends = boundaries.cu_seqlens[:-1].long(), boundaries.cu_seqlens[1:].long() - 1
+    if boundaries.is_shard:
+        shard: Any = boundaries
+        starts, ends = starts[int(shard.tokens_before > 0) :], ends[: len(ends) - shard.goes_on]
+    return shifted.index_fill(1, torch.cat([starts, ends]).to(shifted.device), _IGNORED)
+
+
+def head_loss(lm_head: Any, hidden_states: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compute the cross entropy of a language modeling head without its logits, if its weight says what it computes."""
+
+    def loss_of(hidden_states: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden_states, lm_head.weight, targets, lm_head.bias, **options)
+
+    if is_bare_linear(lm_head):
+        return loss_of(hidden_states)
+    if is_sharded_linear(lm_head):
+        # FSDP2 gathers the weight only around the head's forward, so that forward must compute the loss.
+        lm_head.forward = loss_of
+        try:
+            return lm_head(hidden_states)
+        finally:
+            del lm_head.forward
+    rows = (targets.flatten() != _IGNORED).nonzero()[:, 0]
+    logits = lm_head(hidden_states.flatten(0, 1).index_select(0, rows)).float()
+    loss = F.cross_entropy(logits, targets.flatten().index_select(0, rows).to(logits.device), reduction="sum")
+    return loss / torch.as_tensor(options["num_items_in_batch"], device=loss.device)
+
+
+def _agreement(model: Any, row: MtpRow, hidden_states: torch.Tensor, targets: torch.Tensor) -> list[Any]:
+    """How often the head's first choice is the model's own, among the targets, and their number."""
+    if not model.mtp.compares:
+        return [0.0, 0.0]
+    rows = (targets[0] != _IGNORED).nonzero()[:, 0]
+    own = following(row.hidden_states, row.boundaries, 0)
+    drafted, chosen = (first_choices(model.lm_head, x[0].index_select(0, rows)) for x in (hidden_states, own))
+    return [(drafted == chosen).sum(), len(rows)]
+
+
+def first_choices(lm_head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return the token with the largest logit for each of these hidden states `[N, hidden]`."""
+    return torch.cat([lm_head(some).argmax(-1) for some in rows.split(FROZEN_CHUNK_SIZE)])

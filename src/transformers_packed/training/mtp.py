@@ -1,0 +1,80 @@
+"""The head of multi-token prediction in a Trainer: its targets in a step, what it logs, and what trains beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import reduce
+from transformers import TrainerCallback
+
+from ..errors import input_error
+from ..models.mtp_head import add_mtp, head_of, language_model, mtp_targets_of_batch
+from ..models.registry import patch_model
+
+
+def train_mtp(weight: float, only: bool, dtype: torch.dtype | None, model: torch.nn.Module) -> None:
+    """Let the head of a model train with this weight of its loss, or alone. A model without its head gets it first."""
+    inner = language_model(patch_model(model))
+    head = head_of(inner) or add_mtp(inner, dtype=dtype)
+    if any(hasattr(module, "base_layer") for module in head.modules()):
+        fix = 'Add the head after the adapters, or pass exclude_modules=r".*mtp\\..*" to PEFT.'
+        raise input_error("a head of multi-token prediction without adapters, which no server reads", "some", fix)
+    if not any(x.requires_grad for x in head.parameters()):
+        # PEFT freezes everything but its adapters.
+        head.requires_grad_(True)
+    if only:
+        own = set(head.parameters())
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in own and parameter.requires_grad)
+    inner.mtp_loss_weight, inner.mtp_only = weight, only
+
+
+class MtpItems:
+    """Counts the targets of the head in a step of all processes, and adds their number to its batches.
+
+    It takes the place of the method of a Trainer that counts the targets of the model.
+    """
+
+    def __init__(self, count_items: Callable):
+        self.count_items = count_items
+
+    def __call__(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        targets = [mtp_targets_of_batch(batch) for batch in batch_samples]
+        found = self.count_items([{"labels": x, "shift_labels": x} for x in targets if x is not None], device)
+        for batch, one in zip(batch_samples, targets, strict=True):
+            if found is not None and one is not None:
+                batch["num_mtp_items_in_batch"] = found
+        return self.count_items(batch_samples, device)
+
+
+class MtpCallback(TrainerCallback):
+    """Logs `mtp_loss`, the mean over the targets of the head, and `mtp_acceptance`.
+
+    The second is the share of targets where the first choice of the head is the first choice of the model, in the steps
+    that log.
+    """
+
+    head: Any = None
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.head is None:
+            # Not before the first step, because kernels are compiled with rows that do not count.
+            self.head = head_of(model)
+            self.head.record = []
+        every = max(1, int(state.logging_steps))
+        self.head.compares = args.logging_strategy == "steps" and (state.global_step + 1) % every == 0
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.head is None or not self.head.record or logs is None or "loss" not in logs:
+            return
+        loss, targets, same, compared = reduce(torch.stack(self.head.record).sum(0), "sum").tolist()
+        self.head.record = []
+        figures = {"mtp_loss": round(loss / targets, 4)} if targets else {}
+        figures |= {"mtp_acceptance": round(same / compared, 4)} if compared else {}
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.head is not None:
+            self.head.record, self.head.compares, self.head = None, False, None

@@ -1,0 +1,391 @@
+"""The head of multi-token prediction in packed rows: equal to each document alone, and to Transformers' own `MtpModel`."""
+
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+from common.processes import ROWS, run_once
+from mixins.model import VOCAB_SIZE, relative_error, total_relative_error
+from mixins.vision import TEXT, alone_batch, document, vision_config
+from parameterized import parameterized
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    set_seed,
+)
+from transformers.modeling_layers import MtpModel
+
+from transformers_packed import DataCollatorWithFlattening, add_mtp, patch_model, registered
+from transformers_packed.models.mtp_head import MtpRow, head_of, mtp_targets_of_batch
+from transformers_packed.parallel import SequenceParallel, shard_batch
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+HEAD = {"mtp_num_hidden_layers": 1}
+FAMILIES = {
+    "dense": (Qwen3_5ForCausalLM, lambda: Qwen3_5TextConfig(**TEXT, **HEAD)),
+    "experts": (Qwen3_5MoeForCausalLM, lambda: Qwen3_5MoeTextConfig(**TEXT, **EXPERTS, **HEAD)),
+    "qwen3_next": (Qwen3NextForCausalLM, lambda: Qwen3NextConfig(**TEXT, **EXPERTS, num_nextn_predict_layers=1)),
+    "composite": (Qwen3_5ForConditionalGeneration, lambda: Qwen3_5Config(**vision_config({**TEXT, **HEAD}))),
+}
+LENGTHS = (7, 1, 2, 66, 3, 20)
+
+
+def make_model(family):
+    """A model with a head whose norms are not those of a new model."""
+    set_seed(0)
+    cls, config = FAMILIES[family]
+    model = patch_model(cls(config()))
+    head = add_mtp(model)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.3)
+    model.mtp_loss_weight = 0.5
+    return model.train()
+
+
+def make_samples(lengths=LENGTHS):
+    set_seed(1)
+    samples = [{"input_ids": torch.randint(1, VOCAB_SIZE - 10, (length,)).tolist()} for length in lengths]
+    for at, sample in enumerate(samples):
+        # Some prompts, which are no targets.
+        sample["labels"] = [-100 if i < 2 * (at % 3) else x for i, x in enumerate(sample["input_ids"])]
+    return samples
+
+
+def packed(samples):
+    return DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")(samples)
+
+
+def padded(samples, side):
+    length = max(len(sample["input_ids"]) for sample in samples)
+    batch = {}
+    for name, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+        rows = [sample.get(name, [1] * len(sample["input_ids"])) for sample in samples]
+        if name == "labels" and side == "left":
+            # Otherwise the padding before the first token would predict it.
+            rows = [[-100, *row[1:]] for row in rows]
+        fills = [[fill] * (length - len(row)) for row in rows]
+        batch[name] = torch.tensor([f + r if side == "left" else r + f for f, r in zip(fills, rows, strict=True)])
+    return batch
+
+
+def targets_of(samples):
+    """The targets of the trunk and of the head."""
+    return tuple(sum(x != -100 for sample in samples for x in sample["labels"][ahead:]) for ahead in (1, 2))
+
+
+def gradients(model, loss):
+    """Without those of a vision tower, if there is no image."""
+    model.zero_grad()
+    loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def alone(model, samples):
+    """The loss of each document alone, summed as a row is."""
+    trunk, head = targets_of(samples)
+    loss = 0
+    for sample in samples:
+        batch = {name: torch.tensor([value]) for name, value in sample.items()}
+        loss = loss + model(**batch, num_items_in_batch=trunk, num_mtp_items_in_batch=head).loss
+    return loss
+
+
+class EqualityTest(unittest.TestCase):
+    def check(self, model, loss, expected, bar=1e-6):
+        got, want = gradients(model, loss), gradients(model, expected)
+        self.assertLess(abs(loss.item() - expected.item()), bar)
+        self.assertLess(total_relative_error(got, want), bar)
+        self.assertGreater(got["mtp.fc.weight"].abs().max(), 0)
+
+    @parameterized.expand(FAMILIES)
+    def test_a_row_equals_its_documents(self, family):
+        model, samples = make_model(family), make_samples()
+        self.check(model, model(**packed(samples)).loss, alone(model, samples))
+
+    @parameterized.expand([("right", True), ("right", False), ("left", True), ("left", False)])
+    def test_a_padded_batch_equals_its_documents(self, side, packs):
+        model, samples = make_model("dense"), make_samples()
+        batch = padded(samples, side)
+        if packs:
+            batch["use_cache"] = False
+        self.check(model, model(**batch, packs_padding=packs).loss, alone(model, samples))
+
+    def test_rows_without_a_mask_are_documents(self):
+        model, samples = make_model("dense"), make_samples((9, 9, 9))
+        batch = {name: torch.tensor([s[name] for s in samples]) for name in ("input_ids", "labels")}
+        self.check(model, model(**batch).loss, alone(model, samples))
+
+    def test_with_logits_and_with_another_head(self):
+        model, samples = make_model("dense"), make_samples()
+        self.check(model, model(**packed(samples), skip_logits=False).loss, alone(model, samples))
+        # A hook makes the language modeling head one that has to be called.
+        model.lm_head.register_forward_hook(lambda *args: None)
+        self.check(model, model(**packed(samples)).loss, alone(model, samples))
+
+    def test_under_checkpointing(self):
+        model, samples = make_model("dense"), make_samples()
+        expected = gradients(model, model(**packed(samples)).loss)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.assertTrue(model.mtp.layers[0].gradient_checkpointing)
+        self.assertLess(total_relative_error(gradients(model, model(**packed(samples)).loss), expected), 1e-7)
+        again = add_mtp(model)
+        self.assertTrue(again.layers[0].gradient_checkpointing)
+
+    def test_isolation(self):
+        """The hidden states of the head have a gradient of exactly 0 at the embeddings of other documents."""
+        model, samples = make_model("dense"), make_samples()
+        batch, row = packed(samples), MtpRow()
+        ids = batch.pop("input_ids")
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        batch.pop("labels")
+        model.model(inputs_embeds=embeddings, mtp_row=row, **batch)
+        hidden, ends = model.mtp(row), torch.tensor(LENGTHS).cumsum(0)
+        for start, end in zip((ends - torch.tensor(LENGTHS)).tolist(), ends.tolist(), strict=True):
+            weights = torch.randn(hidden.shape[-1])
+            (gradient,) = torch.autograd.grad((hidden[0, start:end] @ weights).sum(), embeddings, retain_graph=True)
+            self.assertGreater(gradient[0, start:end].abs().max(), 0)
+            gradient[0, start:end] = 0
+            self.assertEqual(gradient.abs().max(), 0)
+
+    def test_images(self):
+        """The embeddings of images are those that the head reads, at their own positions."""
+        model = make_model("composite")
+        features = [
+            document(9, 1, images=((1, 4, 4),)),
+            document(3, 2),
+            document(30, 3, images=((1, 4, 8), (1, 8, 4))),
+        ]
+        for feature in features:
+            feature["labels"] = [x if x < 90 else -100 for x in feature["input_ids"]]
+        collator = DataCollatorWithFlattening(return_cu_seqlens=True, model=model)
+        trunk, head = targets_of(features)
+        loss = 0
+        for feature in features:
+            batch = alone_batch(feature) | {"labels": torch.tensor([feature["labels"]])}
+            loss = loss + model(**batch, num_items_in_batch=trunk, num_mtp_items_in_batch=head).loss
+        self.check(model, model(**collator(features)).loss, loss)
+        changed = [dict(feature) for feature in features]
+        changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1
+        rows = []
+        for some in (features, changed):
+            batch, row = collator(some), MtpRow()
+            model.model(**{n: x for n, x in batch.items() if n != "labels"}, mtp_row=row)
+            rows.append(model.mtp(row)[0])
+        same = (rows[0] == rows[1]).all(-1)
+        first = len(features[0]["input_ids"])
+        self.assertTrue(same[first:].all() and not same[:first].all())
+
+    @parameterized.expand(["dense", "experts"])
+    def test_equals_mtp_model_of_transformers(self, family):
+        model, ids = make_model(family).eval(), torch.tensor([make_samples((40,))[0]["input_ids"]])
+        row = MtpRow()
+        model.model(input_ids=ids, mtp_row=row, use_cache=False)
+        got = model.mtp(row)[0, :-1]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            stock = AutoModelForCausalLM.from_pretrained(folder)
+            stock.config.num_mtp_layers, stock.config.mtp_layer_types = 1, ["full_attention"]
+            theirs = MtpModel.from_pretrained(stock).eval()
+        hidden = stock.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        positions = torch.arange(1, ids.shape[1])[None]
+        with torch.no_grad():
+            want = theirs.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])
+        self.assertLess(relative_error(got, want[0]), 1e-6)
+
+
+def _shares(size):
+    """Losses and gradients of a rank, for each row."""
+    found, parallel = {}, SequenceParallel(size)
+    for name, lengths in ROWS.items():
+        model, samples = make_model("dense").double(), make_samples(lengths)
+        trunk, head = targets_of(samples)
+        inputs = shard_batch(packed(samples), parallel.rank, size, parallel=parallel, minimum=3)
+        counted = int((mtp_targets_of_batch(inputs) != -100).sum())
+        loss = model(**inputs, num_items_in_batch=max(trunk, 1), num_mtp_items_in_batch=head).loss
+        found[name] = counted, loss.item(), gradients(model, loss)
+    return found
+
+
+class SequenceParallelTest(unittest.TestCase):
+    @parameterized.expand([(size, name) for size in (2, 4) for name in ROWS])
+    def test_equals_the_whole_row(self, size, name):
+        """The next rank's first tokens are what a rank's last tokens are followed by."""
+        model, samples = make_model("dense").double(), make_samples(ROWS[name])
+        trunk, head = targets_of(samples)
+        shares = [found[name] for found in run_once(_shares, size, size)]
+        self.assertEqual(sum(counted for counted, _, _ in shares), head)
+        loss = model(**packed(samples), num_items_in_batch=max(trunk, 1), num_mtp_items_in_batch=head).loss
+        expected = gradients(model, loss)
+        self.assertLess(abs(sum(x for _, x, _ in shares) - loss.item()), 2e-6)
+        got = {key: sum(share[key] for _, _, share in shares) for key in expected}
+        self.assertLess(total_relative_error(got, expected), 1e-6)
+
+
+class TargetsTest(unittest.TestCase):
+    def test_numbers(self):
+        """The last two tokens of a document have no target, so documents of one or two tokens have none."""
+        model = make_model("dense")
+        model.mtp.record = []
+        for length in (1, 2, 3, 9):
+            sample = {"input_ids": list(range(1, 1 + length)), "labels": list(range(1, 1 + length))}
+            model(**packed([sample]), num_items_in_batch=1)
+            self.assertEqual(model.mtp.record.pop()[1], max(length - 2, 0))
+
+    @parameterized.expand(["row", "right", "left"])
+    def test_the_count_of_a_batch_is_that_of_the_loss(self, form):
+        model, samples = make_model("dense"), make_samples()
+        model.mtp.record = []
+        batch = packed(samples) if form == "row" else padded(samples, form)
+        self.assertEqual(int((mtp_targets_of_batch(batch) != -100).sum()), targets_of(samples)[1])
+        model(**batch, use_cache=False)
+        self.assertEqual(model.mtp.record[0][1], targets_of(samples)[1])
+
+    def test_a_row_without_targets(self):
+        model = make_model("dense")
+        loss = model(**packed([{"input_ids": [1, 2], "labels": [-100, 2]}]), num_items_in_batch=1).loss
+        self.assertTrue(torch.isfinite(loss))
+        self.assertEqual(gradients(model, loss)["mtp.fc.weight"].abs().max(), 0)
+
+    def test_only_in_training(self):
+        model, samples = make_model("dense"), make_samples()
+        loss = model.eval()(**packed(samples)).loss
+        self.assertEqual(loss, patch_model(model.eval())(**packed(samples), num_mtp_items_in_batch=3).loss)
+        model.train().mtp_loss_weight = 0.0
+        self.assertLess((model(**packed(samples)).loss - loss).abs(), 1e-5)
+
+    def test_the_head_alone(self):
+        model, samples = make_model("dense"), make_samples()
+        with_trunk, model.mtp_loss_weight = model(**packed(samples)), 0.0
+        main = model(**packed(samples))
+        model.mtp_only = True
+        outputs = model(**packed(samples))
+        expected = (with_trunk.loss - main.loss) / 0.5
+        self.assertLess((outputs.loss - expected).abs(), 1e-5)
+        self.assertLess((outputs.logits - main.logits).abs().max(), 1e-6)
+        outputs.loss.backward()
+        self.assertEqual(
+            {n.split(".")[0] for n, x in model.named_parameters() if x.grad is not None}, {"mtp", "lm_head"}
+        )
+
+    def test_detached(self):
+        model, samples = make_model("dense"), make_samples()
+        model.mtp_loss_weight = 0.0
+        main = gradients(model, model(**packed(samples)).loss)
+        model.mtp_loss_weight, model.mtp.detached = 0.5, True
+        model.lm_head.requires_grad_(False)
+        both = gradients(model, model(**packed(samples)).loss)
+        trunk = {name: x for name, x in both.items() if name.startswith("model.")}
+        self.assertLess(total_relative_error(trunk, {name: main[name] for name in trunk}), 1e-6)
+
+
+class CheckpointTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    @parameterized.expand(FAMILIES)
+    def test_saved_and_loaded(self, family):
+        """`save_pretrained`, `add_mtp` and `load_state_dict` know the names of a checkpoint."""
+        model = make_model(family)
+        model.save_pretrained(self.folder)
+        saved = load_file(self.folder / "model.safetensors")
+        names = {name for name in saved if name.startswith("mtp.")}
+        self.assertEqual(len(names), 15 if family in ("dense", "composite") else 17 + 3 * 4)
+        with registered():
+            auto = AutoModelForCausalLM if family != "composite" else type(model)
+            loaded, info = auto.from_pretrained(self.folder, output_loading_info=True)
+        self.assertFalse(any(info.values()))
+        add_mtp(patch_model(loaded))
+        other = make_model(family)
+        with torch.no_grad():
+            other.mtp.fc.weight.zero_()
+        other.load_state_dict(saved, strict=False)
+        for one in (loaded, other):
+            for (name, got), want in zip(one.state_dict().items(), model.state_dict().values(), strict=True):
+                self.assertTrue(torch.equal(got, want), name)
+
+    def test_stacked_experts(self):
+        model = make_model("experts")
+        state = {f"mtp.{name}": x for name, x in model.mtp.state_dict().items()}
+        save_file(state, self.folder / "mtp.safetensors")
+        head = add_mtp(make_model("experts"), self.folder)
+        self.assertTrue(all(torch.equal(x, model.mtp.state_dict()[name]) for name, x in head.state_dict().items()))
+
+    def changed(self, **changes):
+        """A checkpoint of which some tensors are others, or are left out."""
+        model = make_model("dense")
+        model.save_pretrained(self.folder)
+        tensors = load_file(self.folder / "model.safetensors")
+        for name, tensor in changes.items():
+            del tensors[f"mtp.{name.replace('__', '.')}"]
+            if tensor is not None:
+                tensors[f"mtp.{name.replace('__', '.')}"] = tensor
+        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        with registered():
+            return AutoModelForCausalLM.from_pretrained(self.folder)
+
+    @parameterized.expand(
+        [
+            ({"fc__weight": None}, "expected mtp.fc.weight of shape .*, got none"),
+            ({"fc__weight": torch.zeros(3)}, "got one of shape \\(3,\\)"),
+            (
+                {"fc__weight": torch.zeros(32, 64, dtype=torch.float8_e4m3fn)},
+                "in floating point, got mtp.fc.weight in",
+            ),
+        ]
+    )
+    def test_other_heads_are_refused(self, changes, words):
+        model = self.changed(**changes)
+        self.assertRaisesRegex(ValueError, words, add_mtp, model)
+        self.assertIsNone(head_of(model))
+
+    @parameterized.expand(
+        [
+            ({}, "mtp_num_hidden_layers=1.*got none"),
+            ({"mtp_num_hidden_layers": 2}, "got 2"),
+            ({"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ]
+    )
+    def test_other_configurations_are_refused(self, options, words):
+        model = patch_model(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, **options)))
+        self.assertRaisesRegex(ValueError, words, add_mtp, model)
+
+    def test_other_models_are_refused(self):
+        stock = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, **HEAD))
+        self.assertRaisesRegex(ValueError, "Call register\\(\\)", add_mtp, stock)
+        model = patch_model(stock).train()
+        model.mtp_loss_weight = 0.1
+        batch = packed(make_samples())
+        self.assertRaisesRegex(ValueError, "a head of multi-token prediction, got one without", model, **batch)
+
+    def test_a_checkpoint_without_a_head(self):
+        model = patch_model(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT)))
+        model.save_pretrained(self.folder)
+        with registered():
+            loaded = AutoModelForCausalLM.from_pretrained(self.folder)
+        loaded.config.mtp_num_hidden_layers = 1
+        self.assertRaisesRegex(ValueError, f"tensors mtp\\.\\* in {self.folder}, got none", add_mtp, loaded)
+
+    def test_shared_prompts_are_refused(self):
+        model, samples = make_model("dense"), make_samples((5, 4, 4))
+        batch = packed(samples) | {"prompt_of": torch.tensor([-1, 0, 0])}
+        self.assertRaisesRegex(ValueError, "shared prompts", model, **batch)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,50 @@
+"""Train a small model with a head of multi-token prediction, by `PackedTrainer` and SGD: `mtp_run.py KIND OUTPUT`.
+
+KIND is `ddp`, `fsdp` (sharded through accelerate) or `sequence_parallel`. The update of each parameter, the log, and a
+saved checkpoint go to OUTPUT. Every kind takes the same samples in a step as a single process with `alone`.
+"""
+
+import os
+import sys
+
+import torch
+from accelerate import DistributedType, PartialState
+from scripts.trainer_arms import OPTIONS, TINY, Samples, end_process, updates_and_log
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
+
+from transformers_packed import PackedTrainer, PackedTrainingArguments
+
+
+BATCH = 4
+
+
+def build(folder, kind="alone", samples=None, model=None, **options):
+    """A trainer whose steps have two batches: of two accumulated rows, of two processes, or of one row of both."""
+    shares = {
+        "alone": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH},
+        "sequence_parallel": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH},
+    }.get(kind, {"per_device_train_batch_size": BATCH})
+    if kind == "sequence_parallel":
+        shares["sequence_parallel_size"] = 2
+    arguments = {"max_steps": 3, "mtp_loss_weight": 0.5, "train_sampling_strategy": "sequential", **OPTIONS, **shares}
+    set_seed(0)
+    model = model or Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
+    return PackedTrainer(
+        model, PackedTrainingArguments(str(folder), **(arguments | options)), train_dataset=samples or Samples()
+    )
+
+
+if __name__ == "__main__":
+    kind, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    options = {}
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        # accelerate shards on GPUs only, so pretend that these processes have GPUs.
+        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        options["use_cpu"] = False
+    trainer = build(f"{output}.trainer", kind, **options)
+    updates, log = updates_and_log(trainer)
+    trainer.save_model(f"{output}.saved")
+    if trainer.is_world_process_zero():
+        torch.save({"updates": updates, "log": log, "processes": trainer.args.world_size}, output)
+    end_process()
