@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers_packed import DataCollatorWithFlattening, use_cuda_graphs, use_float8
 from transformers_packed.models.cuda_graphs import graph_length
 from transformers_packed.models.quantization import SENSITIVE
+from transformers_packed.training.mtp import train_mtp
 
 
 # Class by module; it has the same name in Transformers and in this package.
@@ -61,6 +62,8 @@ ARMS |= {f"{name}+lora": ARMS[name] for name in ("packed+varlen+liger", "ours", 
 ARMS |= {f"{name}+qlora": ARMS[name] for name in ("packed+varlen+liger", "ours")}
 ARMS["ours+qlora+prepared"] = ARMS["ours"]
 ARMS |= {f"{name}+float8": ARMS["ours"] for name in ("ours", "ours+graphs", "ours+lora")}
+# With the head of multi-token prediction, trained with the trunk or alone.
+ARMS |= {f"ours+{name}": ARMS["ours"] for name in ("mtp", "mtp-only", "mtp+float8", "mtp+lora")}
 # Frozen weights in float8 only, by torchao.
 ARMS["ours+lora+float8base"] = ARMS["ours"]
 # The same layers of the stock class in torchao's float8, with a scale for each row.
@@ -74,7 +77,7 @@ def default_arms(config: dict) -> list[str]:
     names = [
         name
         for name in ARMS
-        if name != "ours padded" and not {"lora", "qlora", "float8", "torchao"} & {*name.split("+")}
+        if name != "ours padded" and not {"lora", "qlora", "float8", "torchao", "mtp", "mtp-only"} & {*name.split("+")}
     ]
     return [name for name in names if "num_experts" in config or not ARMS[name].experts]
 
@@ -141,7 +144,11 @@ def make_model(config: dict, arm: str, device: str):
         use_float8(model)
     if "+torchao" in arm:
         use_torchao(model, "+compile" in arm)
-    return with_lora(model, "+prepared" in arm) if "lora" in arm else model
+    adapted = with_lora(model, "+prepared" in arm) if "lora" in arm else model
+    if "+mtp" in arm:
+        model.config.mtp_num_hidden_layers = 1
+        train_mtp(0.1, "+mtp-only" in arm, None, adapted)
+    return adapted
 
 
 def inside(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], bool]:
@@ -230,9 +237,17 @@ def with_lora(model: torch.nn.Module, prepared: bool) -> torch.nn.Module:
     return model
 
 
-def make_batches(lengths: list[int], vocab_size: int, arm: str, batch_size: int, device: str) -> list[dict]:
+def prompts_of(lengths: list[int], labelled: float) -> list[int]:
+    """The tokens at the start of each document that are no targets."""
+    return [n - max(1, round(labelled * n)) for n in lengths]
+
+
+def make_batches(
+    lengths: list[int], vocab_size: int, arm: str, batch_size: int, device: str, labelled: float = 1.0
+) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(1, vocab_size, (n,), generator=generator) for n in lengths]
+    prompts = prompts_of(lengths, labelled)
     kind = ARMS[arm]
     to = lambda batch: {k: x.to(device) if torch.is_tensor(x) else x for k, x in batch.items()}  # noqa: E731
     if kind.packed:
@@ -240,7 +255,9 @@ def make_batches(lengths: list[int], vocab_size: int, arm: str, batch_size: int,
         collator = DataCollatorWithFlattening(
             return_cu_seqlens=True, return_seq_idx=True, return_flash_attn_kwargs=True, on_leak="ignore"
         )
-        batch = collator([{"input_ids": x.tolist()} for x in documents])
+        labels = [[-100] * prompt + x[prompt:].tolist() for x, prompt in zip(documents, prompts, strict=True)]
+        samples = zip(documents, labels, strict=True)
+        batch = collator([{"input_ids": x.tolist(), "labels": targets} for x, targets in samples])
         if kind.model == "ours":
             keep = ("input_ids", "labels", "position_ids")
             return [to({k: batch[k] for k in keep}) | {"cu_seqlens": batch["cu_seqlens"]}]
@@ -271,13 +288,17 @@ class Arm:
     """A model with its batches; `step()` is forward and backward over all of them."""
 
     def __init__(self, name: str, config: dict, lengths: list[int], args):
-        self.name, self.targets, self.device = name, sum(lengths) - len(lengths), args.device
+        self.name, self.device, prompts = name, args.device, prompts_of(lengths, args.labelled)
+        # The first tokens of a document have no target, one in the trunk and two in the head.
+        self.targets, self.mtp_targets = (
+            sum(max(0, n - max(prompt, ahead)) for n, prompt in zip(lengths, prompts, strict=True)) for ahead in (1, 2)
+        )
         self.model = make_model(config, name, args.device)
         if args.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if "+graphs" in name:
             use_cuda_graphs(self.model, graph_length(sum(lengths)))
-        self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device)
+        self.batches = make_batches(lengths, config["vocab_size"], name, args.batch, args.device, args.labelled)
         self.upstream = upstream_gradients(self.batches, config["hidden_size"], sum(lengths)) if args.no_head else None
         self.builtin, self.use_flash_qla = stock_module(config), ARMS[name].flash_qla
 
@@ -285,7 +306,8 @@ class Arm:
         """The loss of a batch; without the head, the product of the last hidden state and fixed random numbers."""
         batch = self.batches[index]
         if self.upstream is None:
-            return self.model(**batch, num_items_in_batch=self.targets).loss
+            items = {"num_mtp_items_in_batch": self.mtp_targets} if "+mtp" in self.name else {}
+            return self.model(**batch, num_items_in_batch=self.targets, **items).loss
         model = self.model.get_base_model() if "lora" in self.name else self.model
         hidden = model.model(**{name: x for name, x in batch.items() if name != "labels"}).last_hidden_state
         return (hidden * self.upstream[index]).sum(dtype=torch.float32)

@@ -20,6 +20,7 @@ with experts, the arms of the built-in classes compute them with `grouped_mm`, a
     python benchmarks/step.py --models 0.8B --tokens 16384 --arms ours --profile
     python benchmarks/step.py --models 4B --arms ours ours+lora packed+varlen+liger+lora --output benchmarks/results/lora.json
     python benchmarks/step.py --models 35B-A3B --layers 8 --no-head --arms packed+varlen+liger ours ours+stock-experts
+    python benchmarks/step.py --models 0.8B 4B 9B --labelled 0.33 --arms ours ours+mtp ours+mtp-only
     python benchmarks/step.py --plot benchmarks/results/step.json step.png
 """
 
@@ -142,6 +143,7 @@ def measure(model: str, distribution: str, tokens: int, args, rates: dict[str, f
         "documents": len(lengths),
         "tokens": tokens,
         "checkpointing": args.checkpointing,
+        "labelled": args.labelled,
         "layers": config["num_hidden_layers"],
         "head": head,
         "flops": model_flops(config, lengths, head=head),
@@ -283,6 +285,8 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all that fit the model, without LoRA")
     parser.add_argument("--layers", type=int, help="layers of each model, instead of its own number")
     parser.add_argument("--no-head", action="store_true", help="a fixed gradient of the last hidden state, no loss")
+    share = "share of the tokens of a document that are targets, at its end, in packed rows"
+    parser.add_argument("--labelled", type=float, default=1.0, help=share)
     parser.add_argument("--batch", type=int, default=8, help="rows of a padded batch")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of an arm in each round")
