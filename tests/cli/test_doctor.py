@@ -236,6 +236,18 @@ class ModelTest(unittest.TestCase):
                 self.assertEqual(status, level == "Problems")
                 self.assertIn(text, " ".join(sections(stdout)[level]))
 
+    @parameterized.expand([("qwen3_next", False), ("qwen3_5_text", True)])
+    def test_a_head_that_is_not_declared(self, family, says):
+        """Servers assume a head of Qwen3-Next, whose released configurations declare none."""
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_config(family).save_pretrained(folder)
+            save_file({"mtp.fc.weight": torch.ones(2)}, Path(folder, "model.safetensors"))
+            status, stdout, _ = doctor("--model", folder)
+        notes = " ".join(sections(stdout)["Notes"])
+        self.assertEqual(status, 0)
+        self.assertIn("has a head of multi-token prediction", notes)
+        self.assertEqual("does not declare it" in notes, says)
+
     @parameterized.expand(["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "qwen3_5"])
     def test_padded_batches_that_would_not_be_packed(self, family):
         config = tiny_config(family)

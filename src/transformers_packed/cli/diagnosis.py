@@ -200,16 +200,20 @@ def _of_padding(model: PreTrainedModel) -> Iterator[Finding]:
 def _of_head(config: PreTrainedConfig) -> Iterator[Finding]:
     """Yield whether a local checkpoint has the head of multi-token prediction that its configuration declares."""
     folder = config.name_or_path
-    if not declares_head(config) or not folder or not any(Path(folder).glob("*.safetensors")):
+    if not folder or not any(Path(folder).glob("*.safetensors")):
         return
     if find_head(config):
         text = (
             "The checkpoint has a head of multi-token prediction (mtp). Saved checkpoints keep it; it is not trained."
         )
+        # Servers assume a head of Qwen3-Next, whose released configurations declare none.
+        if not declares_head(config) and config.model_type != "qwen3_next":
+            text += " The configuration does not declare it, so servers do not use it."
         yield Finding("note", text)
-        return
-    text = "The configuration declares a head of multi-token prediction (mtp), and the checkpoint has none."
-    yield Finding("problem", f"{text} vLLM does not start with it.", 'set "mtp_num_hidden_layers": 0 in config.json')
+    elif declares_head(config):
+        text = "The configuration declares a head of multi-token prediction (mtp), and the checkpoint has none."
+        fix = 'set "mtp_num_hidden_layers": 0 in config.json'
+        yield Finding("problem", f"{text} vLLM does not start with it.", fix)
 
 
 def _describe(model: PreTrainedModel, isolated: bool) -> dict[str, object]:

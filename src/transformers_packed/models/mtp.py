@@ -33,6 +33,8 @@ DECLARED = "mtp_num_hidden_layers", "num_nextn_predict_layers"
 HEAD_FILE = "mtp.safetensors"
 # The shard of a head, beside those of a sharded checkpoint.
 _SHARD = "model-mtp.safetensors"
+# The files of a distributed checkpoint (`save_pretrained(distributed_checkpoint=True)`): a shard of each process.
+_OF_PROCESSES = "shard-*-model-*.safetensors"
 # Bytes that are copied at a time.
 _PIECE = 2**24
 
@@ -60,6 +62,8 @@ def find_head(config: PreTrainedConfig) -> dict[str, SavedTensor]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {file for name, file in names.items() if name.startswith(PREFIX)}
         paths = [_file_of(config, file) for file in sorted(files)]
+    elif paths == [None] and config.name_or_path and any(Path(config.name_or_path).glob(_OF_PROCESSES)):
+        paths = [_file_of(config, _SHARD)]
     # A part of a head is none.
     return {} if None in paths else {name: x for path in paths if path for name, x in tensors_of_head(path).items()}
 
@@ -69,10 +73,24 @@ def _file_of(config: PreTrainedConfig, name: str) -> Path | None:
     if not config.name_or_path:
         return None
     try:
-        path = cached_file(config.name_or_path, name, local_files_only=True)
+        path = cached_file(config.name_or_path, name, revision=_revision_of(config), local_files_only=True)
     except OSError:
         return None
     return None if path is None else Path(path)
+
+
+def _revision_of(config: PreTrainedConfig) -> str | None:
+    """The revision that a model was loaded from: our classes note it, and so did older releases of Transformers."""
+    return getattr(config, "_commit_hash", None)
+
+
+def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, SavedTensor]) -> bool:
+    """Whether the cache of the Hub has other weights as well, and nothing says which of them a model was loaded from."""
+    snapshots = {tensor.path.parent.parent for tensor in head.values()}
+    if _revision_of(config) is not None or {folder.name for folder in snapshots} != {"snapshots"}:
+        return False
+    files = {tensor.path.name: tensor.path.resolve() for tensor in head.values()}
+    return any(x.resolve() != files[name] for name in files for x in min(snapshots).glob(f"*/{name}"))
 
 
 def tensors_of_head(path: Path) -> dict[str, SavedTensor]:
@@ -133,14 +151,16 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
 
     If the head cannot be found, the saved configuration stops declaring one, and a warning says so.
     """
-    if not saves or not declares_head(config):
+    # Released configurations of Qwen3-Next do not declare their head.
+    head = find_head(config) if saves else {}
+    if not saves or not (head or declares_head(config)):
         yield
         return
-    head, before = find_head(config), _versions(folder)
+    before, unsure = _versions(folder), _may_be_of_another_revision(config, head)
     with TemporaryDirectory(dir=folder.parent) if _is_in(head, folder) else nullcontext() as aside:
         if aside is not None:
             # The block overwrites the files that the head is read from.
-            write_tensors(Path(aside) / _SHARD, head, None)
+            write_tensors(Path(aside) / _SHARD, head)
             head = tensors_of_head(Path(aside) / _SHARD)
         yield
         # An earlier save of another kind leaves its files. Adapters and shards of a run write none of these.
@@ -148,7 +168,13 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
         if not written:
             return
         if head:
-            add_head(head, folder, SAFE_WEIGHTS_INDEX_NAME not in written)
+            add_head(head, folder, written)
+            if unsure:
+                logger.warning_once(
+                    f"The head of multi-token prediction (mtp) in saved checkpoints is from revision main of "
+                    f"{config.name_or_path!r}, because a patched model does not say which revision was loaded. "
+                    "Load another revision with register() instead of patch_model."
+                )
         else:
             undeclare_head(folder)
             logger.warning(
@@ -158,8 +184,8 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
 
 
 def _versions(folder: Path) -> dict[str, int]:
-    """When the file of all weights and the index of shards were written, by their names."""
-    paths = (folder / name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    """When the file of all weights, the index of shards and the shards of processes were written, by their names."""
+    paths = [folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME, *folder.glob(_OF_PROCESSES)]
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
 
@@ -167,24 +193,26 @@ def _is_in(head: dict[str, SavedTensor], folder: Path) -> bool:
     return folder.exists() and any(tensor.path.parent.samefile(folder) for tensor in head.values())
 
 
-def add_head(head: dict[str, SavedTensor], folder: Path, is_whole: bool) -> None:
-    """Add the tensors of a head to the checkpoint in `folder`: to its only file, or as a shard that its index names."""
-    index_path, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
-    if is_whole:
-        partial = folder / f"{SAFE_WEIGHTS_NAME}.partial"
-        write_tensors(partial, head, whole)
-        os.replace(partial, whole)
-        return
-    write_tensors(folder / _SHARD, head, None)
-    index = json.loads(index_path.read_text(encoding="utf-8"))
-    index["weight_map"] |= dict.fromkeys(head, _SHARD)
-    index["metadata"]["total_size"] += sum(tensor.end - tensor.begin for tensor in head.values())
-    index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def add_head(head: dict[str, SavedTensor], folder: Path, written: list[str]) -> None:
+    """Add the tensors of a head to the files `written` in a folder: to the only file, or as a shard."""
+    if SAFE_WEIGHTS_INDEX_NAME in written:
+        write_tensors(folder / _SHARD, head)
+        path = folder / SAFE_WEIGHTS_INDEX_NAME
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["weight_map"] |= dict.fromkeys(head, _SHARD)
+        index["metadata"]["total_size"] += sum(tensor.end - tensor.begin for tensor in head.values())
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    elif SAFE_WEIGHTS_NAME in written:
+        write_tensors(folder / SAFE_WEIGHTS_NAME, head, folder / SAFE_WEIGHTS_NAME)
+    else:
+        write_tensors(folder / _SHARD, head)
 
 
-def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None) -> None:
+def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None = None) -> None:
     """Write a safetensors file with the tensors of the file `before`, if any, and those of a head."""
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    # What makes one file of those of all processes (`consolidate_distributed_checkpoint`) reads where each part starts.
+    starts = {name: {"saved_offsets": [0] * len(tensor.about["shape"])} for name, tensor in head.items()}
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(starts)}}
     start = 0
     if before is not None:
         header, start = read_header(before)
@@ -196,7 +224,9 @@ def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None)
     text = json.dumps(header, separators=(",", ":")).encode()
     # The data starts at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    # Other processes may read the folder already.
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         if before is not None:
             with before.open("rb") as source:
@@ -207,6 +237,7 @@ def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None)
                 source.seek(tensor.begin)
                 for begin in range(tensor.begin, tensor.end, _PIECE):
                     file.write(source.read(min(_PIECE, tensor.end - begin)))
+    os.replace(partial, path)
 
 
 def undeclare_head(folder: Path) -> None:

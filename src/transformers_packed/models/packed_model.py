@@ -1,7 +1,6 @@
 """`PackedModelMixin`, the base of all our model classes."""
 
 from collections.abc import Mapping, Set
-from contextlib import nullcontext
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
@@ -96,6 +95,14 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         super().__init__(config, *args, **kwargs)
         convert(self)
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, revision: str = "main", **kwargs: Any) -> Any:
+        loaded = super().from_pretrained(*args, revision=revision, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Where to find the head of multi-token prediction. Transformers no longer notes it, and does not save it.
+        model.config._commit_hash = getattr(revision, "resolved", revision)
+        return loaded
+
     def save_pretrained(  # type: ignore[override]  # Other options go by name.
         self,
         save_directory: str | PathLike,
@@ -105,7 +112,9 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
         **kwargs: Any,
     ) -> None:
         """Save the model as Transformers does, with its head of multi-token prediction, or that of its checkpoint."""
-        with nullcontext() if hasattr(self, "mtp") else keep_head(self.config, Path(save_directory), is_main_process):
+        # All processes save a sharded model, and one of them writes. Older releases do not shard models.
+        writes = getattr(self, "should_save_on_this_rank", bool)(is_main_process)
+        with keep_head(self.config, Path(save_directory), writes and not hasattr(self, "mtp")):
             super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if push_to_hub and is_main_process:
             # It calls this method to save what it uploads.

@@ -10,7 +10,7 @@ from .families import OWN, family_of
 # The names of the sensitive layers of all families.
 SENSITIVE = tuple(dict.fromkeys(name for family in OWN for name in family.sensitive))
 # Transformers skips the head by default, but not if `llm_int8_skip_modules` is set.
-_HEADS = ("lm_head", "score", "qa_outputs")
+_HEADS = ("lm_head", "score", "qa_outputs", "mtp")
 
 
 class QuantizationMixin(AdapterMixin):
