@@ -13,7 +13,9 @@ from transformers import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -39,6 +41,10 @@ STOCK = {
         Qwen3_5ForConditionalGeneration,
         lambda: Qwen3_5Config(**vision_config({**TINY, "mtp_num_hidden_layers": 1})),
     ),
+    "composite experts": (
+        Qwen3_5MoeForConditionalGeneration,
+        lambda: Qwen3_5MoeConfig(**vision_config({**TINY, **EXPERTS, "mtp_num_hidden_layers": 1})),
+    ),
 }
 HEADS = {
     "dense": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight"],
@@ -51,6 +57,8 @@ KINDS = [
     ("experts", "stacked"),
     ("qwen3_next", "split"),
     ("composite", "dense"),
+    ("composite experts", "split"),
+    ("composite experts", "stacked"),
 ]
 
 

@@ -203,6 +203,13 @@ class RevisionTest(KeptHeadMixin):
         self.check(self.folder / "target")
         self.assertNotIn("a" * 40, (self.folder / "target/config.json").read_text())
 
+    def test_the_folder_of_a_revision(self):
+        self.cached()
+        model = self.load(self.folder / "hub/models--some--model/snapshots" / ("a" * 40), patched=True)
+        with mock.patch("transformers_packed.models.mtp.logger.warning_once", side_effect=AssertionError):
+            model.save_pretrained(self.folder / "target")
+        self.check(self.folder / "target")
+
     @parameterized.expand([(False,), (True,)])
     def test_main(self, patched):
         self.cached()

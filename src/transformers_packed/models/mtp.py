@@ -86,9 +86,9 @@ def _revision_of(config: PreTrainedConfig) -> str | None:
 
 def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, SavedTensor]) -> bool:
     """Whether the cache of the Hub has other weights as well, and nothing says which of them a model was loaded from."""
-    snapshots = {tensor.path.parent.parent for tensor in head.values()}
-    if _revision_of(config) is not None or {folder.name for folder in snapshots} != {"snapshots"}:
+    if not head or _revision_of(config) is not None or Path(config.name_or_path or "").is_dir():
         return False
+    snapshots = {tensor.path.parent.parent for tensor in head.values()}
     files = {tensor.path.name: tensor.path.resolve() for tensor in head.values()}
     return any(x.resolve() != files[name] for name in files for x in min(snapshots).glob(f"*/{name}"))
 
