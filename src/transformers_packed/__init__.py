@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .audit import AuditReport, audit_model
+    from .audit.acceptance import MtpAcceptance, mtp_acceptance
     from .boundaries import SequenceBoundaries
     from .data.collator import DataCollatorWithFlattening
     from .data.dataset import PackingDataset, pack_dataset
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Lazy imports: torch and Transformers take seconds to import, and the command line must respond before that.
 _MODULES = {
     "audit": ("AuditReport", "audit_model"),
+    "audit.acceptance": ("MtpAcceptance", "mtp_acceptance"),
     "boundaries": ("SequenceBoundaries",),
     "data.collator": ("DataCollatorWithFlattening",),
     "data.planning.cost": ("PackingCost",),
@@ -82,6 +84,7 @@ __all__ = [
     "AuditReport",
     "DataCollatorWithFlattening",
     "IterablePackingDataset",
+    "MtpAcceptance",
     "PackedTrainer",
     "PackedTrainingArguments",
     "PackingCost",
@@ -95,6 +98,7 @@ __all__ = [
     "pack_dataset",
     "audit_model",
     "configure_packing",
+    "mtp_acceptance",
     "patch_model",
     "per_document_logps",
     "per_document_loss",

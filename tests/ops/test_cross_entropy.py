@@ -46,12 +46,36 @@ class ChunksMixin:
             ("smoothed_number", {"label_smoothing": 0.3, "num_items_in_batch": 5}),
             ("one_chunk", {"chunk_size": 64}),
             ("chunks_of_one", {"chunk_size": 1}),
+            ("weights", {"token_weights": torch.linspace(0.1, 3, TOKENS)}),
+            ("weights_number", {"token_weights": torch.linspace(3, 0, TOKENS), "num_items_in_batch": 7}),
         ]
     )
     def test_float32(self, _, options):
         options = {"chunk_size": 5} | options
         expected = oracle(make(), factor=1.7, **options)
         self.assertLess(max(errors(run(self.impl, make(), factor=1.7, **options), expected)), 1e-6)
+
+    def test_weights_are_those_of_separate_losses(self):
+        """Two losses of one weight, each with its own divisor."""
+        hidden, weight, bias, labels = make()
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        at = TOKENS // 2
+        parts = [
+            linear_cross_entropy(leaves[0][some], leaves[1], labels[some], leaves[2], num_items_in_batch=number)
+            for some, number in ((slice(at), 5), (slice(at, None), 3))
+        ]
+        (parts[0] + 0.1 * parts[1]).backward()
+        factors = torch.cat([torch.ones(at), torch.full((TOKENS - at,), 0.1 * 5 / 3)])
+        options = {"num_items_in_batch": 5, "token_weights": factors, "chunk_size": 5}
+        found = run(self.impl, make(), **options)
+        expected = (parts[0] + 0.1 * parts[1]).detach(), *(x.grad for x in leaves)
+        self.assertLess(max(errors(found, expected)), 1e-6)
+        loss, losses = linear_cross_entropy(
+            hidden, weight, labels, bias, impl=self.impl, return_losses=True, **options
+        )
+        self.assertLess(abs(losses[at:].sum() / 3 - parts[1]), 1e-6)
+        self.assertEqual((losses.shape, losses.requires_grad), (labels.shape, False))
+        self.assertTrue((losses[labels == -100] == 0).all())
 
     def test_bfloat16(self):
         expected = oracle(make(torch.bfloat16))

@@ -31,6 +31,8 @@ from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import TITLES, family_of
 from ..models.family import Own
 from ..models.float8 import use_float8
+from ..models.mtp import find_head
+from ..models.mtp_head import check_declared
 from ..models.registry import registered
 from ..models.releases import builds, checkpointing_argument, use_one_gpu
 from ..ops.float8 import MULTIPLE, verify
@@ -44,6 +46,8 @@ from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 
 
 KEPT_CHECKPOINTS = 2
+# The usual weight of the loss of multi-token prediction.
+MTP_LOSS_WEIGHT = 0.1
 
 
 def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> int:
@@ -62,6 +66,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
+    if settings.mtp or settings.mtp_only:
+        check_head(config, "--mtp-only" if settings.mtp_only else "--mtp")
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     records = read_records(settings.data, settings.split, settings.subset)
     samples = make_samples(records, tokenizer, settings.max_length, settings.format)
@@ -102,7 +108,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    say(f"Saved the {'adapter' if settings.lora else 'model'} and the tokenizer in {settings.output}")
+    what = ("the adapter, the head" if settings.mtp else "the adapter") if settings.lora else "the model"
+    say(f"Saved {what} and the tokenizer in {settings.output}")
     return 0
 
 
@@ -121,6 +128,16 @@ def check_peft(lora: bool) -> None:
         raise ImportError("--lora needs peft: pip install peft")
 
 
+def check_head(config: PreTrainedConfig, option: str) -> None:
+    """Raise a `ValueError` unless a checkpoint has a head of multi-token prediction that can train."""
+    check_declared(config)
+    if not find_head(config):
+        fix = f"Remove {option}, or take a checkpoint with a head."
+        raise input_error(
+            "a head of multi-token prediction (mtp.*)", f"none in {config.name_or_path}", fix, option=option
+        )
+
+
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:
     """The settings that a resumed run must share with the earlier run."""
     names = ("batch_size", "gradient_accumulation_steps", "learning_rate", "seed")
@@ -129,7 +146,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "samples": samples.fingerprint(),
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        **({"row_length": settings.row_length} if settings.row_length else {}),
+        **{name: value for name in ("row_length", "mtp", "mtp_only") if (value := getattr(settings, name))},
         **{name: getattr(settings, name) for name in names},
     }
 
@@ -267,6 +284,8 @@ def make_trainer(
         settings.row_length is not None or "padding_free",
         settings.row_length,
         cuda_graphs=settings.cuda_graphs,
+        mtp_loss_weight=MTP_LOSS_WEIGHT * settings.mtp,
+        mtp_only=settings.mtp_only,
     )
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
@@ -304,6 +323,10 @@ class _Progress(TrainerCallback):
         if "loss" not in logs:
             return
         line = f"step {state.global_step}/{state.max_steps}, epoch {state.epoch:.2f}: loss {logs['loss']:.4f}"
+        if "mtp_loss" in logs:
+            line += f", mtp loss {logs['mtp_loss']:.4f}"
+        if "mtp_acceptance" in logs:
+            line += f", {logs['mtp_acceptance']:.1%} accepted"
         if "tokens_per_second" in logs:
             line += f", {logs['tokens_per_second']:,.0f} tokens/s"
         done, left = state.global_step - self.after, state.max_steps - state.global_step

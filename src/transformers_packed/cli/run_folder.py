@@ -142,13 +142,17 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
     expected, option = f"the settings of the run in {output}", "--resume" if resume else "--output"
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-        differing = {name: before.get(name) for name in kept if before.get(name) != kept[name]}
+        # An option that is not set may be left out.
+        every = dict.fromkeys([*kept, *before])
+        differing = {name: before.get(name) for name in every if before.get(name) != kept.get(name)}
     except (ValueError, AttributeError) as error:
         raise input_error(expected, f"{path} ({error})", _ANOTHER, option=option) from error
     if differing:
-        names = {name: f"--{name.replace('_', '-')}" for name in kept} | {"processes": "processes"}
+        names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
         got = [
-            f"{names[name]} {kept[name]} instead of {value}" for name, value in differing.items() if name != "samples"
+            f"{names[name]} {kept.get(name)} instead of {value}"
+            for name, value in differing.items()
+            if name != "samples"
         ]
         got += ["other samples"] * ("samples" in differing)
         fix = "Use the command of that run, or choose another --output."

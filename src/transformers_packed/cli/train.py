@@ -15,6 +15,7 @@ transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output 
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output adapter --lora
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --row-length 8192
 transformers-packed train --model Qwen/Qwen3.5-0.8B --data chats.jsonl --output tuned --save-steps 100 --resume
+transformers-packed train --model tuned --data chats.jsonl --output drafting --mtp-only
 """
 
 
@@ -48,6 +49,11 @@ def add_parser(subparsers) -> Parser:
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
     parser.add_lora()
     add("--float8", action="store_true", help="train linear layers with products in float8")
+    head = parser.add_mutually_exclusive_group()
+    both = "also train the checkpoint's head of multi-token prediction, with 0.1 x its loss"
+    head.add_argument("--mtp", action="store_true", help=both)
+    alone = "train only that head, with the rest of the model frozen"
+    head.add_argument("--mtp-only", action="store_true", help=alone)
     graphs = "run the layers as CUDA graphs, or never (default: on a GPU, where a measured row is faster with them)"
     add("--cuda-graphs", action=argparse.BooleanOptionalAction, help=graphs)
     shared("--attn")
@@ -65,6 +71,8 @@ def add_parser(subparsers) -> Parser:
 def run(args: argparse.Namespace) -> int:
     """Train and save the model."""
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
+    if args.mtp_only and args.lora:
+        raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
     if args.row_length and args.max_length > args.row_length:
         fix = "Lower it, or raise --row-length."
         raise input_error(

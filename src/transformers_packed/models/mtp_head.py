@@ -10,6 +10,7 @@ target.
 Module and parameters have the names of the checkpoint, `mtp.*`, so `save_pretrained` writes them where servers read them.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -51,8 +52,10 @@ class MtpRow:
             The embeddings of the packed row, with images in their places.
         hidden_states (`torch.Tensor` of shape `[1, T, hidden]`):
             The last hidden states of the same tokens, after the last norm.
+        position_ids (`torch.LongTensor` of shape `[1, T]` or `[3, 1, T]`):
+            The positions of the trunk's rotary embeddings.
         position_embeddings (`tuple[torch.Tensor, torch.Tensor]`):
-            Cosines and sines of the trunk's rotary embeddings.
+            Their cosines and sines.
         boundaries ([`SequenceBoundaries`]):
             The documents of the row. The rows of a padded batch are documents.
         batch (`PaddedBatch`, *optional*):
@@ -61,6 +64,7 @@ class MtpRow:
 
     embeddings: torch.Tensor = field(init=False)
     hidden_states: torch.Tensor = field(init=False)
+    position_ids: torch.Tensor = field(init=False)
     position_embeddings: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     boundaries: SequenceBoundaries = field(init=False)
     batch: PaddedBatch | None = None
@@ -95,6 +99,7 @@ class MtpRow:
         if position_ids.ndim == 3 and len(position_ids) == 4:
             # The first row is the position in the text.
             position_ids = position_ids[1:]
+        self.position_ids = position_ids
         self.position_embeddings = model.rotary_emb(self.embeddings, position_ids)
 
     def of_row(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -169,20 +174,26 @@ class MtpHead(torch.nn.Module):
 
     def forward(self, row: MtpRow) -> torch.Tensor:
         """Return the hidden states `[1, T, hidden]` from which `lm_head` predicts the token after the next one."""
-        hidden_states, embeddings = row.hidden_states, row.embeddings
-        if self.detached:
-            hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
-        embeddings = self.pre_fc_norm_embedding(following(embeddings, row.boundaries, 0))
-        hidden_states = self.pre_fc_norm_hidden(hidden_states)
-        hidden_states = project(torch.cat([embeddings, hidden_states], dim=-1), self.fc)[0]
         hidden_states = self.layers[0](
-            hidden_states,
+            self.pairs(row),
             position_embeddings=row.position_embeddings,
             attention_mask=None,
             position_ids=None,
             **row.boundaries.layer_kwargs(),
         )
         return self.norm(hidden_states)
+
+    def pairs(self, row: MtpRow) -> torch.Tensor:
+        """Return the input of the layer `[1, T, hidden]`."""
+        hidden_states, embeddings = row.hidden_states, row.embeddings
+        if self.detached:
+            hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
+        return self.join(following(embeddings, row.boundaries, 0), hidden_states)
+
+    def join(self, embeddings: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Combine the embeddings of the next tokens and hidden states, both `[1, T, hidden]`."""
+        pair = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
+        return project(torch.cat(pair, dim=-1), self.fc)[0]
 
 
 def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: torch.dtype | None = None) -> MtpHead:
@@ -290,31 +301,90 @@ def load_head(head: MtpHead, tensors: Mapping[str, torch.Tensor], device: Any, d
     head.load_state_dict(state, assign=True)
 
 
-def mtp_loss(model: Any, row: MtpRow, shifted: torch.Tensor, items: int | torch.Tensor | None) -> torch.Tensor:
-    """Compute the loss of the head of a model on a row: the sum over its targets, divided by `items` or their number.
+@dataclass
+class MtpStep:
+    """The loss of a head in a forward of its model.
 
-    `shifted` are the targets of the trunk, one token ahead, in the layout of the batch.
+    Args:
+        shifted (`torch.LongTensor` of shape `[B, L]`):
+            The targets of the trunk, one token ahead.
+        items (`int` or `torch.Tensor`, *optional*):
+            The divisor of the sum over the head's targets. Defaults to their number.
+        number ([`TargetCount`], *optional*):
+            Their number, counted before the trunk runs. That of a shard needs the first token of the next one.
+        row ([`MtpRow`]):
+            What the text model fills.
     """
-    targets = mtp_targets(row.of_row(shifted), row.boundaries)
-    number = int(TargetCount(targets, _IGNORED))
-    hidden_states = model.mtp(row)
-    # Without a target, the loss is 0, and the head gets gradients of 0.
-    items = max(number, 1) if items is None else torch.as_tensor(items).clamp(min=1)
-    loss = head_loss(model.lm_head, hidden_states, targets, num_items_in_batch=items, num_targets=number)
-    if model.mtp.record is not None:
-        with torch.no_grad():
-            sums = [loss * items, loss.new_tensor(float(number)), *_agreement(model, row, hidden_states, targets)]
-            model.mtp.record.append(torch.stack([torch.as_tensor(x, device=loss.device).float() for x in sums]))
-    return loss
 
+    shifted: torch.Tensor
+    items: int | torch.Tensor | None
+    number: TargetCount | None
+    row: MtpRow = field(default_factory=MtpRow)
 
-def mtp_targets(shifted: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor:
-    """Return the targets of a head `[1, T]`, two tokens ahead, from those of the trunk, one token ahead."""
-    return following(shifted, boundaries, _IGNORED)
+    @classmethod
+    def of(cls, labels: torch.Tensor, items: int | torch.Tensor | None, inputs: Mapping[str, Any]) -> "MtpStep":
+        """Prepare the loss for the labels of a model's forward and its other arguments."""
+        is_shard = getattr(inputs.get("boundaries"), "is_shard", False)
+        counted = None if is_shard else mtp_targets_of_batch({**inputs, "labels": labels})
+        shifted = inputs.get("shift_labels")
+        shifted = F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+        return cls(shifted, items, None if counted is None else TargetCount(counted, _IGNORED))
+
+    def alone(self, model: Any) -> torch.Tensor:
+        """Run the head after its trunk, and compute its loss."""
+        hidden_states, targets, number, items = self._run(model)
+        options = {"num_items_in_batch": items, "num_targets": number}
+        loss, losses = head_loss(model.lm_head, hidden_states, targets, return_losses=True, **options)
+        self._note(model, hidden_states, targets, losses)
+        return loss
+
+    def beside(
+        self, model: Any, hidden_states: torch.Tensor, targets: torch.Tensor, number: int, items: Any
+    ) -> torch.Tensor:
+        """Compute the loss of the trunk plus the weighted one of the head, with one gradient of the vocabulary's weight.
+
+        `number` of the trunk's `targets` `[B, L]` are not ignored, and `items` is the divisor of their sum.
+        """
+        own, own_targets, own_number, own_items = self._run(model)
+        items = (number or math.nan) if items is None else items
+        share = torch.as_tensor(model.mtp_loss_weight * items / own_items, dtype=torch.float32, device=own.device)
+        rows = torch.cat([hidden_states.flatten(0, 1), own[0].to(hidden_states.dtype)])
+        weights = torch.cat([share.new_ones(targets.numel()), share.expand(own_targets.numel())])
+        every = torch.cat([targets.flatten().to(own_targets.device), own_targets[0]])
+        options = {"num_items_in_batch": items, "num_targets": number + own_number, "token_weights": weights}
+        loss, losses = head_loss(model.lm_head, rows, every, return_losses=True, **options)
+        self._note(model, own, own_targets, losses[targets.numel() :])
+        return loss
+
+    def _run(self, model: Any) -> tuple[torch.Tensor, torch.Tensor, int, Any]:
+        """The output of the head, its targets, their number on this rank, and the divisor of its loss."""
+        row = self.row
+        targets = following(row.of_row(self.shifted), row.boundaries, _IGNORED)
+        number = int(self.number or TargetCount(targets, _IGNORED))
+        # Without a target, the loss is 0, and the head gets gradients of 0.
+        items = (
+            max(number, 1) if self.items is None else torch.as_tensor(self.items, device=targets.device).clamp(min=1)
+        )
+        return model.mtp(row), targets, number, items
+
+    @torch.no_grad()
+    def _note(self, model: Any, hidden_states: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+        """Record the summed loss, the targets, and how often the head's first choice is the model's own."""
+        head = model.mtp
+        if head.record is None:
+            return
+        same: Any = (0, 0)
+        if head.compares:
+            rows = (targets[0] != _IGNORED).nonzero()[:, 0]
+            own = following(self.row.hidden_states, self.row.boundaries, 0)
+            drafted, chosen = (first_choices(model.lm_head, x[0].index_select(0, rows)) for x in (hidden_states, own))
+            same = (drafted == chosen).sum(), len(rows)
+        sums = losses.sum(), (targets != _IGNORED).sum(), *same
+        head.record.append(torch.stack([torch.as_tensor(x, device=losses.device).float() for x in sums]))
 
 
 def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return labels of which as many are targets as a head has in a batch of a Trainer, or `None` without labels.
+    """Return labels of which as many are targets as a head has in a batch, or `None` without labels.
 
     Those of the trunk one token ahead are those of the head one token before, but for the first token of a document.
     """
@@ -335,10 +405,13 @@ def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
     return shifted.index_fill(1, torch.cat([starts, ends]).to(shifted.device), _IGNORED)
 
 
-def head_loss(lm_head: Any, hidden_states: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Compute the cross entropy of a language modeling head without its logits, if its weight says what it computes."""
+def head_loss(
+    lm_head: Any, hidden_states: torch.Tensor, targets: torch.Tensor, *, return_losses: bool = False, **options: Any
+) -> Any:
+    """Call [`linear_cross_entropy`] with a language modeling head, or the head if its weight does not say what it does."""
 
-    def loss_of(hidden_states: torch.Tensor) -> torch.Tensor:
+    def loss_of(hidden_states: torch.Tensor) -> Any:
+        options["return_losses"] = return_losses
         return linear_cross_entropy(hidden_states, lm_head.weight, targets, lm_head.bias, **options)
 
     if is_bare_linear(lm_head):
@@ -350,20 +423,12 @@ def head_loss(lm_head: Any, hidden_states: torch.Tensor, targets: torch.Tensor, 
             return lm_head(hidden_states)
         finally:
             del lm_head.forward
-    rows = (targets.flatten() != _IGNORED).nonzero()[:, 0]
-    logits = lm_head(hidden_states.flatten(0, 1).index_select(0, rows)).float()
-    loss = F.cross_entropy(logits, targets.flatten().index_select(0, rows).to(logits.device), reduction="sum")
-    return loss / torch.as_tensor(options["num_items_in_batch"], device=loss.device)
-
-
-def _agreement(model: Any, row: MtpRow, hidden_states: torch.Tensor, targets: torch.Tensor) -> list[Any]:
-    """How often the head's first choice is the model's own, among the targets, and their number."""
-    if not model.mtp.compares:
-        return [0.0, 0.0]
-    rows = (targets[0] != _IGNORED).nonzero()[:, 0]
-    own = following(row.hidden_states, row.boundaries, 0)
-    drafted, chosen = (first_choices(model.lm_head, x[0].index_select(0, rows)) for x in (hidden_states, own))
-    return [(drafted == chosen).sum(), len(rows)]
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    kept = (targets.flatten() != _IGNORED).nonzero()[:, 0]
+    logits = lm_head(rows.index_select(0, kept)).float()
+    losses = F.cross_entropy(logits, targets.flatten().index_select(0, kept).to(logits.device), reduction="none")
+    loss = losses.sum() / torch.as_tensor(options["num_items_in_batch"], device=losses.device)
+    return (loss, losses.detach()) if return_losses else loss
 
 
 def first_choices(lm_head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:

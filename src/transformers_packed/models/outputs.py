@@ -24,7 +24,7 @@ from ..errors import input_error, unsupported
 from ..ops.autograd import is_transformed
 from ..ops.cross_entropy import TargetCount
 from .inputs import kept_tokens, mask_targets_across_documents
-from .mtp_head import MtpHead, MtpRow, head_loss, mtp_loss
+from .mtp_head import MtpHead, MtpStep, head_loss
 from .packed_model import PackedModelMixin, Switch
 from .releases import CACHE
 from .typed import OutputBase
@@ -71,19 +71,16 @@ class LanguageModelMixin(PackedModelMixin):
                 "Labels follow padding in a padded batch, so its padding is computed. To skip it, set the labels of "
                 "padding and of the first token of each row to -100."
             )
-        targets = _mtp_targets(self, labels, logits_to_keep, inputs)
-        if targets is not None:
-            row = inputs["mtp_row"] = MtpRow()
+        mtp = _mtp_step(self, labels, logits_to_keep, num_mtp_items_in_batch, inputs)
+        if mtp is not None:
+            inputs["mtp_row"] = mtp.row
             if self.mtp_only:
-                return _loss_of_head_alone(self, targets, num_mtp_items_in_batch, inputs)
+                return _loss_of_head_alone(self, mtp, inputs)
         if _skips_logits(self, labels, logits_to_keep, inputs):
-            outputs = loss_without_logits(self, labels, logits_to_keep=logits_to_keep, **inputs)
-        else:
-            outputs = super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
-        if targets is not None:
-            loss = mtp_loss(self, row, targets, num_mtp_items_in_batch)
-            main: Any = outputs.loss
-            outputs.loss = main + self.mtp_loss_weight * loss.to(main.device)
+            return loss_without_logits(self, labels, logits_to_keep=logits_to_keep, mtp=mtp, **inputs)
+        outputs = super().forward(labels=labels, logits_to_keep=logits_to_keep, **inputs)
+        if mtp is not None:
+            outputs.loss = outputs.loss + self.mtp_loss_weight * mtp.alone(self).to(outputs.loss.device)
         return outputs
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
@@ -161,10 +158,10 @@ def _has_targets_after_padding(
     return bool(((targets != inputs.get("ignore_index", -100)) & (mask == 0)).any())
 
 
-def _mtp_targets(
-    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict
-) -> torch.Tensor | None:
-    """Return the targets of the trunk, shifted by one token, if the head of multi-token prediction trains."""
+def _mtp_step(
+    model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, items: Any, inputs: dict
+) -> MtpStep | None:
+    """Return the loss of the head of multi-token prediction in this forward, if the head trains."""
     if labels is None or not model.training or not (model.mtp_loss_weight or model.mtp_only):
         return None
     if not hasattr(model, "mtp"):
@@ -174,17 +171,16 @@ def _mtp_targets(
     if not keeps_all or torch.compiler.is_compiling() or is_transformed():
         got = "torch.compile or torch.func" if keeps_all else "logits_to_keep"
         raise unsupported("multi-token prediction (mtp_loss_weight)", got, "Train without one of them.")
-    shifted = inputs.get("shift_labels")
-    return F.pad(labels[..., 1:], (0, 1), value=-100) if shifted is None else shifted
+    return MtpStep.of(labels, items, inputs)
 
 
-def _loss_of_head_alone(model: Any, targets: torch.Tensor, items: Any, inputs: dict) -> CausalLMOutputWithPast:
+def _loss_of_head_alone(model: Any, mtp: MtpStep, inputs: dict) -> CausalLMOutputWithPast:
     """Run a trunk without gradients, and compute the loss of its head of multi-token prediction."""
-    row, _ = inputs["mtp_row"], inputs.pop("skip_logits", None)
+    inputs.pop("skip_logits", None)
     with torch.no_grad():
         outputs = model.model(**inputs)
     make_logits = _logits_on_demand(model.lm_head, outputs.last_hidden_state)
-    return CausalLMOutputWithoutLogits(loss=mtp_loss(model, row, targets, items), make_logits=make_logits)
+    return CausalLMOutputWithoutLogits(loss=mtp.alone(model), make_logits=make_logits)
 
 
 def _skips_logits(model: Any, labels: torch.Tensor | None, logits_to_keep: int | torch.Tensor, inputs: dict) -> bool:
@@ -328,6 +324,7 @@ def loss_without_logits(
     logits_to_keep: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
     output_router_logits: bool | None = None,
+    mtp: MtpStep | None = None,
     **inputs: Any,
 ) -> CausalLMOutputWithoutLogits | MoeCausalLMOutputWithoutLogits:
     """Run a language model and compute the loss of the stock forward without logits.
@@ -345,6 +342,8 @@ def loss_without_logits(
             As in forward.
         output_router_logits (`bool`, *optional*):
             As in the forward of a mixture of experts.
+        mtp ([`MtpStep`], *optional*):
+            The loss of the head of multi-token prediction, to be added.
         inputs (`Any`):
             The other arguments of forward, including those of the loss: `num_items_in_batch`, `shift_labels`,
             `ignore_index`, `label_smoothing`.
@@ -366,15 +365,13 @@ def loss_without_logits(
     kept = outputs.last_hidden_state[:, kept_tokens(logits_to_keep)]
     make_logits = _logits_on_demand(head, kept)
 
-    loss = head_loss(
-        head,
-        kept,
-        targets,
-        num_items_in_batch=inputs.get("num_items_in_batch"),
-        label_smoothing=inputs.get("label_smoothing", 0.0),
-        ignore_index=ignore_index,
-        num_targets=int(num_targets),
-    )
+    items = inputs.get("num_items_in_batch")
+    if mtp is not None:
+        loss = mtp.beside(model, kept, targets, int(num_targets), items)
+    else:
+        options = {"num_items_in_batch": items, "label_smoothing": inputs.get("label_smoothing", 0.0)}
+        options |= {"ignore_index": ignore_index, "num_targets": int(num_targets)}
+        loss = head_loss(head, kept, targets, **options)
     fields = {name: outputs.get(name) for name in (CACHE, "hidden_states", "attentions")}
     fields["make_logits"] = make_logits
     if not sparse:

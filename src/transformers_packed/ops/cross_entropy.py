@@ -14,6 +14,7 @@ starts a [`TargetCount`] before its layers does not wait for them.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,11 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     num_targets: int | None = None,
+    token_weights: torch.Tensor | None = None,
+    return_losses: bool = False,
     chunk_size: int | None = None,
     impl: str = "auto",
-) -> torch.Tensor:
+) -> Any:
     """Compute the cross entropy of `hidden_states @ weight.T + bias` and `labels` in chunks of tokens.
 
     Args:
@@ -65,6 +68,10 @@ def linear_cross_entropy(
         num_targets (`int`, *optional*):
             Number of tokens with a target, which saves the host sync. Another number than that of `labels` is an
             error, which a GPU reports as a failed assertion.
+        token_weights (`torch.FloatTensor` of shape `[...]`, *optional*):
+            Factor of each token's loss in the sum. Losses of different divisors then share one gradient of the weight.
+        return_losses (`bool`, *optional*, defaults to `False`):
+            Also return the loss of each token, without its factor and without a gradient.
         chunk_size (`int`, *optional*):
             Number of tokens per chunk of logits. Defaults to 3072, or to 1536 if the weight is frozen.
         impl (`str`, *optional*, defaults to `"auto"`):
@@ -73,7 +80,8 @@ def linear_cross_entropy(
 
     Returns:
         `torch.Tensor`: the loss, a float32 scalar. Without any target, it is 0 if `num_items_in_batch` is passed, and
-            otherwise NaN, as in PyTorch.
+            otherwise NaN, as in PyTorch. With `return_losses`, a tuple of it and of the losses of the tokens, float32
+            `[...]`, 0 without a target.
 
     Raises:
         `ValueError`: the shapes do not match, or `impl` does not support the call. The backward with
@@ -92,6 +100,8 @@ def linear_cross_entropy(
 
     ```
     """
+    if token_weights is not None and token_weights.shape != labels.shape:
+        raise input_error(f"token_weights of shape {tuple(labels.shape)}", tuple(token_weights.shape))
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1] or hidden_states.shape[:-1] != labels.shape:
         got = f"{tuple(hidden_states.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
         raise input_error("hidden_states [..., hidden], weight [vocab, hidden] and labels [...]", got)
@@ -102,8 +112,11 @@ def linear_cross_entropy(
         raise input_error("chunk_size of 1 or more and label_smoothing from 0 to 1", got)
     options = {"num_items_in_batch": num_items_in_batch, "label_smoothing": label_smoothing}
     options |= {"ignore_index": ignore_index, "num_targets": num_targets, "chunk_size": chunk_size}
+    options |= {"token_weights": None if token_weights is None else token_weights.flatten()}
+    options["return_losses"] = return_losses
     call = hidden_states.flatten(0, -2), weight, labels.flatten(), bias
-    return run("linear_cross_entropy", impl, IMPLEMENTATIONS, *call, **options)
+    loss, losses = run("linear_cross_entropy", impl, IMPLEMENTATIONS, *call, **options)
+    return (loss, losses.view(labels.shape)) if return_losses else loss
 
 
 class TargetCount:
@@ -152,17 +165,19 @@ def _counting_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _reference(
-    hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets, chunk_size
-):
+    hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets,
+    token_weights, return_losses, chunk_size,
+):  # fmt: skip
     logits = widened(F.linear(hidden_states, weight, bias))
-    reduction = "mean" if num_items_in_batch is None else "sum"
     labels = labels.to(logits.device)
     if num_targets is not None:
         # The check is in the choice of places.
         labels.index_select(0, _places(labels != ignore_index, num_targets))
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    loss = F.cross_entropy(logits, labels, **options)
-    return loss if num_items_in_batch is None else loss / _like(num_items_in_batch, loss)
+    options = {"ignore_index": ignore_index, "reduction": "none", "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits, labels, **options)
+    total = (losses if token_weights is None else losses * token_weights.to(losses)).sum()
+    items = (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / _like(items, total), losses.detach().float()
 
 
 def _torch(*args, **kwargs):
@@ -177,19 +192,22 @@ def _triton(*args, **kwargs):
 
 def _chunked(
     steps, hidden_states, weight, labels, bias, *, num_items_in_batch, label_smoothing, ignore_index, num_targets,
-    chunk_size,
+    token_weights, return_losses, chunk_size,
 ):  # fmt: skip
+    length = len(labels)
     kept = _places(labels != ignore_index, num_targets).to(hidden_states.device)
     labels = labels.to(hidden_states.device)
     if num_targets is not None or len(kept) < len(labels):
         hidden_states, labels = hidden_states.index_select(0, kept), labels.index_select(0, kept)
+        token_weights = None if token_weights is None else token_weights.to(kept.device).index_select(0, kept)
     if num_items_in_batch is None:
         num_items_in_batch = len(labels) or math.nan
     elif not len(labels):
         num_items_in_batch = math.inf
     scale = _like(num_items_in_batch, hidden_states).float().reciprocal()
-    options = scale, (*steps, torch.is_grad_enabled()), chunk_size, label_smoothing
-    return _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
+    options = scale, token_weights, (*steps, torch.is_grad_enabled()), chunk_size, label_smoothing
+    loss, losses = _LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
+    return loss, losses.new_zeros(length).index_copy_(0, kept, losses) if return_losses else None
 
 
 def _places(mask: torch.Tensor, number: int | None) -> torch.Tensor:
@@ -212,10 +230,10 @@ def _like(number: int | float | torch.Tensor, tensor: torch.Tensor) -> torch.Ten
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss. The forward also computes the gradients of the sum over the targets."""
+    """The loss, and those of the tokens. The forward also computes the gradients of the sum over the targets."""
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, bias, labels, scale, steps, chunk_size, label_smoothing):
+    def forward(ctx, hidden_states, weight, bias, labels, scale, token_weights, steps, chunk_size, label_smoothing):
         # Gradients are always disabled inside a forward, so the caller passes whether they are needed.
         softmax_step, scaled, wanted = steps
         needed = [wanted and needed for needed in ctx.needs_input_grad[:3]]
@@ -234,15 +252,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits += bias
             losses[rows] = softmax_step(logits, labels[rows], label_smoothing, any(needed))
             # From here on, `logits` holds its own gradient.
-            gradients.add(rows, logits, chunk, weight)
+            gradients.add(rows, logits, chunk, weight, None if token_weights is None else token_weights[rows])
         ctx.gradients, ctx.scale, ctx.scaled = gradients, scale, scaled
-        return losses.sum() * scale
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)
+        return (losses if token_weights is None else losses * token_weights).sum() * scale, losses
 
     @staticmethod
     @first_order(
         'Pass skip_logits=False to the model, or impl="reference" to the op. They support gradients of any order.'
     )
-    def backward(ctx, d_loss):
+    def backward(ctx, d_loss, _):
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy: the first backward through this loss has freed its gradients. "
@@ -254,7 +274,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = ctx.gradients.scaled(d_loss * ctx.scale, ctx.scaled, kept)
         if not kept:
             ctx.gradients = None
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 class HeadGradients:
@@ -278,13 +298,26 @@ class HeadGradients:
         self.weight = torch.zeros_like(weight) if self.for_weight and not len(hidden_states) else None
         self.bias = torch.zeros_like(bias, dtype=torch.promote_types(dtype, torch.float32)) if for_bias else None
 
-    def add(self, rows: slice, logits: torch.Tensor, hidden_states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add those of a chunk of rows, whose logits hold their own gradient."""
+    def add(
+        self,
+        rows: slice,
+        logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        factors: torch.Tensor | None = None,
+    ) -> None:
+        """Add those of a chunk of rows, whose logits hold their own gradient, times a factor `[C]` of each row."""
+        if factors is not None:
+            # Of a row's products, and not of its logits, which are many more numbers.
+            hidden_states = hidden_states * factors[:, None].to(hidden_states.dtype)
         if self.hidden_states is not None:
-            torch.mm(logits, weight, out=self.hidden_states[rows])
+            products = torch.mm(logits, weight, out=self.hidden_states[rows])
+            if factors is not None:
+                products *= factors[:, None]
         if self.for_weight:
             self.weight = add_product(self.weight, logits.t(), hidden_states)
         if self.bias is not None:
+            logits = logits if factors is None else logits * factors[:, None].to(self.bias.dtype)
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 
     def scaled(self, factor: torch.Tensor, scaled: Callable, kept: bool) -> list[torch.Tensor | None]:
