@@ -1,5 +1,6 @@
 """The head of multi-token prediction in checkpoints that are quantized, sharded, resumed or of a revision."""
 
+import copy
 import json
 import shutil
 import unittest
@@ -16,9 +17,10 @@ from parameterized import parameterized
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from scripts import trainer_arms
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 
 from transformers_packed import registered
+from transformers_packed.models.mtp import DECLARED
 
 
 try:
@@ -150,6 +152,25 @@ class ShardsTest(KeptHeadMixin):
         source = self.checkpoint(kind, layout, sharded=True)
         self.load(source, patched).save_pretrained(self.folder / "target", max_shard_size="30KB")
         self.assertFalse((self.folder / "target/model.safetensors").exists())
+        self.check(self.folder / "target", layout)
+
+
+class DeclaredTest(KeptHeadMixin):
+    @parameterized.expand([("dense", "dense"), ("composite", "dense"), ("qwen3_next", "split")])
+    def test_a_release_that_declares_no_head_that_it_leaves_out(self, kind, layout):
+        """As the patch `mtp-config-on-save` for Transformers does."""
+        save = PreTrainedConfig.save_pretrained
+
+        def save_without(config, *args, **kwargs):
+            config = copy.deepcopy(config)
+            for name in DECLARED:
+                if getattr(config.get_text_config(), name, None):
+                    setattr(config.get_text_config(), name, 0)
+            save(config, *args, **kwargs)
+
+        model = self.load(self.checkpoint(kind, layout))
+        with mock.patch.object(PreTrainedConfig, "save_pretrained", save_without):
+            model.save_pretrained(self.folder / "target")
         self.check(self.folder / "target", layout)
 
 

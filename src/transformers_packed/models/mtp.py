@@ -169,6 +169,8 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
             return
         if head:
             add_head(head, folder, written)
+            # Transformers may have seen that the model itself has none.
+            declare_head(folder, config.to_dict())
             if unsure:
                 logger.warning_once(
                     f"The head of multi-token prediction (mtp) in saved checkpoints is from revision main of "
@@ -176,7 +178,7 @@ def keep_head(config: PreTrainedConfig, folder: Path, saves: bool) -> Iterator[N
                     "Load another revision with register() instead of patch_model."
                 )
         else:
-            undeclare_head(folder)
+            declare_head(folder, {})
             logger.warning(
                 f"The checkpoint in {folder} has no multi-token-prediction head (mtp), because {config.name_or_path!r}, "
                 "which declares one, has none or cannot be read. The saved configuration no longer declares it."
@@ -240,11 +242,13 @@ def write_tensors(path: Path, head: dict[str, SavedTensor], before: Path | None 
     os.replace(partial, path)
 
 
-def undeclare_head(folder: Path) -> None:
-    """Say in the configuration in `folder` that there is no head, on both levels."""
+def declare_head(folder: Path, declared: dict[str, Any]) -> None:
+    """Let the configuration in `folder` declare the head of the configuration `declared`, on both levels, or none."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config", {})):
+    before = json.dumps(config)
+    for part, source in ((config, declared), (config.get("text_config", {}), declared.get("text_config", {}))):
         # Zero and not absent, because readers of Qwen3-Next take an absent entry for one layer.
-        part |= {name: 0 for name in DECLARED if name in part}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        part |= {name: source.get(name, 0) for name in DECLARED if name in part}
+    if json.dumps(config) != before:
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
