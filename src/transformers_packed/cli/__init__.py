@@ -10,7 +10,7 @@ import sys
 
 
 # In the order of a first use.
-COMMANDS = ("demo", "train", "bench", "warmup", "plan", "memory", "audit", "doctor", "env")
+COMMANDS = ("demo", "train", "bench", "warmup", "plan", "memory", "audit", "doctor", "mtp", "env")
 
 INTERRUPTED = 130
 

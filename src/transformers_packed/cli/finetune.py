@@ -66,16 +66,12 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
-    if settings.mtp or settings.mtp_only:
-        check_head(config, "--mtp-only" if settings.mtp_only else "--mtp")
+    _check_heads(config, settings)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
-    records = read_records(settings.data, settings.split, settings.subset)
-    samples = make_samples(records, tokenizer, settings.max_length, settings.format)
-    say(
-        f"{count(len(samples.data), 'sample')} ({samples.format}) with {count(samples.tokens, 'token')}, "
-        f"{samples.targets:,} of them targets; {samples.truncated:,} truncated to {count(settings.max_length, 'token')}, "
-        f"{samples.dropped:,} without a target dropped."
+    samples = make_samples(
+        read_records(settings.data, settings.split, settings.subset), tokenizer, settings.max_length, settings.format
     )
+    _say_samples(samples, settings)
     kept = settings_to_keep(settings, source, samples)
     check_same_settings(settings.output, kept, settings.resume)
     set_seed(settings.seed)
@@ -94,9 +90,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         f"{model.num_parameters(only_trainable=True):,} of {model.num_parameters():,} parameters trained, "
         f"{dtype} on {trainer.args.device}."
     )
-    for wrong in damaged:
-        say(f"Skipped {wrong}.")
-    _say_start(settings, checkpoint)
+    _say_start(settings, checkpoint, damaged)
     raise_on_interrupt()
     if trainer.is_world_process_zero():
         write_settings(settings.output, kept)
@@ -108,12 +102,23 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    what = ("the adapter, the head" if settings.mtp else "the adapter") if settings.lora else "the model"
-    say(f"Saved {what} and the tokenizer in {settings.output}")
+    say(
+        f"Saved the {'adapter' if settings.lora else 'model'}{', the head' * settings.mtp} and the tokenizer in {settings.output}"
+    )
     return 0
 
 
-def _say_start(settings: Namespace, checkpoint: Path | None) -> None:
+def _say_samples(samples: Samples, settings: Namespace) -> None:
+    say(
+        f"{count(len(samples.data), 'sample')} ({samples.format}) with {count(samples.tokens, 'token')}, "
+        f"{samples.targets:,} of them targets; {samples.truncated:,} truncated to {count(settings.max_length, 'token')}, "
+        f"{samples.dropped:,} without a target dropped."
+    )
+
+
+def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -> None:
+    for wrong in damaged:
+        say(f"Skipped {wrong}.")
     if checkpoint is not None:
         say(f"Resuming from {checkpoint}.")
     elif settings.resume:
@@ -128,11 +133,17 @@ def check_peft(lora: bool) -> None:
         raise ImportError("--lora needs peft: pip install peft")
 
 
+def _check_heads(config: PreTrainedConfig, settings: Namespace) -> None:
+    for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
+        if trains:
+            check_head(config, option)
+
+
 def check_head(config: PreTrainedConfig, option: str) -> None:
     """Raise a `ValueError` unless a checkpoint has a head of multi-token prediction that can train."""
     check_declared(config)
     if not find_head(config):
-        fix = f"Remove {option}, or take a checkpoint with a head."
+        fix = "Choose a checkpoint with a head."
         raise input_error(
             "a head of multi-token prediction (mtp.*)", f"none in {config.name_or_path}", fix, option=option
         )

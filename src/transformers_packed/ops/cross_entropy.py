@@ -152,6 +152,8 @@ class TargetCount:
             self._number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._number.copy_((labels != ignore_index).sum(), non_blocking=True)
             self._event = stream.record_event()
+        # Freed before it is read, its memory would get other values.
+        labels.record_stream(stream)
 
     def __int__(self) -> int:
         if self._event is not None:

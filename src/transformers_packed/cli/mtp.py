@@ -1,0 +1,79 @@
+"""`transformers-packed mtp`: how many tokens that the head of a checkpoint drafts the model would accept."""
+
+import argparse
+import json
+import sys
+
+from ..errors import input_error
+from .lines import count, say
+from .options import LONGEST_SAMPLE, Parser, positive_int
+
+
+_EXAMPLES = """\
+transformers-packed mtp --model Qwen/Qwen3.5-0.8B --data chats.jsonl
+transformers-packed mtp --model tuned --data chats.jsonl --steps 3 --samples 500
+"""
+
+
+def add_parser(subparsers) -> Parser:
+    """Declare the command and its options."""
+    parser = subparsers.add_parser(
+        "mtp",
+        help="measure how many drafts of a multi-token prediction head a model accepts",
+        description="Measure how often the head of multi-token prediction, with which servers draft tokens, has the same "
+        "first choice as the model. Choices are compared at the targets of the data, in any format of `train`. Compare a "
+        "checkpoint before and after fine-tuning; `train --mtp-only` trains the head.",
+        examples=_EXAMPLES,
+    )
+    shared = parser.add_shared
+    shared("--model", "--data", "--split", "--subset", "--format")
+    add = parser.add_argument
+    steps = "tokens to draft one after the other, as servers do with num_speculative_tokens"
+    add("--steps", type=positive_int, default=3, metavar="N", help=steps)
+    parser.add_count("--samples", "number of samples, the first ones of the data", 200)
+    parser.add_count(
+        "--max-length", "maximum number of tokens per sample; longer samples are truncated", LONGEST_SAMPLE
+    )
+    shared("--attn", "--dtype", "--json")
+    add("--trust-remote-code", action="store_true", help="run code of the tokenizer")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the shares of accepted tokens."""
+    if not args.json:
+        say(f"Loading {args.model} ...")
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from ..audit.acceptance import mtp_acceptance
+    from ..data.records.samples import make_samples, read_records
+    from ..models.registry import registered
+    from .checkpoint import load_tokenizer, load_weights
+    from .finetune import check_head, computes_in_bfloat16, supported_config
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    check_head(supported_config(args.model), "--model")
+    tokenizer = load_tokenizer("--model", args.model, args.trust_remote_code)
+    records = read_records(args.data, args.split, args.subset)
+    samples = list(make_samples(records, tokenizer, args.max_length, args.format).data)[: args.samples]
+    if not samples:
+        raise input_error("samples with a target", "none", "Check the records.", option="--data")
+    dtype = torch.bfloat16 if computes_in_bfloat16(args.dtype) else torch.float32
+    with registered():
+        options = {"dtype": dtype, "attn_implementation": args.attn, "trust_remote_code": False}
+        model = load_weights("--model", args.model, AutoModelForCausalLM, **options)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    found = mtp_acceptance(model, samples, steps=args.steps)
+    drafted = found.drafted.sum(0).tolist()
+    if args.json:
+        figures = {"documents": len(samples), "loss": found.loss, "drafted": drafted, "accepted": found.rates}
+        print(json.dumps(figures | {"tokens_per_forward": found.tokens_per_forward}))
+        return 0
+    say(f"{count(len(samples), 'sample')}, loss of the head {found.loss:.4f}")
+    for step, (rate, number) in enumerate(zip(found.rates, drafted, strict=True), start=1):
+        say(f"token {step}: {rate:7.1%} accepted of {number:,} drafted")
+    say(f"{found.tokens_per_forward:.2f} tokens per forward of the model with {count(args.steps, 'drafted token')}")
+    return 0
