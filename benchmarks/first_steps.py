@@ -82,7 +82,7 @@ def train(name: str, config: dict, args) -> dict:
         start = time.perf_counter()
         if not args.no_warm_up:
             # Its own records come from the hooks above.
-            warm_up(model, args.tokens, max_documents=args.documents, loss=loss)
+            warm_up(model, args.tokens, max_documents=args.documents, loss=loss, dtype=torch.bfloat16)
         synchronize(args.device)
         warming = time.perf_counter() - start
         for at, row in enumerate(lengths, 1):

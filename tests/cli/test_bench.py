@@ -135,6 +135,30 @@ class CommandTest(BenchTestCase):
                     bench_arm.main(arm, self.path)
             self.assertEqual(found, [value])
 
+    def test_the_padded_arm_compiles_for_the_packed_one(self):
+        """It waits before it measures."""
+        settings = {"batch_size": 8, "lora": False, "gradient_checkpointing": False, "attn": "sdpa", "float8": False}
+        settings |= {"weights": "float32", "cuda_graphs": False, "seconds": 0.01, "seed": 0, "lengths": [5, 9]}
+        (self.path / "settings.json").write_text(json.dumps(settings | {"bfloat16": False}))
+        for arm in arms.ARMS:
+            kernels, measured = mock.Mock(), mock.Mock(wraps=bench_arm.tqdm)
+            order = mock.Mock()
+            order.attach_mock(kernels, "kernels")
+            order.attach_mock(measured, "bar")
+            with (
+                mock.patch.object(bench_arm, "start_compiling", return_value=kernels) as start,
+                mock.patch.object(bench_arm, "tqdm", measured),
+            ):
+                result = bench_arm.time_arm(arm, self.path, torch.device("cpu"))
+            self.assertEqual(result["compiled_for_packed"], arm == "padded")
+            names = [call[0] for call in order.mock_calls]
+            self.assertEqual(names, ["kernels.wait", "bar"] if arm == "padded" else ["bar"])
+            self.assertEqual(start.call_count, int(arm == "padded"))
+        _, stdout, _ = self.report(RESULT | {"compiled_for_packed": True}, RESULT)
+        self.assertIn("\nThe padded arm also compiled FlashQLA's kernels for the packed arm", stdout)
+        _, stdout, _ = self.report(RESULT, RESULT)
+        self.assertNotIn("FlashQLA", stdout)
+
     def test_errors(self):
         data = self.path / "data.jsonl"
         data.write_text('{"input_ids": [1, 2, 3]}\n')

@@ -57,7 +57,8 @@ def run(folder, *command, **variables):
     for name in ("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "TRITON_INTERPRET"):
         environment.pop(name, None)
     command = [sys.executable, *command]
-    return subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True)
+    options = {"cwd": folder, "env": environment | variables, "timeout": 200}
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def test_only_our_lines(folder):
@@ -170,6 +171,51 @@ sys.modules["torch"] = None
 from transformers_packed.cli import main
 sys.exit(main())
 """
+
+
+# `train` stops while a thread compiles and its compiler holds the output of errors, with the error of the second argument.
+COMPILING = """
+import builtins, os, signal, subprocess, sys, threading
+import torch
+from transformers_packed import cli
+from transformers_packed.cli import finetune
+from transformers_packed.ops.backends import flash_qla_kernels
+
+def start(*config):
+    started = threading.Event()
+
+    def compile():
+        started.set()
+        # It ends with this process.
+        subprocess.run(["cat"], stdin=os.pipe()[0])
+
+    flash_qla_kernels._GROUPS["row"] = flash_qla_kernels.Kernels(torch.device("cpu"), [compile], [])
+    started.wait()
+
+def load(*args):
+    if error == "Ctrl-C":
+        signal.raise_signal(signal.SIGINT)
+    raise getattr(builtins, error)("while a thread compiles")
+
+error = sys.argv.pop()
+finetune.start_compiling, finetune.load_model = start, load
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "error, status, line",
+    [
+        ("ValueError", 1, "transformers-packed train: while a thread compiles"),
+        ("RuntimeError", 1, "RuntimeError: while a thread compiles"),
+        ("KeyboardInterrupt", 130, "transformers-packed train: interrupted while a thread compiles"),
+        ("Ctrl-C", 130, "transformers-packed train: interrupted"),
+    ],
+)
+def test_the_end_does_not_wait_for_threads_that_compile(folder, error, status, line):
+    command = ("train", "--model=model", "--data=chats.jsonl", "--output=ended", error)
+    found = run(folder, "-c", COMPILING, *command)
+    assert (found.returncode, found.stderr.splitlines()[-1:]) == (status, [line]), found.stderr
 
 
 def test_an_occupied_folder_is_refused_without_torch(folder):

@@ -183,6 +183,32 @@ class CommandTest(unittest.TestCase):
         with mock.patch.object(warm_up, "compiles_kernels", lambda device: True):
             trainer.callback_handler.callbacks[0].on_train_begin(trainer.args, trainer.state, trainer.control)
 
+    def test_the_compiler_starts_after_the_checks_and_before_the_weights(self):
+        calls, empty = [], self.directory / "empty.jsonl"
+        empty.touch()
+        load = lambda *args, **kwargs: calls.append("weights") or original(*args, **kwargs)  # noqa: E731
+        original = finetune.load_model
+        with (
+            mock.patch.object(finetune, "start_compiling", lambda *given: calls.append(given)),
+            mock.patch.object(finetune, "load_model", load),
+        ):
+            self.check_error("--data: expected at least one record", data=empty)
+            self.assertEqual(calls, [])
+            status, _, err = self.run_command("--max-steps", 1)
+        self.assertEqual(status, 0, err)
+        (config, device, dtype), loaded = calls
+        self.assertEqual((config.model_type, device.type, dtype), ("qwen3_5_text", "cpu", torch.float32))
+        self.assertEqual(loaded, "weights")
+
+    def test_each_process_compiles_on_its_own_gpu(self):
+        for rank, gpus, number in (("0", 8, 0), ("3", 8, 3), ("3", 1, 0)):
+            with (
+                mock.patch.dict("os.environ", {"LOCAL_RANK": rank}),
+                mock.patch.object(torch.cuda, "is_available", lambda: True),
+                mock.patch.object(torch.cuda, "device_count", lambda: gpus),  # noqa: B023
+            ):
+                self.assertEqual(finetune.device_of_this_process(), torch.device("cuda", number))
+
     def test_bad_models(self):
         config = LlamaConfig(
             vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1

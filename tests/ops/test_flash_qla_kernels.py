@@ -1,6 +1,8 @@
 """FlashQLA's kernels are compiled together, and TileLang's lines are left out. tests/gpu compiles the real ones."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
-from transformers_packed.ops.backends import flash_qla_kernels, tilelang_output
+from transformers_packed.ops.backends import flash_qla, flash_qla_kernels, tilelang_output
 
 
 BFLOAT16 = torch.bfloat16
@@ -39,13 +41,13 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.barrier.wait(20)
         self.calls[name] = args, kwargs
 
-    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True):
+    def call(self, documents=3, rows=1, heads=(2, 4), requires_grad=True, function=None):
         shape = rows, 9
         query, key = (torch.zeros(*shape, heads[0], 128, dtype=BFLOAT16) for _ in range(2))
         value = torch.zeros(*shape, heads[1], 128, dtype=BFLOAT16, requires_grad=requires_grad)
         gates = [torch.zeros(*shape, heads[1], dtype=torch.float32) for _ in range(2)]
         cu_seqlens = None if documents is None else torch.arange(documents + 1)
-        return flash_qla_kernels.compile_together(query, key, value, *gates, cu_seqlens)
+        return (function or flash_qla_kernels.compile_together)(query, key, value, *gates, cu_seqlens)
 
     def test_all_kernels_of_a_row(self):
         with self.assertNoLogs("transformers_packed", "INFO"):
@@ -77,6 +79,34 @@ class FlashQLACompilationTest(unittest.TestCase):
         output.sum().backward()
         self.assertIn("fused_gdr_bwd", self.calls)
 
+    def test_started_before_there_is_a_row(self):
+        goes_on = threading.Event()
+        self.barrier = SimpleNamespace(wait=goes_on.wait)
+        started = self.call(documents=1, function=flash_qla_kernels.start_threads)
+        self.assertEqual(self.calls, {})
+        goes_on.set()
+        # A row finds them, and so does one without gradients.
+        self.assertIs(self.call(documents=100), started)
+        started.wait()
+        self.assertEqual(len(self.calls), 7)
+        self.calls.clear()
+        self.assertIsNone(self.call(requires_grad=False))
+        self.assertEqual(self.calls, {})
+
+    def test_started_for_the_sizes_of_a_model(self):
+        self.barrier = mock.Mock()
+        verify = mock.Mock(return_value=(True, ""))
+        sizes = torch.device("cpu"), BFLOAT16, 2, 4, 128, 128
+        with mock.patch.object(flash_qla, "verify_gated_delta_rule", verify):
+            started = flash_qla.start_compiling(*sizes)
+            verify.return_value = False, "needs CUDA tensors"
+            self.assertIsNone(flash_qla.start_compiling(*sizes))
+        shapes = [tuple(x.shape[2:]) for x in verify.call_args.args]
+        self.assertEqual(shapes, [(2, 128), (2, 128), (4, 128), (4,), (4,)])
+        started.wait()
+        given = self.calls["fused_gdr_bwd"][1]
+        self.assertEqual([given[x].dtype for x in "kvgb"], [BFLOAT16, BFLOAT16, torch.float32, BFLOAT16])
+
     @parameterized.expand([("1", 7), ("3", 5), ("16", 1), ("64", 1)])
     def test_processes_share_the_cores(self, processes, threads):
         pool = mock.Mock(wraps=flash_qla_kernels.ThreadPoolExecutor)
@@ -97,6 +127,16 @@ class FlashQLACompilationTest(unittest.TestCase):
         self.assertIsNone(given["cu_seqlens"])
         self.assertEqual(tuple(given["k"].shape), (2, 64, 4, 128))
         self.assertEqual(tuple(self.calls["fused_gdr_bwd"][1]["h"].shape), (2, 1, 4, 128, 128))
+
+    def test_ctrl_c_comes_back_from_a_compiler_that_takes_it(self):
+        """TileLang's prover installs a handler of its own, beside Python's."""
+        self.barrier = mock.Mock()
+        kernel = lambda **kwargs: ctypes.CDLL(None).signal(signal.SIGINT, 1)  # noqa: E731  # ignored
+        sys.modules["flash_qla.ops.gated_delta_rule"].chunk.fused_gdr_bwd = kernel
+        self.call().wait()
+        with self.assertRaises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(20)
 
     def test_only_the_forward_without_gradients(self):
         self.barrier = threading.Barrier(3)
@@ -154,6 +194,22 @@ assert (before.st_dev, before.st_ino) == (os.fstat(2).st_dev, os.fstat(2).st_ino
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         expected = "half a barINFO:other:not of TileLang\nof a child\n[12 files] : Warnings: mine\nno endafter\n"
         self.assertEqual(run.stderr.lstrip(), expected + "INFO:tilelang.jit:no longer\n")
+
+    def test_a_terminal_behind_the_pipe(self):
+        code = f"""
+import os, pty, runpy
+names = runpy.run_path({tilelang_output.__file__!r})
+parent, terminal = pty.openpty()
+shown = names["errors_are_shown"]
+assert not shown()
+with names["quiet"]():
+    assert not shown()
+os.dup2(terminal, 2)
+with names["quiet"]():
+    assert shown() and not os.isatty(2)
+assert shown()
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.PIPE)
 
     def test_an_error_passes(self):
         with self.assertRaises(KeyError), tilelang_output.quiet():

@@ -187,6 +187,37 @@ class StateTest(KernelsTestCase):
         warm_up(small(), 24, loss=loss, evaluation=False)
         self.assertEqual([list(row) for row in rows], rows_to_run(24))
 
+    @parameterized.expand([(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+    def test_what_takes_longest_starts_before_the_first_row(self, dtype, started):
+        model, calls = small(), []
+
+        def loss(model, batch):
+            calls.append("row")
+            return model(**batch).loss
+
+        with mock.patch.object(module.flash_qla, "start_compiling", lambda *sizes: calls.append(sizes)):
+            warm_up(model, 24, loss=loss, dtype=dtype)
+            config = model.config
+            heads = config.linear_num_key_heads, config.linear_num_value_heads
+            dims = config.linear_key_head_dim, config.linear_value_head_dim
+            self.assertEqual(calls[:2], [(torch.device("cpu"), started, *heads, *dims), "row"])
+            self.assertEqual(calls[2:], ["row"] * len(rows_to_run(24)))
+            # Of a family without these layers, nothing is known.
+            calls.clear()
+            self.assertIsNone(module.start_compiling(tiny_config("llama"), torch.device("cpu"), torch.bfloat16))
+        self.assertEqual(calls, [])
+
+    def test_a_bar_while_threads_compile(self):
+        """They replace the output of errors by a pipe."""
+        for shown, progress, hidden in ((True, True, False), (False, True, None), (True, False, True)):
+            with (
+                mock.patch.object(module.tilelang_output, "errors_are_shown", lambda: shown),  # noqa: B023
+                mock.patch.object(module, "tqdm", side_effect=KeyError) as bar,
+                self.assertRaises(KeyError),
+            ):
+                warm_up(small(), 24, progress=progress)
+            self.assertEqual(bar.call_args.kwargs["disable"], hidden)
+
     def test_a_model_without_a_head(self):
         warm_up(small().model, 16)
 

@@ -25,12 +25,22 @@ def main(argv: list[str] | None = None) -> int:
             The arguments, by default those of the process, where other packages then only show errors. As in
             `argparse`, invalid arguments exit with status 2.
     """
+    status = _run(argv)
+    if argv is None:
+        from .process import end_at_once
+
+        end_at_once(status)
+    return status
+
+
+def _run(argv: list[str] | None) -> int:
     name, args = "transformers-packed", None
     try:
-        from .process import exit_on_interrupt, silence_other_packages
+        from .process import end_on_error, exit_on_interrupt, silence_other_packages
 
         if argv is None:
             exit_on_interrupt(name)
+            sys.excepthook = end_on_error
             silence_other_packages()
         from .options import parse
 

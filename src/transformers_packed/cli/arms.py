@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .process import silence_other_packages
+from .process import end_on_error, silence_other_packages
 
 
 ARMS = {"padded": "padded, Transformers", "packed": "packed, transformers_packed"}
@@ -54,5 +54,6 @@ def run_module(module: str, *arguments: str, limit: float | None = None) -> None
 
 
 if __name__ == "__main__":
+    sys.excepthook = end_on_error
     silence_other_packages()
     import_module(f"{__package__}.{sys.argv[1]}").main(sys.argv[2], Path(sys.argv[3]))

@@ -144,6 +144,10 @@ def print_report(results: dict[str, dict[str, Any]], dtype: str) -> int:
         table.append(row)
     print()
     print_table(table)
+    if results["padded"].get("compiled_for_packed"):
+        print(
+            "\nThe padded arm also compiled FlashQLA's kernels for the packed arm, whose first step only loads them."
+        )
     if any("error" in result for result in results.values()):
         return 0
     padded, packed = results["padded"], results["packed"]

@@ -38,6 +38,7 @@ from ..models.releases import builds, checkpointing_argument, use_one_gpu
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
+from ..training.warm_up import start_compiling
 from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
 from .folder_trainer import RunFolderTrainer
 from .lines import count, duration, say
@@ -78,6 +79,8 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     bfloat16 = computes_in_bfloat16(settings.dtype)
     if settings.float8:
         check_float8(bfloat16)
+    # The compiler works while the weights are loaded.
+    start_compiling(config, device_of_this_process(), dtype_of_products(bfloat16))
     model = load_model(source, settings, bfloat16)
     check_vocabulary(model, samples)
     if settings.float8:
@@ -183,11 +186,22 @@ def _supported_config(source: str) -> PreTrainedConfig:
     return config
 
 
+def device_of_this_process() -> torch.device:
+    """The device on which the Trainer will train."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % number) if number else torch.device("cpu")
+
+
 def computes_in_bfloat16(dtype: str) -> bool:
     """Whether matrix products run in bfloat16."""
     if dtype == "auto":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return dtype == "bfloat16"
+
+
+def dtype_of_products(bfloat16: bool) -> torch.dtype:
+    """The dtype of matrix products under the autocast of a training, if any."""
+    return torch.bfloat16 if bfloat16 else torch.float32
 
 
 def check_float8(bfloat16: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import warnings
+from typing import Any
 
 from . import INTERRUPTED, print_interrupted
 
@@ -52,6 +53,20 @@ def raise_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def end_at_once(status: int) -> None:
+    """End the process if threads compile kernels, for which Python would wait."""
+    # No command imports torch only to end.
+    kernels = sys.modules.get(f"{_OURS}.ops.backends.flash_qla_kernels")
+    if kernels is not None:
+        kernels.end_at_once(status)
+
+
+def end_on_error(*error: Any) -> None:
+    """Print an error that no command expects, and end the process."""
+    sys.__excepthook__(*error)
+    end_at_once(1)
+
+
 class _Exit:
     def __init__(self, name: str):
         self.name = name
@@ -61,4 +76,5 @@ class _Exit:
         with contextlib.suppress(RuntimeError, OSError):
             sys.stdout.flush()
             print_interrupted(self.name)
+            end_at_once(INTERRUPTED)
         os._exit(INTERRUPTED)

@@ -42,7 +42,14 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import input_error
     from ..models.sizes import take_few_layers
     from ..training.warm_up import compiles_kernels, warm_up
-    from .finetune import check_float8, check_peft, computes_in_bfloat16, supported_config, untrained_model
+    from .finetune import (
+        check_float8,
+        check_peft,
+        computes_in_bfloat16,
+        dtype_of_products,
+        supported_config,
+        untrained_model,
+    )
 
     check_peft(args.lora)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
             return model(**batch).loss
 
     raise_on_interrupt()
-    found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss)
+    dtype = dtype_of_products(bfloat16)
+    found = warm_up(model, args.row_length, max_documents=args.max_documents, loss=loss, dtype=dtype)
     print_kernels(found)
     return 0
 

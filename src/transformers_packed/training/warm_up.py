@@ -28,13 +28,15 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
 from ..errors import input_error
-from ..models.families import LANGUAGE_MODELS
+from ..models.families import LANGUAGE_MODELS, family_of
 from ..models.registry import inner_model
 from ..ops.autotuning import tuned_in_threads
+from ..ops.backends import flash_qla, flash_qla_kernels, tilelang_output
 from ..ops.compilations import Compilation, compilations
 from .restore import as_before, drop_gradients
 
@@ -55,6 +57,7 @@ def warm_up(
     max_documents: int | None = None,
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
     loss: Callable[[torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     evaluation: bool = True,
     progress: bool = True,
 ) -> list[Compilation]:
@@ -80,6 +83,9 @@ def warm_up(
         loss (`Callable`, *optional*):
             Function of the model and a batch on its device that returns the loss, as training will compute it. Pass one
             if you train under autocast. Defaults to the model's own loss.
+        dtype (`torch.dtype`, *optional*):
+            Dtype in which `loss` computes matrix products, if not in that of the weights. With it, the kernel that takes
+            longest is compiled from the start, and otherwise when the first row needs it.
         evaluation (`bool`, *optional*, defaults to `True`):
             Also compile the kernels of an evaluation, a forward without gradients.
         progress (`bool`, *optional*, defaults to `True`):
@@ -116,13 +122,10 @@ def warm_up(
         return_seq_idx=True, return_flash_attn_kwargs=True, model=model, on_leak="ignore"
     )
     loss = loss or _loss
-    bar = tqdm(
-        total=len(rows) + evaluation,
-        desc="Compiling kernels",
-        unit="row",
-        leave=False,
-        disable=None if progress else True,
-    )
+    # While threads compile, the output of errors is a pipe.
+    hidden = (False if tilelang_output.errors_are_shown() else None) if progress else True
+    total, config = len(rows) + evaluation, inner_model(model).config
+    bar = tqdm(total=total, desc="Compiling kernels", unit="row", leave=False, disable=hidden)
 
     def tell(compilation: Compilation) -> None:
         found.append(compilation)
@@ -130,8 +133,13 @@ def warm_up(
 
     try:
         with bar, _ticking(bar), as_before(model, device), tuned_in_threads(), compilations(tell):
+            kernels = start_compiling(config, device, dtype or inner_model(model).dtype)
             for lengths in rows:
-                loss(model, make_row(model, lengths, collator, device)).backward()
+                value = loss(model, make_row(model, lengths, collator, device))
+                if kernels is not None:
+                    # Ctrl-C does not stop a backward, which would wait as well.
+                    kernels.wait()
+                value.backward()
                 drop_gradients(model)
                 bar.update()
             if evaluation:
@@ -146,6 +154,20 @@ def warm_up(
         f"warm_up: {built} kernels compiled and {len(found) - built} loaded in {time.perf_counter() - start:.1f} s."
     )
     return found
+
+
+def start_compiling(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> flash_qla_kernels.Kernels | None:
+    """Start threads that compile what takes longest, the kernels of FlashQLA, for training in `dtype`.
+
+    The configuration of a model is enough, so its weights may be loaded meanwhile. The first row waits for them.
+    """
+    sizes = family_of(config).sizes
+    if sizes is None:
+        return None
+    rule = sizes(config.get_text_config()).delta_rule
+    return flash_qla.start_compiling(device, dtype, rule.key_heads, rule.heads, rule.key_dim, rule.value_dim)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from ...boundaries import CHUNK_SIZE, SequenceBoundaries
 from . import chunk_indices
-from .flash_qla_kernels import compile_together
+from .flash_qla_kernels import Kernels, compile_together, start_threads
 
 
 # The attribute of `cu_seqlens` in which FlashQLA looks for prepared index tensors.
@@ -46,6 +46,20 @@ def verify_gated_delta_rule(
     if not _problem() and boundaries is not None and boundaries.device_only and not _knows_metadata():
         return False, "prepares rows in another way than version 0.1.3, which CUDA graphs need"
     return not _problem(), _problem()
+
+
+def start_compiling(
+    device: torch.device, dtype: torch.dtype, key_heads: int, heads: int, key_dim: int, value_dim: int
+) -> Kernels | None:
+    """Start to compile the kernels with which packed rows train, before there is one. `None` if others will run."""
+    key = torch.zeros(1, 1, key_heads, key_dim, dtype=dtype, device=device)
+    value = torch.zeros(1, 1, heads, value_dim, dtype=dtype, device=device, requires_grad=True)
+    # As the gates of a layer.
+    beta = torch.zeros(1, 1, heads, dtype=dtype, device=device)
+    row = key, key, value, beta.float(), beta
+    if not verify_gated_delta_rule(*row)[0]:
+        return None
+    return start_threads(*row, cu_seqlens=torch.arange(2, dtype=torch.int32, device=device))
 
 
 def is_usable() -> bool:

@@ -1,19 +1,24 @@
 """Threads that compile FlashQLA's kernels, as many at a time as there are cores.
 
 FlashQLA compiles each kernel when it comes to it, one after the other. TileLang compiles outside of Python's lock, so all
-of them together take as long as the slowest one, that of the backward. A forward waits for its own kernels only: what
-else the step needs is compiled in the meantime.
+of them together take as long as the slowest one, that of the backward. The heads and dtypes of a model select the kernels,
+so they can be started before there is a row. A forward waits for its own kernels only: what else the step needs is
+compiled in the meantime.
 """
 
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 
 import torch
 
 from ...boundaries import CHUNK_SIZE
 from ..dispatch import logger
-from . import threads_of_this_process
+from . import threads_of_this_process, tilelang_output
 from .tilelang_output import quiet
 
 
@@ -21,6 +26,8 @@ from .tilelang_output import quiet
 _MOST_BLOCKS = 256
 # Another kernel computes the forward from documents times heads of these shares of the multiprocessors on.
 _SHARES = 0.35, 0.7
+# Seconds between looks for Ctrl-C.
+_PATIENCE = 0.05
 _GROUPS: dict[tuple, "Kernels"] = {}
 
 
@@ -29,10 +36,20 @@ def compile_together(query, key, value, g, beta, cu_seqlens) -> "Kernels | None"
 
     Returns what the backward has to wait for, or `None` if it is nothing.
     """
+    kernels = start_threads(query, key, value, g, beta, cu_seqlens)
+    if kernels is None or kernels.are_ready:
+        return None
+    kernels.wait_for_forward()
+    return None if kernels.are_ready else kernels
+
+
+def start_threads(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
+    """Return the kernels for such a call, which threads compile from the first call on. A CUDA graph starts none."""
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, g, beta))
     heads = key.shape[2], value.shape[2]
-    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None, training
-    kernels = _GROUPS.get(call)
+    call = key.device, key.dtype, g.dtype, beta.dtype, *heads, cu_seqlens is None
+    # Training has all kernels of a forward without gradients.
+    kernels = _GROUPS.get((*call, True)) or _GROUPS.get((*call, training))
     if kernels is None:
         if key.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -46,14 +63,12 @@ def compile_together(query, key, value, g, beta, cu_seqlens) -> "Kernels | None"
         if key.is_cuda:
             # The threads read tensors that this stream fills.
             torch.cuda.synchronize(key.device)
-        kernels = _GROUPS[call] = Kernels(key.device, first, others)
-    if not kernels.are_ready:
-        kernels.wait_for_forward()
-    return None if kernels.are_ready else kernels
+        kernels = _GROUPS[*call, training] = Kernels(key.device, first, others)
+    return kernels
 
 
 class Kernels:
-    """Kernels that threads compile by running them: `first` for a forward, `others` for its backward and later calls."""
+    """Kernels that threads compile by running them: `first` for a forward, `others` for its backward."""
 
     def __init__(self, device: torch.device, first: list[Callable[[], None]], others: list[Callable[[], None]]):
         pool = ThreadPoolExecutor(min(threads_of_this_process(), len(first) + len(others) or 1))
@@ -78,8 +93,16 @@ class Kernels:
     def wait(self, *gradients: torch.Tensor) -> None:
         """Wait for all kernels. Before the backward, autograd calls it with the gradients of the output."""
         if not self.are_ready:
-            _wait(self.others)
-            self.are_ready = True
+            _wait([*self.first, *self.others])
+            self.first, self.are_ready = [], True
+
+
+def end_at_once(status: int) -> None:
+    """End the process if threads compile. Python would wait for them, and a compiler cannot be stopped."""
+    if any(not future.done() for kernels in _GROUPS.values() for future in (*kernels.first, *kernels.others)):
+        sys.stdout.flush()
+        tilelang_output.flush()
+        os._exit(status)
 
 
 def _run(call: Callable[[], None], device: torch.device) -> None:
@@ -91,11 +114,22 @@ def _run(call: Callable[[], None], device: torch.device) -> None:
 
 
 def _wait(futures: list[Future]) -> None:
+    unfinished = bool(futures)
+    while unfinished:
+        unfinished = bool(wait(futures, _PATIENCE).not_done)
+        take_ctrl_c_back()
     for future in futures:
         try:
             future.result()
         except Exception as error:
             _tell(error)
+
+
+def take_ctrl_c_back() -> None:
+    """Let Python handle Ctrl-C. TileLang's prover, Z3, takes it while it runs, and threads that take turns leave it there."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 def _tell(error: Exception) -> None:
@@ -104,16 +138,18 @@ def _tell(error: Exception) -> None:
 
 
 def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) -> tuple[list, list]:
-    """Calls of FlashQLA's kernels on zeros, each with what selects the kernel: those of a forward, and all others."""
+    """Calls of FlashQLA's kernels on zeros, each with what selects the kernel: those of forwards, and those of a backward."""
     from flash_qla.ops.gated_delta_rule import chunk
 
     heads = value.shape[2]
     numbers = _numbers_of_documents(key.device, heads, documents)
-    row, *rows = (_row(key, value, g, beta, number, packed) for number in (numbers if training else numbers[:1]))
+    # Training has rows of other numbers of documents.
+    rows = [_row(key, value, g, beta, number, packed) for number in (numbers if training else numbers[:1])]
+    row = rows[0]
     k, v, a, cu_seqlens = (row[name] for name in ("k", "v", "a", "cu_seqlens"))
     sums = {"g": row["g"], "chunk_size": CHUNK_SIZE, "cu_seqlens": cu_seqlens}
     first = [
-        lambda: chunk.fused_gdr_fwd(q=k, output_final_state=False, **row),
+        *(lambda row=row: chunk.fused_gdr_fwd(q=row["k"], output_final_state=False, **row) for row in rows),
         lambda: chunk.kkt_solve(k=k, b=row["b"], chunk_size=CHUNK_SIZE, cu_seqlens=cu_seqlens),
         lambda: chunk.chunk_local_cumsum(**sums),
     ]
@@ -124,7 +160,6 @@ def _calls(key, value, g, beta, documents: int, packed: bool, training: bool) ->
         lambda: chunk.fused_gdr_bwd(q=k, do=v, dht=None, h=state, **row),
         lambda: chunk.fused_gdr_h(output_final_state=False, **row),
         lambda: chunk.chunk_local_cumsum(**sums, reverse=True, zero_last_chunk=True),
-        *(lambda row=row: chunk.fused_gdr_fwd(q=row["k"], output_final_state=False, **row) for row in rows),
     ]
     if key.shape[2] < heads:
         others.append(lambda: chunk.group_reduce_vector(v, key.shape[2]))

@@ -25,6 +25,8 @@ from .expert_load import ExpertLoad
 
 logger = logging.get_logger(__name__)
 
+# Dtypes of matrix products by the mixed precision of accelerate. Others compute in that of the weights, or in 8 bits.
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Tokens of a row if samples come from a stream.
 _SHORT_ROW = 1024
 
@@ -86,6 +88,7 @@ class WarmUpCallback(TrainerCallback):
             max_documents=documents,
             collator=self.trainer.data_collator,
             loss=self._loss,
+            dtype=_AUTOCAST.get(str(self.trainer.accelerator.mixed_precision)),
             evaluation=evaluates(self.trainer),
             progress=self.progress and state.is_local_process_zero,
         )
