@@ -57,7 +57,7 @@ setup(
     long_description=description_without_files(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    keywords="transformers packing padding-free training linear-attention gated-delta-rule qwen3-next qwen3.5",
+    keywords="transformers packing padding-free training linear-attention gated-delta-rule qwen3-next qwen3.5 qwen3.6 qwen3.8",
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

@@ -99,7 +99,7 @@ class PlanCommandTest(unittest.TestCase):
         texts = [{"text": "a" * length} for length in (5, 30)]
         data = self.write(*texts)
         arguments = ["--data", data, "--tokenizer", self.path / "tokenizer", "--row-length", 20]
-        self.assertIn("1 samples truncated, 11 tokens lost", self.command(*arguments))
+        self.assertIn("1 sample truncated, 11 tokens lost", self.command(*arguments))
         data = self.write({"prompt": "a" * 50, "completion": "b"})
         message = self.command("--data", data, *arguments[2:], status=1)
         self.assertIn("--data: expected a target among the first 20 tokens of a sample, got none. Raise", message)

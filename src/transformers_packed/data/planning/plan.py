@@ -21,6 +21,10 @@ _ARRAYS = ("row_offsets", "samples", "lengths", "starts")
 _BLOCK = 1 << 18
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
     """The assignment of documents to packed rows, made by [`plan_packing`].
@@ -207,11 +211,11 @@ class PackingPlan:
     def summary(self) -> str:
         """A summary of the plan in a few lines of text."""
         low, middle, high = np.percentile(self.documents_per_row, (5, 50, 95))
-        per_step = f"{self.world_size} ranks x {self.gradient_accumulation_steps}"
+        per_step = f"{_count(self.world_size, 'rank')} x {_count(self.gradient_accumulation_steps, 'row')} each"
         lines = {
             "samples": f"{self.input_samples:,} with {self.input_tokens:,} tokens",
             "rows": f"{len(self):,} of at most {self.max_length:,} tokens, {self.fill:.2%} full",
-            "steps": f"{self.steps:,} ({per_step} rows each)",
+            "steps": f"{self.steps:,} ({per_step})",
             "documents per row": f"{low:.0f} / {middle:.0f} / {high:.0f} (5 / 50 / 95 %)",
             "too long": self._fate_of_overlong(),
             "padding avoided": f"{self.padding_avoided:.1%} of padded batches of {PADDED_BATCH} in random order",
@@ -225,10 +229,12 @@ class PackingPlan:
 
     def _fate_of_overlong(self) -> str:
         if self.truncated_samples:
-            return f"{self.truncated_samples:,} samples truncated, {self.truncated_tokens:,} tokens lost"
+            return (
+                f"{_count(self.truncated_samples, 'sample')} truncated, {_count(self.truncated_tokens, 'token')} lost"
+            )
         if self.dropped_samples:
-            return f"{self.dropped_samples:,} samples dropped, {self.dropped_tokens:,} tokens lost"
-        return f"{self.split_samples:,} samples split, no token lost" if self.split_samples else "none"
+            return f"{_count(self.dropped_samples, 'sample')} dropped, {_count(self.dropped_tokens, 'token')} lost"
+        return f"{_count(self.split_samples, 'sample')} split, no token lost" if self.split_samples else "none"
 
     def shard(self, rank: int, world_size: int) -> "PackingPlan":
         """The rows of one rank: every `world_size`-th row, starting with row `rank`.
