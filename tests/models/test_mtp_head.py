@@ -319,6 +319,16 @@ class CheckpointTest(unittest.TestCase):
             for (name, got), want in zip(one.state_dict().items(), model.state_dict().values(), strict=True):
                 self.assertTrue(torch.equal(got, want), name)
 
+    def test_a_head_that_is_not_declared(self):
+        """As in released Qwen3-Next checkpoints."""
+        model = make_model("qwen3_next")
+        del model.config.num_nextn_predict_layers
+        model.save_pretrained(self.folder)
+        self.assertNotIn("num_nextn", (self.folder / "config.json").read_text())
+        with registered():
+            head = add_mtp(AutoModelForCausalLM.from_pretrained(self.folder))
+        self.assertTrue(torch.equal(head.fc.weight, model.mtp.fc.weight))
+
     def test_stacked_experts(self):
         model = make_model("experts")
         state = {f"mtp.{name}": x for name, x in model.mtp.state_dict().items()}

@@ -144,8 +144,9 @@ def _check_heads(config: PreTrainedConfig, settings: Namespace) -> None:
 
 def check_head(config: PreTrainedConfig, option: str) -> None:
     """Raise a `ValueError` unless a checkpoint has a head of multi-token prediction that can train."""
-    check_declared(config)
-    if not find_head(config):
+    head = find_head(config)
+    check_declared(config, bool(head))
+    if not head:
         fix = "Choose a checkpoint with a head."
         raise input_error(
             "a head of multi-token prediction (mtp.*)", f"none in {config.name_or_path}", fix, option=option

@@ -234,9 +234,9 @@ def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: tor
     ```
     """
     inner = language_model(model)
-    check_declared(inner.config)
     source = inner.config.name_or_path if folder is None else Path(folder) / HEAD_FILE
     tensors = find_head(inner.config) if folder is None else tensors_of_head(Path(source))
+    check_declared(inner.config, bool(tensors))
     if source and not tensors:
         raise input_error(f"tensors {PREFIX}* in {source}", "none", _RETRY)
     with torch.device("meta"):
@@ -270,13 +270,16 @@ def head_of(model: torch.nn.Module) -> MtpHead | None:
     return next((module for module in model.modules() if isinstance(module, MtpHead)), None)
 
 
-def check_declared(config: PreTrainedConfig) -> None:
-    """Raise a `ValueError` unless a configuration declares a head that servers run: one layer, no other embedding."""
+def check_declared(config: PreTrainedConfig, found: bool) -> None:
+    """Raise a `ValueError` unless a configuration declares a head that servers run: one layer, no other embedding.
+
+    Released Qwen3-Next checkpoints declare none, and readers take this for one layer, where its tensors are `found`.
+    """
     parts = config, config.get_text_config()
     if not any(isinstance(family_of(part).apart, Own) for part in parts):
         raise input_error(f"a model of {TITLES} for multi-token prediction", config.model_type, _RETRY)
     numbers = [number for part in parts for name in DECLARED if (number := getattr(part, name, None)) is not None]
-    if max(numbers, default=0) != 1:
+    if max(numbers, default=int(found)) != 1:
         expected = f"a configuration with {DECLARED[0]}=1, or {DECLARED[1]}=1 in Qwen3-Next"
         raise input_error(expected, max(numbers, default="none"), _RETRY)
     if any(getattr(part, "mtp_use_dedicated_embeddings", False) for part in parts):

@@ -160,7 +160,8 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     compiled = "torch_compile=True, which compiles linear layers in the dtype of the model"
     shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
-    why = _excludes_graphs(trainer, mode) if options.cuda_graphs else None
+    alone = "mtp_only=True, whose trunk runs without gradients" if options.mtp_only else None
+    why = alone or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
     graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
     for error in refused(
@@ -276,7 +277,9 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     ddp, checks = _of_ddp(trainer)
     changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
-    changes += _of_callbacks(trainer, dataset, packed, options.cuda_graphs is None, checks)
+    # A trunk without gradients has no graphs.
+    measures = options.cuda_graphs is None and not options.mtp_only
+    changes += _of_callbacks(trainer, dataset, packed, measures, checks)
     mode = "pack" if packed else "padding_free"
     return Setup(mode, line, options, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer))
 
