@@ -2,6 +2,7 @@
 
 import tempfile
 import unittest
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,7 +16,14 @@ from safetensors.torch import load_file
 from scripts.configured_arms import tokenizer
 from scripts.mtp_run import BATCH, build
 from scripts.trainer_arms import TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Trainer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Trainer,
+    set_seed,
+)
 from trl import DPOConfig, DPOTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
@@ -162,6 +170,21 @@ class WhatTrainsTest(unittest.TestCase):
         self.assertTrue(
             torch.equal(untrained["mtp.fc.weight"], load_file(base / "model.safetensors")["mtp.fc.weight"])
         )
+
+    @unittest.skipUnless(find_spec("bitsandbytes"), "needs bitsandbytes")
+    def test_adapters_over_4_bit(self):
+        """The head is not quantized, neither when it is added nor when its checkpoint is loaded again."""
+        self.saved_base()
+        four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        with registered():
+            model = AutoModelForCausalLM.from_pretrained(self.folder / "base", quantization_config=four_bit)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+        options = {"samples": Samples().rows[: 2 * BATCH], "max_steps": 10, "verify": False}
+        trainer = build(self.folder, model=model, **options)
+        head = head_of(trainer.model)
+        self.assertEqual({type(x) for x in head.modules() if hasattr(x, "in_features")}, {torch.nn.Linear})
+        _, log = updates_and_log(trainer)
+        self.assertLess(log[-1]["mtp_loss"], log[0]["mtp_loss"])
 
     def test_frozen_parts_stay_frozen(self):
         model = patch_model(make_model())

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with registered():
         options = {"dtype": dtype, "attn_implementation": args.attn, "trust_remote_code": False}
         model = load_weights("--model", args.model, AutoModelForCausalLM, **options)
-    model = model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    torch.nn.Module.to(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found = mtp_acceptance(model, samples, steps=args.steps)
     drafted = found.drafted.sum(0).tolist()
     if args.json:
