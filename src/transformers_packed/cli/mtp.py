@@ -69,11 +69,13 @@ def run(args: argparse.Namespace) -> int:
     found = mtp_acceptance(model, samples, steps=args.steps)
     drafted = found.drafted.sum(0).tolist()
     if args.json:
-        figures = {"documents": len(samples), "loss": found.loss, "drafted": drafted, "accepted": found.rates}
+        # JSON has no NaN.
+        rates = [rate if number else None for rate, number in zip(found.rates, drafted, strict=True)]
+        figures = {"documents": len(samples), "loss": found.loss, "drafted": drafted, "accepted": rates}
         print(json.dumps(figures | {"tokens_per_forward": found.tokens_per_forward}))
         return 0
     say(f"{count(len(samples), 'sample')}, loss of the head {found.loss:.4f}")
     for step, (rate, number) in enumerate(zip(found.rates, drafted, strict=True), start=1):
-        say(f"token {step}: {rate:7.1%} accepted of {number:,} drafted")
+        say(f"token {step}: {rate:7.1%} accepted of {number:,} drafted" if number else f"token {step}: none drafted")
     say(f"{found.tokens_per_forward:.2f} tokens per forward of the model with {count(args.steps, 'drafted token')}")
     return 0
