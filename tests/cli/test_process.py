@@ -207,8 +207,13 @@ sys.exit(cli.main())
     "error, status, line",
     [
         ("ValueError", 1, "transformers-packed train: while a thread compiles"),
-        ("RuntimeError", 1, "RuntimeError: while a thread compiles"),
-        ("KeyboardInterrupt", 130, "transformers-packed train: interrupted while a thread compiles"),
+        pytest.param("RuntimeError", 1, "RuntimeError: while a thread compiles", marks=pytest.mark.slow),
+        pytest.param(
+            "KeyboardInterrupt",
+            130,
+            "transformers-packed train: interrupted while a thread compiles",
+            marks=pytest.mark.slow,
+        ),
         ("Ctrl-C", 130, "transformers-packed train: interrupted"),
     ],
 )

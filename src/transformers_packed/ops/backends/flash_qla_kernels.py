@@ -7,12 +7,10 @@ compiled in the meantime.
 """
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -26,8 +24,6 @@ from .tilelang_output import quiet
 _MOST_BLOCKS = 256
 # Another kernel computes the forward from documents times heads of these shares of the multiprocessors on.
 _SHARES = 0.35, 0.7
-# Seconds between looks for Ctrl-C.
-_PATIENCE = 0.05
 _GROUPS: dict[tuple, "Kernels"] = {}
 
 
@@ -54,6 +50,7 @@ def start_threads(query, key, value, g, beta, cu_seqlens) -> "Kernels | None":
         if key.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         documents = len(key) if cu_seqlens is None else len(cu_seqlens) - 1
+        leave_ctrl_c_to_python()
         first: list[Callable[[], None]] = []
         others: list[Callable[[], None]] = []
         try:
@@ -114,10 +111,6 @@ def _run(call: Callable[[], None], device: torch.device) -> None:
 
 
 def _wait(futures: list[Future]) -> None:
-    unfinished = bool(futures)
-    while unfinished:
-        unfinished = bool(wait(futures, _PATIENCE).not_done)
-        take_ctrl_c_back()
     for future in futures:
         try:
             future.result()
@@ -125,11 +118,12 @@ def _wait(futures: list[Future]) -> None:
             _tell(error)
 
 
-def take_ctrl_c_back() -> None:
-    """Let Python handle Ctrl-C. TileLang's prover, Z3, takes it while it runs, and threads that take turns leave it there."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)
+def leave_ctrl_c_to_python() -> None:
+    """Tell Z3, TileLang's prover, not to take Ctrl-C. Threads that take it in turns would never give it back."""
+    with suppress(ImportError):
+        import z3
+
+        z3.set_param("ctrl_c", False)
 
 
 def _tell(error: Exception) -> None:
