@@ -224,7 +224,7 @@ class ModelTest(unittest.TestCase):
             # Nothing is known of weights that are not there.
             self.assertNotIn("mtp", doctor("--model", folder)[1])
             for tensors, level, text in (
-                ({"mtp.fc.weight": torch.ones(2)}, "Notes", "Saved checkpoints keep it; it is not trained."),
+                ({"mtp.fc.weight": torch.ones(2)}, "Notes", "keep it. To train it too, use train --mtp, or"),
                 (
                     {"lm_head.weight": torch.ones(2)},
                     "Problems",

@@ -71,7 +71,7 @@ def make_files(folder: Path) -> None:
 
     examples = examples_module()
     made, processor = examples.tiny_vision_checkpoint()
-    shutil.copytree(made, folder / CHECKPOINT)
+    _with_head(made, folder / CHECKPOINT)
     tokenizer = processor.tokenizer
     # TRL has the template of this checkpoint, and one that marks the assistant's tokens.
     tokenizer.chat_template = chat_template_utils.qwen3_5_nothink_chat_template
@@ -92,6 +92,20 @@ def make_files(folder: Path) -> None:
         ("documents", ({"input_ids": tokens, "labels": [-100, *tokens[1:]]} for tokens in documents)),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _with_head(made: str, folder: Path) -> None:
+    """Copy a checkpoint, and give it a head of multi-token prediction, which the real one has."""
+    from transformers import AutoModelForImageTextToText
+
+    from transformers_packed import add_mtp, registered
+
+    with registered():
+        model = AutoModelForImageTextToText.from_pretrained(made)
+    model.config.name_or_path, model.config.text_config.mtp_num_hidden_layers = "", 1
+    add_mtp(model)
+    shutil.copytree(made, folder)
+    model.save_pretrained(folder)
 
 
 def _tiny_lfm2(vocab_size: int):

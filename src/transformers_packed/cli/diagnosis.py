@@ -203,11 +203,11 @@ def _of_head(config: PreTrainedConfig) -> Iterator[Finding]:
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
     if find_head(config):
-        text = (
-            "The checkpoint has a head of multi-token prediction (mtp). Saved checkpoints keep it; it is not trained."
-        )
+        text = "The checkpoint has a head of multi-token prediction (mtp). Saved checkpoints keep it."
+        if declares_head(config):
+            text += " To train it too, use train --mtp, or mtp_loss_weight=0.1 in Python."
         # Servers assume a head of Qwen3-Next, whose released configurations declare none.
-        if not declares_head(config) and config.model_type != "qwen3_next":
+        elif config.model_type != "qwen3_next":
             text += " The configuration does not declare it, so servers do not use it."
         yield Finding("note", text)
     elif declares_head(config):
