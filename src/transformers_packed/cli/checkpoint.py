@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import find_adapter_config_file
 
 from ..errors import input_error
+from ..models.mtp import HEAD_FILE
 
 
 _LOG_IN = "`hf auth login`"
@@ -138,6 +139,8 @@ def _refuse_adapter(option: str, source: str) -> None:
         return
     base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
     fix = "Merge it: PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(...)."
+    if Path(path).with_name(HEAD_FILE).exists():
+        fix += " Before merge_and_unload, load its trained head: add_mtp(model, adapter)."
     raise input_error("a model", f"{source}, a PEFT adapter of {base}", fix, option=option)
 
 

@@ -67,7 +67,6 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
-    _check_heads(config, settings)
     tokenizer = load_tokenizer("--model", source, settings.trust_remote_code)
     samples = make_samples(
         read_records(settings.data, settings.split, settings.subset), tokenizer, settings.max_length, settings.format
@@ -82,6 +81,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     # The compiler works while the weights are loaded.
     start_compiling(config, device_of_this_process(), dtype_of_products(bfloat16))
     model = load_model(source, settings, bfloat16)
+    _check_head(config, settings)
     check_vocabulary(model, samples)
     if settings.float8:
         use_float8(model)
@@ -105,9 +105,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
         trainer.save_to_folder()
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f"at step {trainer.state.global_step}; {left(settings.output)}") from error
-    say(
-        f"Saved the {'adapter' if settings.lora else 'model'}{', the head' * settings.mtp} and the tokenizer in {settings.output}"
-    )
+    _say_saved(settings)
     return 0
 
 
@@ -130,27 +128,32 @@ def _say_start(settings: Namespace, checkpoint: Path | None, damaged: list[str])
         say(f"The earlier run in {settings.output} wrote no checkpoint: starting over.")
 
 
+def _say_saved(settings: Namespace) -> None:
+    saved, head = "adapter" if settings.lora else "model", ", the head" * (settings.mtp or settings.mtp_only)
+    say(f"Saved the {saved}{head} and the tokenizer in {settings.output}")
+
+
 def check_peft(lora: bool) -> None:
     """Raise an `ImportError` if adapters are requested and PEFT is missing."""
     if lora and find_spec("peft") is None:
         raise ImportError("--lora needs peft: pip install peft")
 
 
-def _check_heads(config: PreTrainedConfig, settings: Namespace) -> None:
+def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:
             check_head(config, option)
 
 
 def check_head(config: PreTrainedConfig, option: str) -> None:
-    """Raise a `ValueError` unless a checkpoint has a head of multi-token prediction that can train."""
-    head = find_head(config)
-    check_declared(config, bool(head))
-    if not head:
-        fix = "Choose a checkpoint with a head."
-        raise input_error(
-            "a head of multi-token prediction (mtp.*)", f"none in {config.name_or_path}", fix, option=option
-        )
+    """Raise a `ValueError` unless a checkpoint has a head of multi-token prediction that can train.
+
+    Call it after the weights are loaded: before, those of a model on the Hub may not be in the cache.
+    """
+    if not find_head(config):
+        expected, fix = "a head of multi-token prediction (mtp.*)", "Choose a checkpoint with a head."
+        raise input_error(expected, f"none in {config.name_or_path}", fix, option=option)
+    check_declared(config, True, option)
 
 
 def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from itertools import islice
 
 from ..errors import input_error
 from .lines import count, say
@@ -22,7 +23,7 @@ def add_parser(subparsers) -> Parser:
         help="measure how many drafts of a multi-token prediction head a model accepts",
         description="Measure how often the head of multi-token prediction, with which servers draft tokens, has the same "
         "first choice as the model. Choices are compared at the targets of the data, in any format of `train`. Compare a "
-        "checkpoint before and after fine-tuning; `train --mtp-only` trains the head.",
+        "checkpoint before and after fine-tuning; `train` with --mtp-only trains the head.",
         examples=_EXAMPLES,
     )
     shared = parser.add_shared
@@ -30,7 +31,7 @@ def add_parser(subparsers) -> Parser:
     add = parser.add_argument
     steps = "tokens to draft one after the other, as servers do with num_speculative_tokens"
     add("--steps", type=positive_int, default=3, metavar="N", help=steps)
-    parser.add_count("--samples", "number of samples, the first ones of the data", 200)
+    parser.add_count("--samples", "number of records to read, the first ones of the data", 200)
     parser.add_count(
         "--max-length", "maximum number of tokens per sample; longer samples are truncated", LONGEST_SAMPLE
     )
@@ -51,31 +52,34 @@ def run(args: argparse.Namespace) -> int:
     from ..data.records.samples import make_samples, read_records
     from ..models.registry import registered
     from .checkpoint import load_tokenizer, load_weights
-    from .finetune import check_head, computes_in_bfloat16, supported_config
+    from .finetune import check_head, check_vocabulary, computes_in_bfloat16, supported_config
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    check_head(supported_config(args.model), "--model")
+    config = supported_config(args.model)
     tokenizer = load_tokenizer("--model", args.model, args.trust_remote_code)
-    records = read_records(args.data, args.split, args.subset)
-    samples = list(make_samples(records, tokenizer, args.max_length, args.format).data)[: args.samples]
-    if not samples:
-        raise input_error("samples with a target", "none", "Check the records.", option="--data")
+    records = islice(read_records(args.data, args.split, args.subset), args.samples)
+    samples = make_samples(records, tokenizer, args.max_length, args.format)
     dtype = torch.bfloat16 if computes_in_bfloat16(args.dtype) else torch.float32
     with registered():
         options = {"dtype": dtype, "attn_implementation": args.attn, "trust_remote_code": False}
         model = load_weights("--model", args.model, AutoModelForCausalLM, **options)
+    check_head(config, "--model")
+    check_vocabulary(model, samples)
     torch.nn.Module.to(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found = mtp_acceptance(model, samples, steps=args.steps)
-    drafted = found.drafted.sum(0).tolist()
+    found = mtp_acceptance(model, samples.data, steps=args.steps)
+    drafted, number = found.drafted.sum(0).tolist(), len(samples.data)
+    if not drafted[0]:
+        expected, got = "samples with a target after their second token", f"none in {count(number, 'sample')}"
+        raise input_error(expected, got, "Take longer records.", option="--data")
     if args.json:
         # JSON has no NaN.
-        rates = [rate if number else None for rate, number in zip(found.rates, drafted, strict=True)]
-        figures = {"documents": len(samples), "loss": found.loss, "drafted": drafted, "accepted": rates}
+        rates = [rate if tokens else None for rate, tokens in zip(found.rates, drafted, strict=True)]
+        figures = {"documents": number, "loss": found.loss, "drafted": drafted, "accepted": rates}
         print(json.dumps(figures | {"tokens_per_forward": found.tokens_per_forward}))
         return 0
-    say(f"{count(len(samples), 'sample')}, loss of the head {found.loss:.4f}")
-    for step, (rate, number) in enumerate(zip(found.rates, drafted, strict=True), start=1):
-        say(f"token {step}: {rate:7.1%} accepted of {number:,} drafted" if number else f"token {step}: none drafted")
+    say(f"{count(number, 'sample')}, loss of the head {found.loss:.4f}")
+    for step, (rate, tokens) in enumerate(zip(found.rates, drafted, strict=True), start=1):
+        say(f"token {step}: {rate:7.1%} accepted of {tokens:,} drafted" if tokens else f"token {step}: none drafted")
     say(f"{found.tokens_per_forward:.2f} tokens per forward of the model with {count(args.steps, 'drafted token')}")
     return 0

@@ -134,6 +134,13 @@ def write_settings(output: Path, kept: dict[str, Any]) -> None:
         partial.unlink(missing_ok=True)
 
 
+def _said(option: str, now: Any, before: Any) -> str:
+    """How an option differs from the one before. A flag has no value."""
+    if now is True or before is True:
+        return option if now else f"no {option}"
+    return f"{option} {now} instead of {before}"
+
+
 def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> None:
     """Raise a `ValueError` that names all differences from the settings of the run in `output`, if there is one."""
     path = output / SETTINGS_FILE
@@ -149,11 +156,7 @@ def check_same_settings(output: Path, kept: dict[str, Any], resume: bool) -> Non
         raise input_error(expected, f"{path} ({error})", _ANOTHER, option=option) from error
     if differing:
         names = {name: f"--{name.replace('_', '-')}" for name in every} | {"processes": "processes"}
-        got = [
-            f"{names[name]} {kept.get(name)} instead of {value}"
-            for name, value in differing.items()
-            if name != "samples"
-        ]
+        got = [_said(names[name], kept.get(name), x) for name, x in differing.items() if name != "samples"]
         got += ["other samples"] * ("samples" in differing)
         fix = "Use the command of that run, or choose another --output."
         if not resume:

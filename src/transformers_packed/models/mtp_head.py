@@ -270,20 +270,22 @@ def head_of(model: torch.nn.Module) -> MtpHead | None:
     return next((module for module in model.modules() if isinstance(module, MtpHead)), None)
 
 
-def check_declared(config: PreTrainedConfig, found: bool) -> None:
+def check_declared(config: PreTrainedConfig, found: bool, option: str = "") -> None:
     """Raise a `ValueError` unless a configuration declares a head that servers run: one layer, no other embedding.
 
     Released Qwen3-Next checkpoints declare none, and readers take this for one layer, where its tensors are `found`.
+    A command passes the `option` that its errors name.
     """
     parts = config, config.get_text_config()
     if not any(isinstance(family_of(part).apart, Own) for part in parts):
-        raise input_error(f"a model of {TITLES} for multi-token prediction", config.model_type, _RETRY)
+        raise input_error(f"a model of {TITLES} for multi-token prediction", config.model_type, _RETRY, option=option)
     numbers = [number for part in parts for name in DECLARED if (number := getattr(part, name, None)) is not None]
     if max(numbers, default=int(found)) != 1:
         expected = f"a configuration with {DECLARED[0]}=1, or {DECLARED[1]}=1 in Qwen3-Next"
-        raise input_error(expected, max(numbers, default="none"), _RETRY)
+        raise input_error(expected, max(numbers, default="none"), _RETRY, option=option)
     if any(getattr(part, "mtp_use_dedicated_embeddings", False) for part in parts):
-        raise input_error("a head with the embeddings of the model", "mtp_use_dedicated_embeddings=True", _RETRY)
+        expected, got = "a head with the embeddings of the model", "mtp_use_dedicated_embeddings=True"
+        raise input_error(expected, got, _RETRY, option=option)
 
 
 def load_head(head: MtpHead, tensors: Mapping[str, torch.Tensor], device: Any, dtype: torch.dtype) -> None:
