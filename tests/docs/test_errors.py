@@ -197,6 +197,19 @@ def of_preferences() -> Calls:
     yield lambda: prompts.gated_delta_rule(*HEADS, boundaries=shared, initial_state=torch.zeros(2, 2, 8, 8))
 
 
+def of_mtp() -> Calls:
+    preferences = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
+    yield lambda: configure_packing(make_trainer(), mtp_loss_weight=0.1)
+    declared = tiny_model("qwen3_5_text")
+    declared.config.mtp_num_hidden_layers, declared.config.name_or_path = 1, "tuned"
+    yield lambda: configure_packing(make_trainer(declared), mtp_loss_weight=0.1)
+    yield lambda: configure_packing(make_trainer(kind=WithOwnLoss), mtp_loss_weight=0.1)
+    yield lambda: configure_packing(make_trainer(kind=preferences), mtp_loss_weight=0.1)
+    trainer = make_trainer()
+    trainer.args.label_smoothing_factor = 0.1
+    yield lambda: configure_packing(trainer, mtp_loss_weight=0.1)
+
+
 def of_ops() -> Calls:
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, initial_state=torch.zeros(1, 2, 8, 8))
     yield lambda: gated_delta_rule(*HEADS, boundaries=LENGTHS, impl="flash")
@@ -212,6 +225,7 @@ SECTIONS = {
     "A packed row is rejected": of_rows,
     "A packed run does not resume": of_resumed_runs,
     "Preferences and shared prompts": of_preferences,
+    "A head of multi-token prediction does not train": of_mtp,
     "An op refuses a call": of_ops,
 }
 
