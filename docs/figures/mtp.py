@@ -56,7 +56,7 @@ def draw_document(picture: Picture, number: int, letter: str, first: int, length
             block(picture, x, TARGETS, NOTHING, "–", MUTED)
     width = length * STEP - (STEP - BOX)
     picture.rect(edge(first), LAYER, width, HEIGHT, TINTS[number])
-    picture.text(edge(first) + width / 2, LAYER + 26, "attention layer", 20, INK, text_anchor="middle")
+    picture.text(edge(first) + (width + STEP) / 2, LAYER + 26, "attention layer", 20, INK, text_anchor="middle")
 
 
 def block(picture: Picture, x: float, y: float, fill: str, words: str, color: str) -> None:
