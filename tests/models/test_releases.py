@@ -41,6 +41,7 @@ OTHERS = {
     ("data/tables.py", "_indices"),
     ("cli/options.py", "_actions"),  # argparse
     ("cli/process.py", "_exit"),  # os
+    ("ops/backends/flash_qla_kernels.py", "_exit"),
     ("ops/backends/flash_qla.py", "_flash_qla_prepared_varlen"),
     ("ops/compilations.py", "_bench"),  # Triton
 }

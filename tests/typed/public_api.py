@@ -14,6 +14,7 @@ from transformers_packed import (
     AuditReport,
     DataCollatorWithFlattening,
     IterablePackingDataset,
+    MtpAcceptance,
     PackedTrainer,
     PackedTrainingArguments,
     PackingCost,
@@ -23,8 +24,10 @@ from transformers_packed import (
     PackingStateCallback,
     SequenceBoundaries,
     Verified,
+    add_mtp,
     audit_model,
     configure_packing,
+    mtp_acceptance,
     pack_dataset,
     patch_model,
     per_document_logps,
@@ -96,6 +99,13 @@ def losses(logits: torch.Tensor, labels: torch.Tensor, boundaries: SequenceBound
     assert_type(boundaries.num_documents, int)
     assert_type(boundaries.seq_idx, torch.Tensor)
     return loss.losses.sum() + logps.sums.sum() + sum(lengths)
+
+
+def drafting(model: PreTrainedModel, samples: list[dict[str, list[int]]]) -> float:
+    """The head of multi-token prediction is a module, and what it drafts is counted."""
+    assert_type(add_mtp(model, dtype=torch.float32).detached, bool)
+    found: MtpAcceptance = mtp_acceptance(model, samples, steps=3)
+    return sum(found.rates) + found.loss
 
 
 def training(model: PreTrainedModel, dataset: PackingDataset) -> None:

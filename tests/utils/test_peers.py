@@ -184,7 +184,7 @@ class PageTest(unittest.TestCase):
 
     def test_an_earlier_run_is_named(self):
         page = self.words(entry("ours", 80.0), entry("unsloth", 150.0), entry("ours", 50.0, graphs_GiB=1.0))
-        self.assertIn("| ours, CUDA graphs | 50 ms | 1 x |", page)
+        self.assertIn("| ours, CUDA graphs | 50 | 1 x |", page)
         self.assertIn(
             "An earlier run of *ours* in the cell 4B, full, 16,384 tokens in 34 documents, GPU took 80 ms", page
         )
@@ -195,11 +195,11 @@ class PageTest(unittest.TestCase):
         alone = entry("unsloth", 150.0, caches="empty", first_step_seconds=400.0)
         lines = self.page(empty, filled, alone, entry("liger", 200.0)).splitlines()
         cells = [[x.strip() for x in line.split("|")[1:]] for line in lines if line.startswith("| 4B")]
-        self.assertEqual([(x[2], x[6]) for x in cells], [("100 ms", "70 s"), ("200 ms", ""), ("150 ms", "400 s")])
+        self.assertEqual([(x[2], x[6]) for x in cells], [("100", "70 s"), ("200", ""), ("150", "400 s")])
 
     def test_a_step_in_two_halves_counts_for_the_first_step_alone(self):
         halves = entry("unsloth", 300.0, caches="empty", first_step_seconds=400.0, forwards_per_step=2)
-        for others, cells in (([entry("unsloth", 150.0)], ("150 ms", "400 s")), ([], ("not measured", ""))):
+        for others, cells in (([entry("unsloth", 150.0)], ("150", "400 s")), ([], ("not measured", ""))):
             page = self.page(entry("ours", 100.0), halves, *others)
             line = next(line for line in page.splitlines() if "| Unsloth |" in line)
             found = [x.strip() for x in line.split("|")[1:]]
@@ -225,7 +225,7 @@ class PageTest(unittest.TestCase):
         titles.append("4B, DPO, LoRA, 16 pairs of 25,984 tokens, GPU")
         places = [page.index(f"| {title} | ours |") for title in titles]
         self.assertEqual(places, sorted(places))
-        self.assertIn("| ours, shared prompts | 8 ms | 0.8 x |", page)
+        self.assertIn("| ours, shared prompts | 8 | 0.8 x |", page)
         self.assertIn("All of these runs passed", page)
         self.assertIn("Not measured: other shapes and GRPO beside other tools.", page)
 

@@ -86,7 +86,7 @@ class StepTest(unittest.TestCase):
 
     def test_without_the_head_no_gradient_reaches_it(self):
         config = shapes.MODELS["tiny-moe"]
-        args = mock.Mock(device="cpu", batch=8, checkpointing=False, no_head=True)
+        args = mock.Mock(device="cpu", batch=8, checkpointing=False, no_head=True, labelled=1.0)
         arm = arms.Arm("ours", config, [40, 24], args)
         weights = sum(x.numel() for x in arm.model.parameters())
         arm.run()

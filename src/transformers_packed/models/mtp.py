@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
+from .releases import revision_of
+
 
 logger = logging.get_logger(__name__)
 
@@ -73,20 +75,15 @@ def _file_of(config: PreTrainedConfig, name: str) -> Path | None:
     if not config.name_or_path:
         return None
     try:
-        path = cached_file(config.name_or_path, name, revision=_revision_of(config), local_files_only=True)
+        path = cached_file(config.name_or_path, name, revision=revision_of(config), local_files_only=True)
     except OSError:
         return None
     return None if path is None else Path(path)
 
 
-def _revision_of(config: PreTrainedConfig) -> str | None:
-    """The revision that a model was loaded from: our classes note it, and so did older releases of Transformers."""
-    return getattr(config, "_commit_hash", None)
-
-
 def _may_be_of_another_revision(config: PreTrainedConfig, head: dict[str, SavedTensor]) -> bool:
     """Whether the cache of the Hub has other weights as well, and nothing says which of them a model was loaded from."""
-    if not head or _revision_of(config) is not None or Path(config.name_or_path or "").is_dir():
+    if not head or revision_of(config) is not None or Path(config.name_or_path or "").is_dir():
         return False
     snapshots = {tensor.path.parent.parent for tensor in head.values()}
     files = {tensor.path.name: tensor.path.resolve() for tensor in head.values()}

@@ -14,6 +14,7 @@ from .families import family_of
 from .family import Own
 from .mtp import PREFIX, keep_head, to_module_names
 from .quantization import QuantizationMixin
+from .releases import note_revision
 from .replacements import convert
 from .typed import ModelBase
 
@@ -99,8 +100,8 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
     def from_pretrained(cls, *args: Any, revision: str = "main", **kwargs: Any) -> Any:
         loaded = super().from_pretrained(*args, revision=revision, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Where to find the head of multi-token prediction. Transformers no longer notes it, and does not save it.
-        model.config._commit_hash = getattr(revision, "resolved", revision)
+        # Where to find the head of multi-token prediction.
+        note_revision(model.config, getattr(revision, "resolved", revision))
         return loaded
 
     def save_pretrained(  # type: ignore[override]  # Other options go by name.

@@ -27,7 +27,7 @@ from .families import OWN
 
 if TYPE_CHECKING:
     # They import accelerate, and what is installed of the libraries that it serves.
-    from transformers import PreTrainedConfig, Trainer, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 
 logger = logging.get_logger(__name__)
@@ -82,6 +82,12 @@ OPTIONAL = (
     Part("transformers:Trainer.__init__", "targets of a loss", "those of a shifted loss", "_loss_shifts_labels"),
     Part("transformers:TrainingArguments", "`train` beside unused GPUs", "an error for DataParallel", "_n_gpu"),
     Part("transformers:PreTrainedModel._supports_flash_attn", "`doctor`", "no advice to use FlashAttention"),
+    Part(
+        "transformers:PreTrainedConfig",
+        "heads of multi-token prediction",
+        "configurations are saved with the revision",
+        "_commit_hash",
+    ),
     Part(
         "transformers:PreTrainedModel._set_gradient_checkpointing",
         "checkpointing in CUDA graphs, and in families without classes of their own",
@@ -443,8 +449,18 @@ def get_recurrent_state(cache: Cache, layer_idx: int) -> torch.Tensor | None:
     return layer.recurrent_states[0] if cache.has_previous_state(layer_idx) else None
 
 
+def revision_of(config: "PreTrainedConfig") -> str | None:
+    """Return the revision that a model was loaded from: our classes note it, and so did releases before 5.0."""
+    return getattr(config, "_commit_hash", None)
+
+
+def note_revision(config: "PreTrainedConfig", revision: str) -> None:
+    """Note the revision that a model was loaded from, under the name that Transformers does not save."""
+    config._commit_hash = revision
+
+
 @torch.no_grad()
-def initialize(model: transformers.PreTrainedModel, part: torch.nn.Module) -> None:
+def initialize(model: "PreTrainedModel", part: torch.nn.Module) -> None:
     """Initialize the parameters of a new part of a model as those of its own layers."""
     for module in part.modules():
         model._init_weights(module)
