@@ -19,7 +19,7 @@ from transformers import BertConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwe
 
 from transformers_packed import SequenceBoundaries
 from transformers_packed.cli import diagnosis, env, main
-from transformers_packed.ops import example
+from transformers_packed.ops import dense_attention, example
 from transformers_packed.ops.backends import fla, flash_qla, triton
 from transformers_packed.ops.dispatch import Implementation, always
 from transformers_packed.ops.gated_delta_rule import IMPLEMENTATIONS
@@ -43,14 +43,15 @@ def gpu(capability=(9, 0), missing=(), flash_qla_problem="", triton_problem=""):
         return torch.zeros(shape, **options).as_subclass(OnGpu).requires_grad_(requires_grad)
 
     fake = {name: getattr(torch, name) for name in ("Tensor", "device", "dtype", "float32")}
-    boundaries = SequenceBoundaries.from_lengths([1, 2])
+    from_lengths = SequenceBoundaries.from_lengths
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (env, "gpus", lambda: ["cuda:0 (a GPU)"]),
             (example, "torch", SimpleNamespace(zeros=zeros, **fake)),
-            (example.SequenceBoundaries, "from_lengths", lambda *args, **kwargs: boundaries),
+            (example.SequenceBoundaries, "from_lengths", lambda lengths, device: from_lengths(lengths)),
+            (dense_attention, "_supports", lambda *args: True),
             (fla, "importable", lambda module, name: (name not in missing, f"is not installed (pip install {name})")),
             (fla, "_backward_problem", lambda: ""),
             (flash_qla, "_problem", lambda: flash_qla_problem),
@@ -110,7 +111,9 @@ class MachineTest(unittest.TestCase):
         self.assertIn("float8=True", found["Notes"])
         table = found["On cuda, bfloat16, a packed row would train with"]
         self.assertEqual(table[0].split(), ["flash_qla", "gated_delta_rule"])
-        self.assertIn(["varlen_attn", "attention", "sdpa"], [line.split() for line in table])
+        kernels = [line.split() for line in table]
+        self.assertIn(["varlen_attn", "attention", "sdpa"], kernels)
+        self.assertIn(["cudnn", "attention", "sdpa", "of", "long", "documents"], kernels)
         self.assertNotRegex(stdout, " not |reference|per_document")
 
     def test_one_command_for_all_ops_that_need_it(self):

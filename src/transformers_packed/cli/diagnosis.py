@@ -271,6 +271,9 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     if op not in planned and is_flash_attention_requested(requested_attention_implementation=attention):
         planned[op] = attention, []
     found[op] = planned.get(op, (None, [(attention, _UNKNOWN)]))
+    long = f"{op} of long documents"
+    if long in planned and device.type == "cuda":
+        found[long] = planned[long]
     return found
 
 

@@ -2,8 +2,8 @@
 
 Without boundaries, the call goes to Transformers' attention interface unchanged. With boundaries:
 
-* `sdpa` runs `torch.nn.attention.varlen.varlen_attn` if that supports the call (half precision on a GPU). Otherwise it
-  runs on each document separately through [`per_document`], like `eager`. No mask over the whole row is built.
+* `sdpa` runs cuDNN on long documents of a Hopper GPU (`dense_attention.py`), and on all others
+  `torch.nn.attention.varlen.varlen_attn` if that supports the call (half precision on a GPU). Otherwise it runs on each document separately through [`per_document`], like `eager`. No mask over the whole row is built.
 * FlashAttention (any version, from a package or from the Hub) takes the cumulative lengths.
 * `flex_attention` takes a block mask that is built from the boundaries without evaluating pairs of tokens.
 * Other implementations would attend across documents and raise a `ValueError`.
@@ -25,6 +25,8 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
 from .autograd import autocast_dtype
+from .dense_attention import dense_attention
+from .dense_attention import verify as verify_dense_attention
 from .dispatch import Implementation, always, mixes_tokens, ran, run
 from .example import Call, Setting
 from .per_document import per_document
@@ -32,6 +34,8 @@ from .per_document import per_document
 
 # Tokens per side of a block in the mask of flex attention.
 _BLOCK = 128
+# Tokens of a document that is long for every kernel.
+_LONG = 65536
 
 
 @mixes_tokens
@@ -71,7 +75,7 @@ def attention(
         boundaries ([`SequenceBoundaries`], *optional*):
             Documents of a packed row (`B` = 1, `S` = `T`).
         impl (`str`, *optional*, defaults to `"auto"`):
-            Function that runs the configured implementation on packed rows: `"auto"`, or for `sdpa` `"varlen_attn"` or
+            Function that runs the configured implementation on packed rows: `"auto"`, or for `sdpa` `"cudnn"`, `"varlen_attn"` or
             `"per_document(sdpa)"`. The other implementations have one function each.
 
     Returns:
@@ -279,6 +283,7 @@ def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 # The functions that run each attention implementation of Transformers on a packed row.
 IMPLEMENTATIONS = {
     "sdpa": {
+        "cudnn": Implementation(partial(dense_attention, varlen=_varlen_attn), verify_dense_attention),
         "varlen_attn": Implementation(_varlen_attn, _verify_varlen_attn),
         "per_document(sdpa)": Implementation(_per_document, always),
     },
@@ -292,7 +297,13 @@ def example(setting: Setting) -> dict[str, Call]:
     heads, found = setting.zeros(1, 2, 3, setting.head_dim), {}
     for name, table in IMPLEMENTATIONS.items():
         module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
-        found[f"attention {name}"] = Call(table, (module, heads, heads, heads), setting.row())
+        call = module, heads, heads, heads
+        if name == "sdpa":
+            long = {"boundaries": SequenceBoundaries.from_lengths([_LONG], device=setting.device)}
+            found["attention sdpa of long documents"] = Call(table, call, long)
+            # Short documents have another kernel.
+            table = {name: implementation for name, implementation in table.items() if name != "cudnn"}
+        found[f"attention {name}"] = Call(table, call, setting.row())
     # Transformers checks these when it loads a model. The op itself has no check.
     for name, is_available in _FLASH_ATTENTION.items():
         verify = partial(_verify_flash_attention, is_available)

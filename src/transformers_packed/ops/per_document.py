@@ -95,7 +95,7 @@ def per_document(
     sizes = [bucket.tokens for bucket in layout.buckets]
     ordered = [row[0] if layout.order is None else row[0].index_select(0, layout.order) for row in tensors]
     results = [
-        function(*(_to_batch(chunk, bucket) for chunk in chunks))
+        function(*(to_batch(chunk, bucket) for chunk in chunks))
         for bucket, *chunks in zip(layout.buckets, *(row.split(sizes) for row in ordered), strict=True)
     ]
     if not isinstance(results[0], tuple):
@@ -114,7 +114,8 @@ def _to_row(batches: Sequence[torch.Tensor], layout: BucketLayout) -> torch.Tens
     return (packed if layout.inverse is None else packed.index_select(0, layout.inverse))[None]
 
 
-def _to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
+def to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
+    """Lay out the tokens `[tokens, ...]` of a bucket as a batch `[documents, length, ...]`, padded with zeros."""
     shape = (bucket.num_documents, bucket.length)
     if bucket.slots is None:
         return chunk.unflatten(0, shape)
@@ -125,20 +126,29 @@ def _to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:
 def _layout(boundaries: SequenceBoundaries) -> BucketLayout:
     """Compute the layout of a row as padded batches, once per row on the host."""
     lengths = boundaries.lengths
-    groups = _group_by_length(lengths)
-    starts = boundaries.cu_seqlens_cpu.tolist()
-    device = boundaries.cu_seqlens.device
+    return layout_of(
+        boundaries, [(group, max(lengths[document] for document in group)) for group in _group_by_length(lengths)]
+    )
+
+
+def layout_of(boundaries: SequenceBoundaries, groups: list[tuple[list[int], int]]) -> BucketLayout:
+    """Return the layout of a row for groups of documents, each with the length to which they are padded.
+
+    The tokens of documents in no group come last, in the order of the row.
+    """
+    lengths, starts, device = boundaries.lengths, boundaries.cu_seqlens_cpu.tolist(), boundaries.cu_seqlens.device
     buckets, documents_in_order = [], []
-    for group in groups:
-        group.sort()
+    for group, longest in groups:
+        group = sorted(group)
         documents_in_order += group
         size = [lengths[document] for document in group]
-        longest = max(size)
         slots = None
         if min(size) < longest:
             places = [torch.arange(n) + row * longest for row, n in enumerate(size)]
             slots = torch.cat(places).to(device, non_blocking=True)
         buckets.append(LengthBucket(len(group), longest, sum(size), slots))
+    grouped = set(documents_in_order)
+    documents_in_order += [document for document in range(len(lengths)) if document not in grouped]
     if documents_in_order == list(range(len(lengths))):
         return BucketLayout(tuple(buckets), None, None)
     order = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in documents_in_order])

@@ -1,0 +1,174 @@
+"""Attention of long documents by cuDNN: documents of similar length as dense batches, and the short rest by `varlen_attn`.
+
+A causal document that is padded on the right needs no mask, because its tokens never see the padding. So a long document
+runs alone, and documents of similar length run as a batch. On Hopper, cuDNN's kernels then take 0.6 of the time of
+FlashAttention 2, from which `varlen_attn` is made. Each batch is a call, and cuDNN builds a plan for each new shape, which
+takes some 0.2 s. Lengths are therefore padded to one of 16 in each octave, and short documents stay in `varlen_attn`.
+
+[`group`] chooses by a model of measured times, once per row on the host. Times that grow with the number of tokens are the
+same for both, so only those of the pairs of tokens count, of a call, and of the copies of a batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..boundaries import SequenceBoundaries
+from .autograd import autocast_dtype
+from .per_document import BucketLayout, layout_of, to_batch
+
+
+# Microseconds of forward and backward on an H100, by benchmarks/attention.py: of a pair of tokens in a head, for each
+# element of the head dimension, and of a call. A copy reads and writes an element twice.
+_VARLEN, _DENSE, _CALL, _COPY = 2.5e-8, 1.5e-8, 250.0, 3.2e-6
+# Shorter documents are not looked at.
+_SHORTEST = 1024
+
+
+class Plan(NamedTuple):
+    """The dense batches of a row, and the boundaries of all other documents, which follow them in the layout."""
+
+    layout: BucketLayout
+    rest: SequenceBoundaries | None
+
+
+def padded_length(length: int) -> int:
+    """Return the length to which a document is padded, a multiple of a sixteenth of the power of two below it."""
+    step = max(64, 1 << (length.bit_length() - 5))
+    return -(-length // step) * step
+
+
+def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[tuple[list[int], int]]:
+    """Choose the documents that run as dense batches, by a model of measured times.
+
+    Args:
+        lengths (`Sequence[int]`):
+            Tokens of each document of a row.
+        heads (`int`), kv_heads (`int`), dim (`int`):
+            Heads of queries and keys, and their size.
+
+    Returns:
+        `list`: the documents of each batch and the length to which they are padded. All others run in `varlen_attn`.
+    """
+    sizes: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        if length >= _SHORTEST:
+            sizes.setdefault(padded_length(length), []).append(document)
+    order = sorted(sizes, reverse=True)
+    work, copies = heads * dim, 2 * (heads + kv_heads) * dim * _COPY
+    # best[i]: the time of batches of the i longest sizes, and the start of the last one.
+    best = [(0.0, 0)]
+    for end in range(1, len(order) + 1):
+        options, number = [], 0
+        for begin in reversed(range(end)):
+            number += len(sizes[order[begin]])
+            longest = order[begin]
+            time = number * longest * (_DENSE * work * longest + copies)
+            options.append((best[begin][0] + _CALL + time, begin))
+        best.append(min(options))
+    # Time saved against `varlen_attn`, if the i longest sizes are dense.
+    saved, varlen = [0.0], 0.0
+    for end, size in enumerate(order, start=1):
+        varlen += sum(_VARLEN * work * lengths[document] ** 2 for document in sizes[size])
+        saved.append(varlen - best[end][0])
+    end = max(range(len(saved)), key=saved.__getitem__)
+    groups = []
+    while end:
+        begin = best[end][1]
+        groups.append(([document for size in order[begin:end] for document in sizes[size]], order[begin]))
+        end = begin
+    return groups[::-1]
+
+
+def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int) -> Plan | None:
+    """Return the batches of a row, or `None` if `varlen_attn` is faster for all of its documents."""
+
+    def make() -> tuple[Plan | None]:
+        lengths = boundaries.lengths
+        groups = group(lengths, heads, kv_heads, dim)
+        if not groups:
+            return (None,)
+        dense = {document for documents, _ in groups for document in documents}
+        rest = [length for document, length in enumerate(lengths) if document not in dense]
+        others = SequenceBoundaries.from_lengths(rest, device=boundaries.cu_seqlens.device) if rest else None
+        return (Plan(layout_of(boundaries, groups), others),)
+
+    return boundaries.derived(f"dense attention {heads} {kv_heads} {dim}", make)[0]
+
+
+def dense_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    boundaries: SequenceBoundaries,
+    scaling: float,
+    varlen: Callable,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a packed row as [`attention`] returns it. `varlen` computes the documents that are not dense."""
+    plan = plan_of(boundaries, query.shape[1], key.shape[1], query.shape[3])
+    assert plan is not None
+    layout, dtype = plan.layout, autocast_dtype(query) or query.dtype
+    rows = [x.transpose(1, 2)[0].to(dtype) for x in (query, key, value)]
+    if layout.order is not None:
+        rows = [row.index_select(0, layout.order) for row in rows]
+    sizes = [bucket.tokens for bucket in layout.buckets]
+    sizes.append(len(rows[0]) - sum(sizes))
+    outputs = []
+    for bucket, *chunks in zip(layout.buckets, *(row.split(sizes)[:-1] for row in rows), strict=True):
+        q, k, v = (to_batch(chunk, bucket).transpose(1, 2) for chunk in chunks)
+        flat = _causal(q, k, v, scaling).transpose(1, 2).flatten(0, 1)
+        outputs.append(flat if bucket.slots is None else flat.index_select(0, bucket.slots))
+    if plan.rest is not None:
+        heads_first = (row[-sizes[-1] :].transpose(0, 1)[None] for row in rows)
+        outputs.append(varlen(module, *heads_first, boundaries=plan.rest, scaling=scaling, **options)[0][0])
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return (output if layout.inverse is None else output.index_select(0, layout.inverse))[None], None
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+
+
+def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options) -> tuple[bool, str]:
+    """Verifier of [`dense_attention`]."""
+    if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
+        return False, "needs tensors on a GPU of compute capability 9.0"
+    dtype = autocast_dtype(query) or query.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False, f"needs float16 or bfloat16, not {query.dtype}"
+    if dropout:
+        return False, "does not support dropout"
+    if boundaries is None or boundaries.device_only or boundaries.share_prompts:
+        return False, "needs the lengths of documents on the host, without shared prompts"
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
+    if not _supports(query, key, value, dtype):
+        return False, f"has no kernel for {heads} and {kv_heads} heads of {dim} here, or none that is deterministic"
+    faster = plan_of(boundaries, heads, kv_heads, dim) is not None
+    return faster, "is not faster for documents of this length"
+
+
+_SUPPORTED: dict[tuple, bool] = {}
+
+
+def _supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether cuDNN has kernels for such heads. With deterministic algorithms, it has none for the backward."""
+    call = (
+        query.device,
+        dtype,
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    if call not in _SUPPORTED:
+        params: Any = torch.backends.cuda.SDPAParams
+        batch = (x.to(dtype) for x in (query[:, :, :64], key[:, :, :64], value[:, :, :64]))
+        _SUPPORTED[call] = torch.backends.cuda.can_use_cudnn_attention(params(*batch, None, 0.0, True, True))
+    return _SUPPORTED[call]
