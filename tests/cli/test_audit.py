@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import pytest
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from transformers_packed import AuditReport, cli
@@ -80,6 +81,7 @@ class AuditCommandTest(unittest.TestCase):
         self.assertEqual(status, 2)
         self.assertIn("lengths of at least two documents", stderr)
 
+    @pytest.mark.slow
     def test_kernels_for_a_gpu_are_hidden_in_a_process_of_its_own(self):
         code = "import sys; from transformers_packed.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", code, "audit", "qwen3_5_text", "--stock", "--device", "cpu", *SHORT]

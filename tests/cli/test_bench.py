@@ -172,6 +172,7 @@ class CommandTest(BenchTestCase):
             self.assertEqual(found[:2], (status, ""))
             self.assertIn(message, found[2])
 
+    @pytest.mark.slow
     def test_a_process_that_fails(self):
         """Its own output names the cause, and nothing is reported as if it were a result."""
         status, stdout, stderr = self.command("--row-length", 64, "--attn", "no_such_attention")

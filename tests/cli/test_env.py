@@ -8,6 +8,8 @@ from importlib import metadata
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+
 from transformers_packed import cli
 from transformers_packed.cli import env as environment
 
@@ -28,6 +30,7 @@ class EnvironmentTest(unittest.TestCase):
             text = environment.describe_environment()
         self.assertIn("devices: cuda:0 (NVIDIA H100, 80 GiB, compute capability 9.0), cpu", text)
 
+    @pytest.mark.slow
     def test_nobody_reads_on(self):
         read, write = os.pipe()
         os.close(read)

@@ -206,7 +206,7 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
     "error, status, line",
     [
-        ("ValueError", 1, "transformers-packed train: while a thread compiles"),
+        pytest.param("ValueError", 1, "transformers-packed train: while a thread compiles", marks=pytest.mark.slow),
         pytest.param("RuntimeError", 1, "RuntimeError: while a thread compiles", marks=pytest.mark.slow),
         pytest.param(
             "KeyboardInterrupt",

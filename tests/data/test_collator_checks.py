@@ -7,6 +7,7 @@ import unittest
 from unittest import mock
 
 import peft
+import pytest
 import torch
 from mixins.patch import snapshot
 from parameterized import parameterized
@@ -165,6 +166,7 @@ class BuiltWithModelTest(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "expected on_leak"):
             DataCollatorWithFlattening(on_leak="raise")
 
+    @pytest.mark.slow
     def test_without_a_model_nothing_is_checked(self):
         code = (
             "import sys, transformers_packed\n"

@@ -6,6 +6,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from common.families import tiny_model
@@ -209,6 +210,7 @@ class RegisterTest(unittest.TestCase):
         if releases.supports_other_families():
             transformers_packed.patch_model(model)
 
+    @pytest.mark.slow
     def test_experts_implementation_in_a_fresh_process(self):
         """The stock check reads a module's source and caches the answer, so run it before any stock model."""
         code = (
