@@ -147,6 +147,8 @@ class VerifyTest(unittest.TestCase):
         ):
             self.assertTrue(dense.verify(LAYER, *on_gpu, boundaries=row)[0])
             self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row, dropout=0.1)[1], "does not support dropout")
+            with mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True):
+                self.assertEqual(dense.verify(LAYER, *on_gpu, boundaries=row)[1], "has no deterministic backward")
             short = SequenceBoundaries.from_lengths([100, 200])
             self.assertRegex(dense.verify(LAYER, *on_gpu, boundaries=short)[1], "not faster for documents of this")
             with mock.patch.object(dense, "_supports", lambda *args: False):

@@ -145,11 +145,13 @@ def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if dropout:
         return False, "does not support dropout"
+    if torch.are_deterministic_algorithms_enabled():
+        return False, "has no deterministic backward"
     if boundaries is None or boundaries.device_only or boundaries.share_prompts:
         return False, "needs the lengths of documents on the host, without shared prompts"
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     if not _supports(query, key, value, dtype):
-        return False, f"has no kernel for {heads} and {kv_heads} heads of {dim} here, or none that is deterministic"
+        return False, f"has no kernel for {heads} and {kv_heads} heads of {dim} in this release of torch and cuDNN"
     faster = plan_of(boundaries, heads, kv_heads, dim) is not None
     return faster, "is not faster for documents of this length"
 
@@ -158,17 +160,10 @@ _SUPPORTED: dict[tuple, bool] = {}
 
 
 def _supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether cuDNN has kernels for such heads. With deterministic algorithms, it has none for the backward."""
-    call = (
-        query.device,
-        dtype,
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    """Whether torch can use cuDNN for such heads."""
+    call = query.device, dtype, query.shape[1], key.shape[1], query.shape[3]
     if call not in _SUPPORTED:
         params: Any = torch.backends.cuda.SDPAParams
-        batch = (x.to(dtype) for x in (query[:, :, :64], key[:, :, :64], value[:, :, :64]))
+        batch = (x[:, :, :64].to(dtype) for x in (query, key, value))
         _SUPPORTED[call] = torch.backends.cuda.can_use_cudnn_attention(params(*batch, None, 0.0, True, True))
     return _SUPPORTED[call]
