@@ -5,6 +5,7 @@ import unittest
 from pathlib import Path
 
 import torch
+from common.families import tiny_model
 from common.processes import ROWS, run_once
 from mixins.model import VOCAB_SIZE, relative_error, total_relative_error
 from mixins.vision import TEXT, alone_batch, document, vision_config
@@ -52,7 +53,8 @@ def make_model(family):
     model = patch_model(cls(config()))
     head = add_mtp(model)
     with torch.no_grad():
-        for parameter in head.parameters():
+        # That of the trunk too, so that its input is another hidden state than its output.
+        for parameter in (*head.parameters(), model.get_decoder().norm.weight):
             parameter.normal_(std=0.3)
     model.mtp_loss_weight = 0.5
     return model.train()
@@ -378,6 +380,9 @@ class CheckpointTest(unittest.TestCase):
     def test_other_models_are_refused(self):
         stock = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT, **HEAD))
         self.assertRaisesRegex(ValueError, "Call register\\(\\)", add_mtp, stock)
+        # Its heads read several streams of hidden states.
+        other = patch_model(tiny_model("qwen4_exp"))
+        self.assertRaisesRegex(ValueError, "a model of Qwen3-Next", add_mtp, other)
         model = patch_model(stock).train()
         model.mtp_loss_weight = 0.1
         batch = packed(make_samples())

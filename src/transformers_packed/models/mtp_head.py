@@ -26,7 +26,7 @@ from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount
 from ..parallel.collectives import all_gather
-from .families import TITLES, family_of
+from .families import TITLES, families_of, family_of
 from .family import Own
 from .inputs import resolve_boundaries
 from .masks import is_padding, read_padding
@@ -259,6 +259,8 @@ def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: tor
 def language_model(model: torch.nn.Module) -> Any:
     """Return the language model of this package in `model`, which has the embeddings and the head."""
     found = [module for module in model.modules() if hasattr(type(module), "skips_logits")]
+    if not found and not families_of(model, Own):
+        raise input_error(f"a model of {TITLES} for multi-token prediction", type(model).__name__, _RETRY)
     if not found:
         fix = "Call register() before from_pretrained, or patch_model."
         raise input_error("a language model of this package for multi-token prediction", type(model).__name__, fix)
