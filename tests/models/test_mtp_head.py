@@ -21,15 +21,17 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    modeling_layers,
     set_seed,
 )
-from transformers.modeling_layers import MtpModel
 
 from transformers_packed import DataCollatorWithFlattening, add_mtp, patch_model, registered
 from transformers_packed.models.mtp_head import MtpRow, head_of, mtp_targets_of_batch
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
+# Older releases have none.
+MtpModel = getattr(modeling_layers, "MtpModel", None)
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -194,6 +196,7 @@ class EqualityTest(unittest.TestCase):
         self.assertTrue(same[first:].all() and not same[:first].all())
 
     @parameterized.expand(["dense", "experts"])
+    @unittest.skipUnless(hasattr(MtpModel, "forward_layer"), "needs a release that runs one layer of its own head")
     def test_equals_mtp_model_of_transformers(self, family):
         model, ids = make_model(family).eval(), torch.tensor([make_samples((40,))[0]["input_ids"]])
         row = MtpRow()
