@@ -2,8 +2,9 @@
 
 Without boundaries, the call goes to Transformers' attention interface unchanged. With boundaries:
 
-* `sdpa` runs cuDNN on long documents of a Hopper GPU (`dense_attention.py`), and on all others
-  `torch.nn.attention.varlen.varlen_attn` if that supports the call (half precision on a GPU). Otherwise it runs on each document separately through [`per_document`], like `eager`. No mask over the whole row is built.
+* `sdpa` runs cuDNN on long documents on a Hopper GPU (`dense_attention.py`), and on all others
+  `torch.nn.attention.varlen.varlen_attn` if that supports the call (half precision on a GPU). Otherwise it runs on each
+  document separately through [`per_document`], like `eager`. No mask over the whole row is built.
 * FlashAttention (any version, from a package or from the Hub) takes the cumulative lengths.
 * `flex_attention` takes a block mask that is built from the boundaries without evaluating pairs of tokens.
 * Other implementations would attend across documents and raise a `ValueError`.
@@ -75,8 +76,8 @@ def attention(
         boundaries ([`SequenceBoundaries`], *optional*):
             Documents of a packed row (`B` = 1, `S` = `T`).
         impl (`str`, *optional*, defaults to `"auto"`):
-            Function that runs the configured implementation on packed rows: `"auto"`, or for `sdpa` `"cudnn"`, `"varlen_attn"` or
-            `"per_document(sdpa)"`. The other implementations have one function each.
+            Function that runs the configured implementation on packed rows: `"auto"`, or for `sdpa` `"cudnn"`,
+            `"varlen_attn"` or `"per_document(sdpa)"`. The other implementations have one function each.
 
     Returns:
         `tuple`: the output `[B, T, H, D]` and the attention weights. Without boundaries, the weights are those of

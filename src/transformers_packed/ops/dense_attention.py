@@ -3,7 +3,7 @@
 A causal document that is padded on the right needs no mask, because its tokens never see the padding. So a long document
 runs alone, and documents of similar length run as a batch. On Hopper, cuDNN's kernels then take 0.6 of the time of
 FlashAttention 2, from which `varlen_attn` is made. Each batch is a call, and cuDNN builds a plan for each new shape, which
-takes some 0.2 s. Lengths are therefore padded to one of 16 in each octave, and short documents stay in `varlen_attn`.
+takes some 0.1 s. Lengths are therefore padded to one of 16 in each octave, and short documents stay in `varlen_attn`.
 
 [`group`] chooses by a model of measured times, once per row on the host. Times that grow with the number of tokens are the
 same for both, so only those of the pairs of tokens count, of a call, and of the copies of a batch.
