@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -410,10 +411,10 @@ class ProofTest(unittest.TestCase):
     @pytest.mark.slow
     def test_all(self):
         """Run the command of `make test-upstream`."""
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(upstream_patch, "PAGE", Path(folder, "page.md")),
-        ):
+        with tempfile.TemporaryDirectory() as folder:
+            # The command keeps the introduction of the page.
+            page = Path(shutil.copy(upstream_patch.PAGE, folder))
+            self.enterContext(mock.patch.object(upstream_patch, "PAGE", page))
             self.assertEqual(upstream_patch.main(["--prove", "--together", "--output", folder]), 0)
             for name in NAMES:
                 self.assertIn("all", Path(folder, name, "README.md").read_text())
