@@ -206,8 +206,7 @@ def _of_head(config: PreTrainedConfig) -> Iterator[Finding]:
         text = "The checkpoint has a head of multi-token prediction (mtp). Saved checkpoints keep it."
         if declares_head(config):
             text += " To train it too, use train --mtp, or mtp_loss_weight=0.1 in Python."
-        # Servers assume a head of Qwen3-Next, whose released configurations declare none.
-        elif config.model_type != "qwen3_next":
+        elif not family_of(config).implies_head:
             text += " The configuration does not declare it, so servers do not use it."
         yield Finding("note", text)
     elif declares_head(config):

@@ -109,6 +109,8 @@ class Family:
             The names of linear layers whose errors grow along a document, so they stay in full precision.
         takes_images (`bool`, *optional*, defaults to `False`):
             Whether packed rows of its vision-language models may hold images.
+        implies_head (`bool`, *optional*, defaults to `False`):
+            Whether servers take a configuration that says nothing of a head of multi-token prediction for one with it.
         sizes (`Callable`, *optional*):
             Reads the sizes of a text configuration, for families whose cost, memory and parts of rows are known.
     """
@@ -121,6 +123,7 @@ class Family:
     experts: str = ""
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
+    implies_head: bool = False
     sizes: Callable[[PreTrainedConfig], Sizes] | None = None
 
     @property

@@ -19,5 +19,6 @@ QWEN3_NEXT = Family(
     experts="Qwen3NextExperts",
     # The projection to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_ba", "shared_expert_gate"),
+    implies_head=True,
     sizes=partial(hybrid_sizes, linear_layers=3),
 )
