@@ -1,9 +1,11 @@
 """The head of multi-token prediction in a Trainer: its share of a step, what trains, what is logged, saved and refused."""
 
+import functools
 import tempfile
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common.processes import FSDP_ON_CPU
@@ -15,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from scripts.configured_arms import tokenizer
 from scripts.mtp_run import BATCH, build
-from scripts.trainer_arms import TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
+from scripts.trainer_arms import OPTIONS, TINY, Samples, collate_padded, run_in_two_processes, updates_and_log
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -24,7 +26,7 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from transformers_packed import add_mtp, configure_packing, patch_model, registered
 from transformers_packed.models import adapters
@@ -34,6 +36,10 @@ from transformers_packed.models.mtp_head import head_of
 def make_model():
     set_seed(0)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TINY, mtp_num_hidden_layers=1))
+
+
+def trainer_parameters(trainer):
+    return [(name, x) for name, x in trainer.model.named_parameters() if x.requires_grad]
 
 
 def collated(samples):
@@ -84,6 +90,51 @@ class StepTest(unittest.TestCase):
         trainer.data_collator = collate_padded
         padded, _ = updates_and_log(trainer)
         self.assertLess(total_relative_error(padded, packed), 1e-5)
+
+    @parameterized.expand([({"mtp_loss_weight": 0.5},), ({"mtp_only": True},)])
+    def test_sft_trainer(self, options):
+        """TRL computes the loss of the trunk from scores of its own forward."""
+        trainer = build(self.folder, verify=False, **{"mtp_loss_weight": 0.0} | options)
+        expected, log = updates_and_log(trainer)
+        args = SFTConfig(
+            self.folder,
+            max_steps=3,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=2,
+            train_sampling_strategy="sequential",
+            bf16=False,
+            gradient_checkpointing=False,
+            **OPTIONS,
+        )
+        samples = Dataset.from_list(Samples().rows)
+        sft = SFTTrainer(make_model(), args, train_dataset=samples, processing_class=tokenizer())
+        said(configure_packing, sft, "padding_free", **options)
+        # A second call replaces what the first one has set.
+        said(configure_packing, sft, "padding_free", **options)
+        before = {name: x.detach().clone() for name, x in trainer_parameters(sft)}
+        sft.train()
+        found = {name: x.detach() - before[name] for name, x in trainer_parameters(sft)}
+        self.assertLess(total_relative_error({name: found[name] for name in expected}, expected), 1e-5)
+        own = [entry for entry in sft.state.log_history if "loss" in entry]
+        for got, want in zip(own, log, strict=True):
+            self.assertAlmostEqual(got["loss"], want["loss"], places=3)
+            self.assertAlmostEqual(got["mtp_loss"], want["mtp_loss"], places=3)
+
+    def test_a_forward_that_leaves_the_head_out_is_an_error(self):
+        trainer = build(self.folder, verify=False)
+        model = trainer.model
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def without_head(*args, **kwargs):
+            model.mtp_loss_weight, before = 0.0, model.mtp_loss_weight
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                model.mtp_loss_weight = before
+
+        with mock.patch.object(model, "forward", without_head):
+            self.assertRaisesRegex(ValueError, "another, which left it out", trainer.train)
 
     @parameterized.expand(
         [("ddp", {}), ("fsdp", FSDP_ON_CPU | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}), ("sequence_parallel", {})]

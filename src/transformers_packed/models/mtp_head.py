@@ -130,14 +130,21 @@ def following(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float)
 
     The next token of a shard's last one is in the shard of the next rank. All ranks must call it.
     """
-    ends = boundaries.cu_seqlens[1:].long() - 1
     if not boundaries.is_shard:
-        return tokens.roll(-1, dims=1).index_fill(1, ends.to(tokens.device), fill)
+        return fill_ends(tokens.roll(-1, dims=1), boundaries, fill)
     shard: Any = boundaries
     first = all_gather(tokens[:, :1], 1, shard.processes.group)
     at = (shard.rank + 1) % shard.size
-    ends = ends[:-1] if shard.goes_on else ends
-    return torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1).index_fill(1, ends.to(tokens.device), fill)
+    return fill_ends(torch.cat([tokens[:, 1:], first[:, at : at + 1]], dim=1), boundaries, fill)
+
+
+def fill_ends(tokens: torch.Tensor, boundaries: SequenceBoundaries, fill: float) -> torch.Tensor:
+    """Put `fill` at the last token of each document of a row `[1, T, ...]`, unless another part of the row has it."""
+    ends = boundaries.cu_seqlens[1:].long() - 1
+    if boundaries.is_shard:
+        shard: Any = boundaries
+        ends = ends[: len(ends) - shard.goes_on]
+    return tokens.index_fill(1, ends.to(tokens.device), fill)
 
 
 class MtpHead(torch.nn.Module):
@@ -153,6 +160,8 @@ class MtpHead(torch.nn.Module):
     # Set by the callback of a Trainer: the losses and choices since the last log, and whether to compare choices.
     record: "list[torch.Tensor] | None" = None
     compares = False
+    # The loss of the last forward, where a trainer computes that of the trunk from scores.
+    pending: torch.Tensor | None = None
 
     def __init__(self, model: Any):
         super().__init__()
@@ -366,7 +375,9 @@ class MtpStep:
     def _run(self, model: Any) -> tuple[torch.Tensor, torch.Tensor, int, Any]:
         """The output of the head, its targets, their number on this rank, and the divisor of its loss."""
         row = self.row
-        targets = following(row.of_row(self.shifted), row.boundaries, _IGNORED)
+        # No target of the trunk is in another document, but a caller may not have masked it.
+        shifted = fill_ends(row.of_row(self.shifted), row.boundaries, _IGNORED)
+        targets = following(shifted, row.boundaries, _IGNORED)
         number = int(self.number or TargetCount(targets, _IGNORED))
         # Without a target, the loss is 0, and the head gets gradients of 0.
         items = (

@@ -83,6 +83,17 @@ class LanguageModelMixin(PackedModelMixin):
             outputs.loss = outputs.loss + self.mtp_loss_weight * mtp.alone(self).to(outputs.loss.device)
         return outputs
 
+    def forward_of_trl(self, score: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """Call TRL's forward `score`, from whose scores its trainer computes a loss, and keep that of the head for it."""
+        items = inputs.pop("num_mtp_items_in_batch", None)
+        mtp = _mtp_step(self, inputs.get("labels"), 0, items, inputs)
+        if mtp is None:
+            return score(**inputs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.mtp_only):
+            outputs = score(**inputs, mtp_row=mtp.row)
+        self.mtp.pending = mtp.alone(self)
+        return outputs
+
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args, **kwargs) -> dict[str, Any]:
         # `generate` never packs, even without a cache.

@@ -7,7 +7,7 @@ gradients: with a frozen head, and for the sum of the log-probabilities, which i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock
 from types import MethodType
 from typing import Any
@@ -40,7 +40,9 @@ def beside_trl(theirs: MethodType, module: torch.nn.Module, other: Callable, our
         if not fused_lm_head:
             return other(self, *args, **kwargs)
         with _our_products(function.__globals__) if our_products else nullcontext():
-            return function(self, *args, fused_lm_head=True, **kwargs)
+            score = partial(function, self, *args, fused_lm_head=True)
+            # Our language models add the loss of a head of multi-token prediction.
+            return self.forward_of_trl(score, kwargs) if hasattr(self, "forward_of_trl") else score(**kwargs)
 
     vars(forward)["trl_forward"] = theirs
     return MethodType(forward, module)

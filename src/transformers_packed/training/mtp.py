@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from ..errors import input_error
 from ..models.mtp_head import add_mtp, head_of, language_model, mtp_targets_of_batch
 from ..models.registry import patch_model
+from .typed import Trainer
 
 
 def train_mtp(weight: float, only: bool, dtype: torch.dtype | None, model: torch.nn.Module) -> None:
@@ -47,6 +48,29 @@ class MtpItems:
         return self.count_items(batch_samples, device)
 
 
+class MtpLoss:
+    """Adds the loss of the head to that which TRL's `SFTTrainer` computes from the scores of tokens.
+
+    It takes the place of the trainer's `compute_loss`. In other trainers, the loss of the model has it already.
+    """
+
+    def __init__(self, trainer: Trainer, compute_loss: Callable):
+        self.trainer, self.compute_loss = trainer, compute_loss
+
+    def __call__(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = self.compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        inner, loss = language_model(model), result[0] if return_outputs else result
+        added, inner.mtp.pending = inner.mtp.pending, None
+        if added is None:
+            return result
+        args = self.trainer.args
+        if args.average_tokens_across_devices and num_items_in_batch is not None:
+            # DDP averages over the processes, and targets are those of all of them.
+            added = added * args.world_size
+        loss = added if inner.mtp_only else loss + inner.mtp_loss_weight * added.to(loss.device)
+        return (loss, result[1]) if return_outputs else loss
+
+
 class MtpCallback(TrainerCallback):
     """Logs `mtp_loss`, the mean over the targets of the head, and `mtp_acceptance`.
 
@@ -55,6 +79,7 @@ class MtpCallback(TrainerCallback):
     """
 
     head: Any = None
+    ran = False
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.head is None:
@@ -63,6 +88,12 @@ class MtpCallback(TrainerCallback):
             self.head.record = []
         every = max(1, int(state.logging_steps))
         self.head.compares = args.logging_strategy == "steps" and (state.global_step + 1) % every == 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.head is not None and not self.ran and not self.head.record:
+            fix = "Remove what replaces the forward or the loss of the model, or train without the head."
+            raise input_error("a loss of the model with that of its head", "another, which left it out", fix)
+        self.ran = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.head is None or not self.head.record or logs is None or "loss" not in logs:
@@ -77,4 +108,4 @@ class MtpCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.head is not None:
-            self.head.record, self.head.compares, self.head = None, False, None
+            self.head.record, self.head.compares, self.head, self.ran = None, False, None, False

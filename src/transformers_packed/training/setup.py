@@ -45,7 +45,7 @@ from .checks import (
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
-from .mtp import MtpCallback, MtpItems, train_mtp
+from .mtp import MtpCallback, MtpItems, MtpLoss, train_mtp
 from .run_ahead import RunAheadCallback
 from .typed import Trainer
 
@@ -207,6 +207,10 @@ def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
     count = getattr(trainer, COUNT_ITEMS)
     count = count.count_items if isinstance(count, MtpItems) else count
     changes = Change.of(handler, callbacks=callbacks) + Change.of(trainer, **{COUNT_ITEMS: MtpItems(count)})
+    if is_sft_trainer(trainer):
+        loss = trainer.compute_loss
+        loss = loss.compute_loss if isinstance(loss, MtpLoss) else loss
+        changes += Change.of(trainer, compute_loss=MtpLoss(trainer, loss))
     what = "only the head" if options.mtp_only else f"with {options.mtp_loss_weight:g} x the loss of the head"
     line = f"{setup.line}; trains {what} of multi-token prediction"
     return replace(setup, line=line, changes=(*setup.changes, *changes))
