@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..data.collator import DataCollatorWithFlattening
 from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
-from ..models.mtp_head import MtpRow, add_mtp, first_choices, head_of, language_model
-from ..ops.cross_entropy import FROZEN_CHUNK_SIZE
+from ..models.mtp_head import MtpRow, add_mtp, first_choices, head_loss, head_of, language_model
 
 
 # Documents that later steps take at most, in tokens: their attention holds a mask of so many rows times the steps.
@@ -151,13 +149,15 @@ def _of_row(model: Any, head: Any, collator: Any, samples: list[dict[str, list[i
     model.model(**{name: x for name, x in batch.items() if name != "labels"}, mtp_row=row, use_cache=False)
     hidden, labels, starts = head(row), labels.to(device), row.boundaries.cu_seqlens_cpu.tolist()
     choices = first_choices(model.lm_head, row.hidden_states[0])
+    pairs = head.pairs(row) if steps > 1 else None
     for start, end in zip(starts, starts[1:], strict=False):
         part = slice(start, end)
         targets, rows = labels[part][2:], hidden[0, part][:-2]
-        drafts = _drafts(model, head, row, hidden[:, part], part, steps)
+        drafts = _drafts(model, head, row, hidden[:, part], pairs, part, steps)
         counts = _count(drafts, ids[part], labels[part], choices[part])
         accepted, drafted = (torch.stack(x).cpu() for x in zip(*counts, strict=True))
-        yield accepted, drafted, (_loss(model.lm_head, rows, targets) / drafted[0]).cpu()
+        loss = head_loss(model.lm_head, rows, targets, num_items_in_batch=1)
+        yield accepted, drafted, loss.float().cpu() / drafted[0]
 
 
 def _count(drafts: Iterator[torch.Tensor], ids, labels, choices) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -167,8 +167,8 @@ def _count(drafts: Iterator[torch.Tensor], ids, labels, choices) -> Iterator[tup
     """
     alive = torch.ones_like(ids, dtype=torch.bool)
     for ahead, draft in enumerate(drafts, start=2):
-        alive, draft = alive[: max(len(ids) - ahead, 0)], draft[: max(len(ids) - ahead, 0)]
-        alive, end = alive[: len(draft)], len(draft) + ahead
+        length = max(min(len(ids) - ahead, len(draft)), 0)
+        alive, draft, end = alive[:length], draft[:length], length + ahead
         compared = alive & (labels[ahead:end] != IGNORED_LABEL)
         same = draft == choices[ahead - 1 : end - 1]
         yield (same & compared).sum(), compared.sum()
@@ -176,14 +176,19 @@ def _count(drafts: Iterator[torch.Tensor], ids, labels, choices) -> Iterator[tup
 
 
 def _drafts(
-    model: Any, head: Any, row: MtpRow, hidden: torch.Tensor, part: slice, steps: int
+    model: Any, head: Any, row: MtpRow, hidden: torch.Tensor, first: torch.Tensor | None, part: slice, steps: int
 ) -> Iterator[torch.Tensor]:
-    """Yield the tokens that each row of a document drafts, step by step, from the head's output `[1, L, hidden]`."""
+    """Yield the tokens that each row of a document drafts, step by step, from the head's output `[1, L, hidden]`.
+
+    Several steps need the input of the head's layer for the whole row, `first`.
+    """
     yield (tokens := first_choices(model.lm_head, hidden[0]))
+    if first is None:
+        return
     length = min(hidden.shape[1], _LONGEST)
     kept = slice(part.start, part.start + length)
     # Later steps have the text position, for images too.
-    pairs, positions = [head.pairs(row)[:, kept]], [row.position_ids[..., kept]]
+    pairs, positions = [first[:, kept]], [row.position_ids[..., kept]]
     text_positions = positions[0][:1] if positions[0].ndim == 3 else positions[0]
     for step in range(1, steps):
         embeddings = model.get_input_embeddings()(tokens[None, :length])
@@ -208,11 +213,3 @@ def _mask_of_chains(length: int, step: int, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(first, dtype=like.dtype).masked_fill(~(first | own), torch.finfo(like.dtype).min)[
         None, None
     ]
-
-
-def _loss(lm_head: Any, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The summed cross entropy of rows."""
-    total = rows.new_zeros((), dtype=torch.float32)
-    for x, y in zip(rows.split(FROZEN_CHUNK_SIZE), targets.split(FROZEN_CHUNK_SIZE), strict=True):
-        total += F.cross_entropy(lm_head(x).float(), y, ignore_index=IGNORED_LABEL, reduction="sum")
-    return total
