@@ -1,4 +1,4 @@
-"""A common format for input errors: the expected input, the actual input, and the fix."""
+"""A common format for input errors: the expected input, the actual input, and the fix. And counts in words."""
 
 
 def input_error(expected: object, got: object, fix: str = "", *, option: str = "") -> ValueError:
@@ -31,3 +31,8 @@ def unsupported(where: str, what: str, fix: str = "") -> ValueError:
     ```
     """
     return ValueError(f"{where} does not support {what}. {fix}".rstrip())
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things in words, such as `1 step` or `2,000 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

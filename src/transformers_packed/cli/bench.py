@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import count, input_error
 from .arms import ARMS, COLORS, print_table, run_arms
-from .lines import count
 from .options import Parser, output_file, positive_float, row_length
 from .process import raise_on_interrupt
 
@@ -106,7 +106,6 @@ def choose_lengths(args: argparse.Namespace) -> list[int]:
     Raises:
         `ValueError`: the documents of `--data` have fewer tokens.
     """
-    from ..errors import input_error
     from .plan import find_tokenizer, read_samples
 
     random = np.random.default_rng(args.seed)

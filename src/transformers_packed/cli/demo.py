@@ -15,7 +15,6 @@ from typing import Any
 
 from .arms import ARMS, COLORS, print_table, run_arms
 from .audit import GPU_ONLY
-from .lines import count
 from .options import Parser
 from .process import raise_on_interrupt
 
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare_samples(work: Path, samples: int, batch_size: int, seed: int) -> None:
     """Write the tokenizer and the samples of both arms to `work`."""
-    from ..errors import input_error
+    from ..errors import count, input_error
     from .demo_data import choose_pairs, read_pairs, tokenize, train_tokenizer
 
     pairs, broken = read_pairs()

@@ -24,11 +24,11 @@ from transformers import (
 from transformers.utils import logging
 
 from ..data.collator import DataCollatorWithFlattening
+from ..errors import count
 from ..models.registry import registered
 from ..ops import implementations_used
 from .audit import hide_gpu_packages
 from .demo import MAX_LENGTH
-from .lines import count
 
 
 LEARNING_RATE = 1e-3

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ..data.records.samples import Samples, make_samples, read_records
-from ..errors import input_error
+from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
 from ..models.families import TITLES, family_of
 from ..models.family import Own
@@ -41,7 +41,7 @@ from ..training.configure import configure_packing
 from ..training.warm_up import start_compiling
 from .checkpoint import adapter_refused, cannot_read, has_own_code, load_tokenizer, load_weights
 from .folder_trainer import RunFolderTrainer
-from .lines import count, duration, say
+from .lines import duration, say
 from .process import raise_on_interrupt
 from .run_folder import SETTINGS_FILE, check_same_settings, left, write_settings
 

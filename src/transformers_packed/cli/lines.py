@@ -1,4 +1,4 @@
-"""Lines of the commands: how they count, how they tell a time, and which process prints them."""
+"""Lines of the commands: how they tell a time, and which process prints them."""
 
 import os
 
@@ -7,11 +7,6 @@ def say(line: str) -> None:
     """Print a line in the first of several processes."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, flush=True)
-
-
-def count(number: int, what: str) -> str:
-    """A number of things in words, such as `1 step` or `2,000 steps`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

@@ -5,8 +5,8 @@ import json
 import sys
 from itertools import islice
 
-from ..errors import input_error
-from .lines import count, say
+from ..errors import count, input_error
+from .lines import say
 from .options import LONGEST_SAMPLE, Parser, positive_int
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ..errors import input_error
-from .lines import count
+from ..errors import count, input_error
 from .options import Parser, output_file, row_length
 
 

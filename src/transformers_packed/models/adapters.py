@@ -99,7 +99,7 @@ def _saving_head(original: Callable) -> Callable:
     @wraps(original)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         original(self, save_directory, *args, **kwargs)
-        head = getattr(self.get_base_model(), PREFIX.rstrip("."), None)
+        head = getattr(self.get_base_model(), "mtp", None)
         if head is not None and kwargs.get("is_main_process", True):
             # FSDP passes whole tensors.
             state = kwargs.get("state_dict") or self.state_dict()
@@ -117,7 +117,7 @@ def _loading_head(original: Callable) -> Callable:
         result = original(self, model_id, *args, **kwargs)
         file = Path(str(model_id)) / HEAD_FILE
         if file.exists():
-            head = getattr(self.get_base_model(), PREFIX.rstrip("."), None)
+            head = getattr(self.get_base_model(), "mtp", None)
             if head is None:
                 logger.warning(
                     f"{file} holds a trained head of multi-token prediction, which this model does not have. Call "

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries
 from ..errors import input_error
 from ..ops import linear_cross_entropy
-from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount
+from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount, shift_labels
 from ..parallel.collectives import all_gather
 from .families import TITLES, families_of, family_of
 from .family import Own
@@ -343,7 +343,7 @@ class MtpStep:
         is_shard = getattr(inputs.get("boundaries"), "is_shard", False)
         counted = None if is_shard else mtp_targets_of_batch({**inputs, "labels": labels})
         shifted = inputs.get("shift_labels")
-        shifted = F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+        shifted = shift_labels(labels) if shifted is None else shifted
         return cls(shifted, items, None if counted is None else TargetCount(counted, _IGNORED))
 
     def alone(self, model: Any) -> torch.Tensor:
@@ -409,7 +409,7 @@ def mtp_targets_of_batch(batch: Mapping[str, Any]) -> torch.Tensor | None:
     labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
     if labels is None:
         return None
-    shifted = F.pad(labels[..., 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+    shifted = shift_labels(labels) if shifted is None else shifted
     tokens = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "boundaries", *PACKING_KEYWORDS}
     boundaries = resolve_boundaries({name: x for name, x in batch.items() if name in tokens})
     if boundaries is None:

@@ -22,7 +22,7 @@ from transformers.utils.import_utils import is_tracing
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error, unsupported
 from ..ops.autograd import is_transformed
-from ..ops.cross_entropy import TargetCount
+from ..ops.cross_entropy import TargetCount, shift_labels
 from .inputs import kept_tokens, mask_targets_across_documents
 from .mtp_head import MtpHead, MtpStep, head_loss
 from .packed_model import PackedModelMixin, Switch
@@ -160,7 +160,7 @@ def _has_targets_after_padding(
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or is_tracing(mask) or is_transformed():
         return False
     if targets is None and labels is not None:
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        targets = shift_labels(labels)
     if targets is None or not (model.packs_padding if allowed is None else allowed):
         return False
     mask = mask.to(targets.device)[:, kept_tokens(logits_to_keep)]
@@ -369,7 +369,7 @@ def loss_without_logits(
     targets = inputs.get("shift_labels")
     if targets is None:
         assert labels is not None
-        targets = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        targets = shift_labels(labels, ignore_index)
     num_targets = TargetCount(targets, ignore_index)
     outputs = model.model(attention_mask=attention_mask, **inputs)
     head = model.lm_head

@@ -119,6 +119,11 @@ def linear_cross_entropy(
     return (loss, losses.view(labels.shape)) if return_losses else loss
 
 
+def shift_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Return the targets of each token, which are the labels `[..., T]` one token ahead. The last token has none."""
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
 class TargetCount:
     """The number of targets, counted while the GPU computes something else.
 

@@ -9,6 +9,7 @@ import torch
 
 from ..boundaries import PACKING_KEYWORDS, SequenceBoundaries, derived_property
 from ..errors import input_error, unsupported
+from ..ops.cross_entropy import shift_labels
 from .collectives import all_gather
 from .groups import SequenceParallel
 from .vision import TOKEN_TYPES, VisionShard, cut_vision
@@ -198,7 +199,7 @@ def shard_batch(
             expected = f"{name} with one entry for each of the row's {length} tokens"
             raise input_error(expected, f"shape {tuple(batch[name].shape)}", "Labels per document cannot be cut.")
     if "shift_labels" not in batch and "labels" in batch:
-        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][..., 1:], (0, 1), value=-100)
+        batch["shift_labels"] = shift_labels(batch["labels"])
         names.append("shift_labels")
     if "shift_labels" in batch:
         ends = row.cu_seqlens[1:].long() - 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import input_error
+from ...errors import count, input_error
 from .cost import PackingCost
 from .rows import PADDED_BATCH, histogram, mean_of_longest, offsets_of, ranges, share_rows
 
@@ -19,10 +19,6 @@ from .rows import PADDED_BATCH, histogram, mean_of_longest, offsets_of, ranges, 
 _FORMAT, _FORMAT_VERSION = "transformers_packed.PackingPlan", 1
 _ARRAYS = ("row_offsets", "samples", "lengths", "starts")
 _BLOCK = 1 << 18
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +207,7 @@ class PackingPlan:
     def summary(self) -> str:
         """A summary of the plan in a few lines of text."""
         low, middle, high = np.percentile(self.documents_per_row, (5, 50, 95))
-        per_step = f"{_count(self.world_size, 'rank')} x {_count(self.gradient_accumulation_steps, 'row')} each"
+        per_step = f"{count(self.world_size, 'rank')} x {count(self.gradient_accumulation_steps, 'row')} each"
         lines = {
             "samples": f"{self.input_samples:,} with {self.input_tokens:,} tokens",
             "rows": f"{len(self):,} of at most {self.max_length:,} tokens, {self.fill:.2%} full",
@@ -229,12 +225,10 @@ class PackingPlan:
 
     def _fate_of_overlong(self) -> str:
         if self.truncated_samples:
-            return (
-                f"{_count(self.truncated_samples, 'sample')} truncated, {_count(self.truncated_tokens, 'token')} lost"
-            )
+            return f"{count(self.truncated_samples, 'sample')} truncated, {count(self.truncated_tokens, 'token')} lost"
         if self.dropped_samples:
-            return f"{_count(self.dropped_samples, 'sample')} dropped, {_count(self.dropped_tokens, 'token')} lost"
-        return f"{_count(self.split_samples, 'sample')} split, no token lost" if self.split_samples else "none"
+            return f"{count(self.dropped_samples, 'sample')} dropped, {count(self.dropped_tokens, 'token')} lost"
+        return f"{count(self.split_samples, 'sample')} split, no token lost" if self.split_samples else "none"
 
     def shard(self, rank: int, world_size: int) -> "PackingPlan":
         """The rows of one rank: every `world_size`-th row, starting with row `rank`.
