@@ -142,7 +142,7 @@ class VerifyTest(unittest.TestCase):
         ]
         with (
             mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
-            mock.patch.object(dense, "autocast_dtype", lambda x: None),
+            mock.patch.object(dense, "compute_dtype", lambda x: x.dtype),
             mock.patch.object(dense, "_supports", lambda *args: True),
         ):
             self.assertTrue(dense.verify(LAYER, *on_gpu, boundaries=row)[0])

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_flash_attn_4_available
 
 from ..boundaries import SequenceBoundaries
 from ..errors import input_error
-from .autograd import autocast_dtype
+from .autograd import compute_dtype
 from .dense_attention import dense_attention
 from .dense_attention import verify as verify_dense_attention
 from .dispatch import Implementation, always, mixes_tokens, ran, run
@@ -168,7 +168,8 @@ def _flash_attention(module, query, key, value, *, boundaries, eager, keys=None,
 def _varlen_attn(module, query, key, value, *, boundaries, scaling, keys=None, **kwargs):
     from torch.nn.attention.varlen import varlen_attn
 
-    tokens_first = (x.transpose(1, 2)[0].to(_varlen_dtype(query)) for x in (query, key, value))
+    # Autocast supports SDPA, but not `varlen_attn`.
+    tokens_first = (x.transpose(1, 2)[0].to(compute_dtype(query)) for x in (query, key, value))
     keys = boundaries if keys is None else keys
     lengths = (boundaries.cu_seqlens, keys.cu_seqlens, boundaries.max_length, keys.max_length)
     # A window without a right side is causal attention.
@@ -183,15 +184,10 @@ def _grouped() -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
-def _varlen_dtype(query: torch.Tensor) -> torch.dtype:
-    """Return the dtype to which autocast would cast the inputs. It supports SDPA, but not `varlen_attn`."""
-    return autocast_dtype(query) or query.dtype
-
-
 def _verify_varlen_attn(module, query, *others, dropout=0.0, **options):
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False, "needs tensors on an NVIDIA GPU of compute capability 8.0 or later"
-    if _varlen_dtype(query) not in (torch.float16, torch.bfloat16):
+    if compute_dtype(query) not in (torch.float16, torch.bfloat16):
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if query.shape[-1] > 256 or query.shape[-1] % 8:
         return False, f"needs a head dimension of at most 256 and a multiple of 8, not {query.shape[-1]}"

@@ -42,6 +42,11 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a product with `tensor`, to which autocast would cast it."""
+    return autocast_dtype(tensor) or tensor.dtype
+
+
 def is_transformed() -> bool:
     """Whether a `torch.func` transform is active. Autograd functions in this package do not support these."""
     return torch._C._are_functorch_transforms_active()

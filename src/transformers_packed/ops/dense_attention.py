@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..boundaries import SequenceBoundaries
-from .autograd import autocast_dtype
-from .per_document import BucketLayout, layout_of, to_batch
+from .autograd import compute_dtype
+from .per_document import BucketLayout, cheapest_groups, in_batches, layout_of, spans
 
 
 # Microseconds of forward and backward on an H100, by benchmarks/attention.py: of a pair of tokens in a head, for each
@@ -59,28 +59,22 @@ def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[t
             sizes.setdefault(padded_length(length), []).append(document)
     order = sorted(sizes, reverse=True)
     work, copies = heads * dim, 2 * (heads + kv_heads) * dim * _COPY
-    # best[i]: the time of batches of the i longest sizes, and the start of the last one.
-    best = [(0.0, 0)]
-    for end in range(1, len(order) + 1):
-        options, number = [], 0
-        for begin in reversed(range(end)):
-            number += len(sizes[order[begin]])
-            longest = order[begin]
-            time = number * longest * (_DENSE * work * longest + copies)
-            options.append((best[begin][0] + _CALL + time, begin))
-        best.append(min(options))
+
+    def time(begin: int, documents: int) -> float:
+        longest = order[begin]
+        return _CALL + documents * longest * (_DENSE * work * longest + copies)
+
+    best = cheapest_groups([len(sizes[size]) for size in order], time)
     # Time saved against `varlen_attn`, if the i longest sizes are dense.
     saved, varlen = [0.0], 0.0
     for end, size in enumerate(order, start=1):
         varlen += sum(_VARLEN * work * lengths[document] ** 2 for document in sizes[size])
         saved.append(varlen - best[end][0])
     end = max(range(len(saved)), key=saved.__getitem__)
-    groups = []
-    while end:
-        begin = best[end][1]
-        groups.append(([document for size in order[begin:end] for document in sizes[size]], order[begin]))
-        end = begin
-    return groups[::-1]
+    return [
+        ([document for size in order[begin:stop] for document in sizes[size]], order[begin])
+        for begin, stop in spans(best, end)
+    ]
 
 
 def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int) -> Plan | None:
@@ -113,22 +107,17 @@ def dense_attention(
     """Attention of a packed row as [`attention`] returns it. `varlen` computes the documents that are not dense."""
     plan = plan_of(boundaries, query.shape[1], key.shape[1], query.shape[3])
     assert plan is not None
-    layout, dtype = plan.layout, autocast_dtype(query) or query.dtype
+    dtype = compute_dtype(query)
     rows = [x.transpose(1, 2)[0].to(dtype) for x in (query, key, value)]
-    if layout.order is not None:
-        rows = [row.index_select(0, layout.order) for row in rows]
-    sizes = [bucket.tokens for bucket in layout.buckets]
-    sizes.append(len(rows[0]) - sum(sizes))
-    outputs = []
-    for bucket, *chunks in zip(layout.buckets, *(row.split(sizes)[:-1] for row in rows), strict=True):
-        q, k, v = (to_batch(chunk, bucket).transpose(1, 2) for chunk in chunks)
-        flat = _causal(q, k, v, scaling).transpose(1, 2).flatten(0, 1)
-        outputs.append(flat if bucket.slots is None else flat.index_select(0, bucket.slots))
-    if plan.rest is not None:
-        heads_first = (row[-sizes[-1] :].transpose(0, 1)[None] for row in rows)
-        outputs.append(varlen(module, *heads_first, boundaries=plan.rest, scaling=scaling, **options)[0][0])
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (output if layout.inverse is None else output.index_select(0, layout.inverse))[None], None
+
+    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _causal(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scaling).transpose(1, 2)
+
+    def others(*rows: torch.Tensor) -> torch.Tensor:
+        heads_first = (row.transpose(0, 1)[None] for row in rows)
+        return varlen(module, *heads_first, boundaries=plan.rest, scaling=scaling, **options)[0][0]
+
+    return in_batches(dense, rows, plan.layout, others if plan.rest is not None else None), None
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -140,7 +129,7 @@ def verify(module, query, key, value, *, dropout=0.0, boundaries=None, **options
     """Verifier of [`dense_attention`]."""
     if not query.is_cuda or torch.version.hip or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False, "needs tensors on a GPU of compute capability 9.0"
-    dtype = autocast_dtype(query) or query.dtype
+    dtype = compute_dtype(query)
     if dtype not in (torch.float16, torch.bfloat16):
         return False, f"needs float16 or bfloat16, not {query.dtype}"
     if dropout:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import input_error
-from .autograd import autocast_dtype, first_order
+from .autograd import compute_dtype, first_order
 from .backends import triton
 from .cross_entropy import CHUNK_SIZE, FROZEN_CHUNK_SIZE, HeadGradients, torch_scaled
 from .dispatch import Implementation, always, run
@@ -275,7 +275,7 @@ class _LinearLogps(torch.autograd.Function):
         ctx.pairs, ctx.options = pairs, options
         ctx.set_materialize_grads(False)
         # Autocast would run the matrix product of the head in low precision too.
-        ctx.dtype = autocast_dtype(hidden_states) or hidden_states.dtype
+        ctx.dtype = compute_dtype(hidden_states)
         statistics, overwrite_with_gradient, _ = options.steps
         totals = hidden_states.new_empty(len(hidden_states), dtype=torch.promote_types(ctx.dtype, torch.float32))
         entropies = torch.empty_like(totals) if options.entropy else None

@@ -91,26 +91,52 @@ def per_document(
         if tensor.ndim < 2 or tensor.shape[:2] != (1, boundaries.total_length):
             expected = f"tensors of shape [1, {boundaries.total_length}, ...], the packed row"
             raise input_error(expected, tuple(tensor.shape), "Pass tensors of the row that the boundaries describe.")
-    layout = boundaries.derived("per_document", lambda: _layout(boundaries))
+    return in_batches(
+        function, [row[0] for row in tensors], boundaries.derived("per_document", lambda: _layout(boundaries))
+    )
+
+
+def in_batches(
+    function: Callable[..., Any],
+    rows: Sequence[torch.Tensor],
+    layout: BucketLayout,
+    rest: Callable[..., torch.Tensor] | None = None,
+) -> Any:
+    """Apply `function` to the batches of a layout, and return its results as packed rows `[1, T, ...]`.
+
+    `rows` have the shape `[T, ...]`. `rest` computes the tokens that follow those of the batches, without padding.
+    """
     sizes = [bucket.tokens for bucket in layout.buckets]
-    ordered = [row[0] if layout.order is None else row[0].index_select(0, layout.order) for row in tensors]
-    results = [
-        function(*(to_batch(chunk, bucket) for chunk in chunks))
-        for bucket, *chunks in zip(layout.buckets, *(row.split(sizes) for row in ordered), strict=True)
+    if rest is not None:
+        sizes.append(len(rows[0]) - sum(sizes))
+    ordered = [row if layout.order is None else row.index_select(0, layout.order) for row in rows]
+    chunks = list(zip(*(row.split(sizes) for row in ordered), strict=True))
+    pieces = [
+        _without_padding(function(*(to_batch(chunk, bucket) for chunk in of_bucket)), bucket)
+        for bucket, of_bucket in zip(layout.buckets, chunks, strict=False)
     ]
-    if not isinstance(results[0], tuple):
-        return _to_row(results, layout)
-    columns = zip(*results, strict=True)
-    return tuple(None if batches[0] is None else _to_row(batches, layout) for batches in columns)
+    if rest is not None:
+        pieces.append(rest(*chunks[-1]))
+    if not isinstance(pieces[0], tuple):
+        return _to_row(pieces, layout)
+    return tuple(_to_row(column, layout) for column in zip(*pieces, strict=True))
 
 
-def _to_row(batches: Sequence[torch.Tensor], layout: BucketLayout) -> torch.Tensor:
-    """Concatenate the padded batches of the buckets, without padding, in the order of the row."""
-    pieces = []
-    for bucket, batch in zip(layout.buckets, batches, strict=True):
-        flat = batch.flatten(0, 1)
-        pieces.append(flat if bucket.slots is None else flat.index_select(0, bucket.slots))
-    packed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+def _without_padding(result: Any, bucket: LengthBucket) -> Any:
+    """Return the tokens of a batch, or of each batch in a tuple."""
+    if isinstance(result, tuple):
+        return tuple(_without_padding(batch, bucket) for batch in result)
+    if result is None:
+        return None
+    flat = result.flatten(0, 1)
+    return flat if bucket.slots is None else flat.index_select(0, bucket.slots)
+
+
+def _to_row(pieces: Sequence[Any], layout: BucketLayout) -> torch.Tensor | None:
+    """Concatenate the tokens of the batches in the order of the row."""
+    if pieces[0] is None:
+        return None
+    packed = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
     return (packed if layout.inverse is None else packed.index_select(0, layout.inverse))[None]
 
 
@@ -163,17 +189,42 @@ def _group_by_length(lengths: list[int]) -> list[list[int]]:
     for document, length in enumerate(lengths):
         steps.setdefault(-(-length // CHUNK_SIZE), []).append(document)
     sizes = sorted(steps, reverse=True)
-    # best[i]: the cost of the i longest sizes, and the start of their last group.
-    best = [(0, 0)]
-    for end in range(1, len(sizes) + 1):
+    best = cheapest_groups(
+        [len(steps[size]) for size in sizes],
+        lambda begin, documents: documents * sizes[begin] * CHUNK_SIZE + _BATCH_COST,
+    )
+    return [
+        [document for size in sizes[begin:end] for document in steps[size]] for begin, end in spans(best, len(sizes))
+    ]
+
+
+def cheapest_groups(numbers: Sequence[int], cost: Callable[[int, int], float]) -> list[tuple[float, int]]:
+    """Cut a list of sizes, longest first, into consecutive groups of the lowest total cost.
+
+    Args:
+        numbers (`Sequence[int]`):
+            Documents of each size.
+        cost (`Callable`):
+            Cost of a group by the index of its longest size and its number of documents.
+
+    Returns:
+        `list`: for each `i` from 0, the cost of the `i` longest sizes and the start of their last group, for
+        [`spans`].
+    """
+    best: list[tuple[float, int]] = [(0, 0)]
+    for end in range(1, len(numbers) + 1):
         options, documents = [], 0
         for begin in reversed(range(end)):
-            documents += len(steps[sizes[begin]])
-            options.append((best[begin][0] + documents * sizes[begin] * CHUNK_SIZE + _BATCH_COST, begin))
+            documents += numbers[begin]
+            options.append((best[begin][0] + cost(begin, documents), begin))
         best.append(min(options))
-    groups, end = [], len(sizes)
+    return best
+
+
+def spans(best: list[tuple[float, int]], end: int) -> list[tuple[int, int]]:
+    """Return start and end of each group of the `end` longest sizes, by the result of [`cheapest_groups`]."""
+    found = []
     while end:
-        begin = best[end][1]
-        groups.append([document for size in sizes[begin:end] for document in steps[size]])
-        end = begin
-    return groups[::-1]
+        found.append((best[end][1], end))
+        end = best[end][1]
+    return found[::-1]
