@@ -13,10 +13,17 @@ At size 1 each process computes its own row. At size P a group of P processes sh
 GPU are `row / (time * P)`. All rows are the same, so the losses and gradient norms of all arms have to agree. The
 slowest process determines the time of a step, and the median step counts for an arm.
 
-The arm `state+heads` splits the gated delta rule by states and attention by heads. Size 1 has the arm `whole`.
+The arm `state+heads` splits the gated delta rule by states and attention by heads. Size 1 has the arm `whole`. Each arm
+runs in the chosen variants: as it is, without cuDNN's attention, with checkpoints in host memory, and with Transformers'
+copies to host memory. A row that does not fit is part of the results, and longer ones are left out.
+
+    torchrun --nproc_per_node 1 benchmarks/sequence_parallel.py --models 4B --lora --sizes 1 --variants offload \
+        --one-document 131072 262144 327680 393216 --warmup 0 --repeats 1
 """
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import platform
@@ -25,19 +32,31 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import step as one_gpu
 import torch
 import torch.distributed as dist
 from arms import make_model
+from transformers import PreTrainedModel
 
 from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.boundaries import Derived
+from transformers_packed.models.registry import inner_model
 from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.ops.attention import IMPLEMENTATIONS as ATTENTION
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
+# With and without cuDNN, and whose copies of checkpoints to host memory run.
+VARIANTS = {
+    "as it is": (True, None),
+    "varlen_attn": (False, None),
+    "offload": (True, "ours"),
+    "stock offload": (True, "stock"),
+}
+SDPA = ATTENTION["sdpa"]
 ARMS = [f"{rule}+{attention}" for rule in ("state", "heads") for attention in ("heads", "gather")]
 
 
@@ -72,8 +91,23 @@ def largest(value: float, device: str) -> float:
     return value.item()
 
 
-def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
+def set_variant(model, name: str) -> None:
+    """Choose the implementation of attention, and checkpoint all layers."""
+    with_cudnn, offload = VARIANTS[name]
+    kernels = dict(SDPA)
+    if not with_cudnn:
+        del kernels["cudnn"]
+    ATTENTION["sdpa"] = kernels
+    inner = inner_model(model)
+    enable = inner.activation_checkpointing_enable
+    if offload == "stock":
+        enable = partial(PreTrainedModel.activation_checkpointing_enable, inner)
+    enable({"use_reentrant": False}, offload=offload is not None)
+
+
+def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) -> dict:
     device, cuda = args.device, args.device == "cuda"
+    set_variant(model, variant)
     methods = {}
     if size > 1:
         methods = dict(zip(("gated_delta_rule", "attention"), arm.split("+"), strict=True))
@@ -111,6 +145,7 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
     result = {
         "size": size,
         "arm": arm,
+        "variant": variant,
         "seconds": seconds,
         "median_ms": round(1000 * median, 2),
         "tokens_per_second_per_gpu": round(sum(lengths) / median / size),
@@ -126,18 +161,21 @@ def measure(model, lengths: list[int], size: int, arm: str, args) -> dict:
 
 def print_arm(arm: dict, baseline: dict) -> None:
     ratio = ""
+    if "error" in arm:
+        print(f"  P = {arm['size']} {arm['arm']:<13} {arm['variant']:<13} {arm['error']}", flush=True)
+        return
     if baseline["size"] == 1:
         ratio = f"x {arm['tokens_per_second_per_gpu'] / baseline['tokens_per_second_per_gpu']:4.2f}"
     print(
-        f"  P = {arm['size']} {arm['arm']:<13} {arm['median_ms']:10.1f} ms"
+        f"  P = {arm['size']} {arm['arm']:<13} {arm['variant']:<13} {arm['median_ms']:10.1f} ms"
         f"  {arm['tokens_per_second_per_gpu']:>8,} tokens/s/GPU  {ratio}  {arm.get('peak_GiB', 0):6.1f} GiB"
         f"  loss {arm['loss']:.4f}  |gradient| {arm['gradient_norm']:.4f}",
         flush=True,
     )
 
 
-def measure_row(model, name: str, lengths: list[int], args, report: dict) -> None:
-    """Measure all arms on a row of documents of these lengths, and write the report after each arm."""
+def measure_row(model, name: str, lengths: list[int], args, report: dict) -> bool:
+    """Measure all arms on a row of these documents, and write the report after each arm. Return whether all fit."""
     world, first = dist.get_world_size(), dist.get_rank() == 0
     run = {
         "command": f"torchrun --nproc_per_node {world} {shlex.join(sys.argv)}",
@@ -146,24 +184,32 @@ def measure_row(model, name: str, lengths: list[int], args, report: dict) -> Non
         "documents": len(lengths),
         "tokens": sum(lengths),
         "lora": args.lora,
+        "qlora": args.qlora,
         "flops": one_gpu.model_flops(one_gpu.MODELS[name], lengths, frozen=args.lora),
         "arms": [],
     }
     report["runs"].append(run)
-    for size in args.sizes:
-        for arm in args.arms if size > 1 else ["whole"]:
-            if world % size:
-                continue
-            run["arms"].append(measure(model, lengths, size, arm, args))
-            if first:
-                print_arm(run["arms"][-1], run["arms"][0])
-                if args.output:
-                    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    arms = [(size, arm) for size in args.sizes if world % size == 0 for arm in (args.arms if size > 1 else ["whole"])]
+    for (size, arm), variant in itertools.product(arms, args.variants):
+        gc.collect()
+        try:
+            run["arms"].append(measure(model, lengths, size, arm, variant, args))
+        except torch.OutOfMemoryError:
+            # Other processes may wait for this one.
+            if world > 1:
+                raise
+            run["arms"].append({"size": size, "arm": arm, "variant": variant, "error": "out of memory"})
+            model.zero_grad(set_to_none=True)
+        if first:
+            print_arm(run["arms"][-1], run["arms"][0])
+            if args.output:
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
     if first:
         documents = "one document" if len(lengths) == 1 else f"{len(lengths)} documents"
         print(f"\n{name}, a row of {sum(lengths):,} tokens in {documents}, {world} processes")
         for arm in run["arms"]:
             print_arm(arm, run["arms"][0])
+    return not any("error" in arm for arm in run["arms"])
 
 
 def main() -> int:
@@ -185,12 +231,15 @@ def main() -> int:
         help="sizes that do not divide the process count are skipped",
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms for sizes above 1")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["as it is"])
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers, under autocast")
+    parser.add_argument("--qlora", action="store_true", help="with frozen weights in 4 bits")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")
     args = parser.parse_args()
+    args.lora |= args.qlora
     cuda = args.device == "cuda"
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun --nproc_per_node N")
@@ -203,13 +252,15 @@ def main() -> int:
     for name in args.models:
         config = one_gpu.MODELS[name]
         start = time.perf_counter()
-        model = make_model(config, "ours+lora" if args.lora else "ours", args.device)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = make_model(config, "ours+qlora" if args.qlora else "ours+lora" if args.lora else "ours", args.device)
         if first:
             print(f"{machine}, {name} made in {time.perf_counter() - start:.0f} s", one_gpu.versions(), flush=True)
         rows = [[n] for n in args.one_document or ()] or [one_gpu.sample_lengths("lognormal", args.tokens)]
         for lengths in rows:
-            measure_row(model, name, lengths, args, report)
+            if not measure_row(model, name, lengths, args, report):
+                break
+        del model
+        gc.collect()
     dist.destroy_process_group()
     return 0
 

@@ -276,7 +276,7 @@ class SequenceBoundaries:
         if total > torch.iinfo(torch.int32).max:
             raise input_error("at most 2**31 - 1 tokens in a row", total, "Split the row.")
         host = host.to(torch.int32)
-        return cls(host.to(device) if given is None else given.to(torch.int32), host)
+        return cls(host.to(device, non_blocking=True) if given is None else given.to(torch.int32), host)
 
     @property
     def cu_seqlens_cpu(self) -> torch.Tensor:

@@ -30,6 +30,7 @@ from transformers_packed import DataCollatorWithFlattening, PackingPlan, cli
 from transformers_packed.cli import finetune, folder_trainer, run_folder
 from transformers_packed.data.records.samples import make_samples
 from transformers_packed.models import float8
+from transformers_packed.models.releases import can_select_checkpoints, checkpointing_argument
 from transformers_packed.ops import dispatch
 from transformers_packed.training.callbacks import warm_up
 
@@ -260,10 +261,16 @@ class CommandTest(unittest.TestCase):
             ("--learning-rate", "nan"),
             ("--batch-size", "0"),
             ("--lora-rank", "4"),
+            ("--every-n-layers", "2"),
         ):
             with self.assertRaises(SystemExit) as exit, contextlib.redirect_stderr(io.StringIO()):
                 self.run_command(flag, value)
             self.assertEqual(exit.exception.code, 2)
+
+    def test_a_release_without_the_options_of_checkpointing(self):
+        with mock.patch.object(finetune, "can_select_checkpoints", lambda: False):
+            message = "expected Transformers 5.23 or later for --offload and --every-n-layers, got Transformers 5"
+            self.check_error(message, "--gradient-checkpointing", "--offload")
 
     def test_bad_datasets(self):
         start = "^transformers-packed train: --data: "
@@ -298,7 +305,12 @@ class CommandTest(unittest.TestCase):
     def test_training(self):
         """The first loss is the mean over all targets of the step, by the stock class on each sample alone."""
         arguments = ["--batch-size=3", "--gradient-accumulation-steps=2", "--epochs=2", "--learning-rate=0.01"]
-        status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing")
+        options = ["--offload", "--every-n-layers=2"] if can_select_checkpoints() else []
+        with mock.patch.object(finetune, "TrainingArguments", wraps=finetune.TrainingArguments) as given:
+            status, out, err = self.run_command(*arguments, "--logging-steps=1", "--gradient-checkpointing", *options)
+        kwargs = given.call_args.kwargs[f"{checkpointing_argument()}_kwargs"]
+        selected = {"offload": True, "every_n_layers": 2} if options else {}
+        self.assertEqual(kwargs, {"use_reentrant": False} | selected)
         self.assertEqual(status, 0, err)
         samples = self.samples()
         self.assertGreater(len(samples), 6)

@@ -33,7 +33,8 @@ def time_of(lengths, groups):
     time = sum(dense._VARLEN * work * n * n for at, n in enumerate(lengths) if at not in chosen)
     for documents, longest in groups:
         time += dense._CALL + len(documents) * longest * (dense._DENSE * work * longest + copies)
-    return time
+    order = [document for documents, _ in groups for document in sorted(documents)]
+    return time + (sum(lengths) * copies if order != list(range(len(order))) else 0)
 
 
 class GroupTest(unittest.TestCase):
@@ -69,6 +70,13 @@ class GroupTest(unittest.TestCase):
                 best = min(best, time_of(lengths, groups))
         self.assertLess(time_of(lengths, found) / best, 1 + 1e-9)
         self.assertLess(time_of(lengths, found), time_of(lengths, []))
+
+    def test_a_new_order_must_pay(self):
+        """Two documents are long, and the copies of the whole row into another order would take longer than they save."""
+        short = [480] * 120
+        self.assertEqual(len(dense.group([4200, 3200, *short], *HEADS)), 2)
+        self.assertEqual(dense.group([*short, 4200, 3200], *HEADS), [])
+        self.assertEqual(len(dense.group([*short, 24000], *HEADS)), 1)
 
     def test_few_shapes(self):
         """The padded lengths of an octave are 16, and padding is at most a sixteenth."""

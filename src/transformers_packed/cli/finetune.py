@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,7 +35,7 @@ from ..models.float8 import use_float8
 from ..models.mtp import find_head
 from ..models.mtp_head import check_declared
 from ..models.registry import registered
-from ..models.releases import builds, checkpointing_argument, use_one_gpu
+from ..models.releases import builds, can_select_checkpoints, checkpointing_argument, use_one_gpu
 from ..ops.float8 import MULTIPLE, verify
 from ..training.callbacks.warm_up import WarmUpCallback
 from ..training.configure import configure_packing
@@ -271,7 +272,12 @@ def make_trainer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples, settings: Namespace, bfloat16: bool
 ) -> RunFolderTrainer:
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
-    checkpointing = checkpointing_argument()
+    checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
+    if settings.offload or settings.every_n_layers:
+        if not can_select_checkpoints():
+            got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
+            raise input_error("Transformers 5.23 or later for --offload and --every-n-layers", got, fix)
+        options |= {"offload": settings.offload, "every_n_layers": settings.every_n_layers or 1}
     arguments = TrainingArguments(
         output_dir=str(settings.output),
         num_train_epochs=settings.epochs,
@@ -280,7 +286,7 @@ def make_trainer(
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
-        **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": {"use_reentrant": False}},
+        **{checkpointing: settings.gradient_checkpointing, f"{checkpointing}_kwargs": options},
         bf16=bfloat16,
         use_cpu=not torch.cuda.is_available(),
         # The packed forward makes no cache. This keeps the checkpoint's setting for generation.

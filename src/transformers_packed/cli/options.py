@@ -48,9 +48,11 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        if any(action.dest == "lora_rank" for action in self._actions):
-            if namespace.lora_rank is not None and not namespace.lora:
-                self.error("--lora-rank needs --lora: without it, all parameters are trained")
+        given = {action.dest: getattr(namespace, action.dest, None) for action in self._actions}
+        for flag, (other, why) in _NEEDS.items():
+            if given.get(_dest(flag)) and not given[_dest(other)]:
+                self.error(f"{flag} needs {other}: {why}")
+        if "lora_rank" in given:
             namespace.lora_rank = namespace.lora_rank or _LORA_RANK
         return namespace, unknown
 
@@ -91,6 +93,10 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         told = action.default is None or action.default is False or "default:" in (action.help or "")
         return action.help if told else super()._get_help_string(action)
+
+
+def _dest(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def positive_int(text: str, lowest: int = 1) -> int:
@@ -135,6 +141,12 @@ _ALONE = r"(?<![\w./`'-])"
 LONGEST_SAMPLE = 2048
 SAMPLES = 8
 _LORA_RANK = 16
+# Options without effect unless another one is given, and the reason.
+_NEEDS = {
+    "--lora-rank": ("--lora", "without it, all parameters are trained"),
+    "--offload": ("--gradient-checkpointing", "without it, there are no checkpoints"),
+    "--every-n-layers": ("--gradient-checkpointing", "without it, all layers keep their activations"),
+}
 _DATA = "JSON-lines or parquet file, or a dataset: a name on the Hub or a directory"
 _ATTN = "attention implementation: sdpa, eager, flash_attention_2, ... (default: sdpa)"
 _DTYPES = ("float32", "bfloat16")

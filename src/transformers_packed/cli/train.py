@@ -60,6 +60,8 @@ def add_parser(subparsers) -> Parser:
     dtype = "compute dtype; trained weights stay float32 (auto: bfloat16 on CUDA, else float32)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=dtype)
     shared("--gradient-checkpointing")
+    add("--offload", action="store_true", help="keep the inputs of checkpointed layers in host memory")
+    count("--every-n-layers", "checkpoint every n-th layer (default: all layers)")
     count("--save-steps", "steps between checkpoints; the last two are kept (default: no checkpoints)")
     count("--logging-steps", "steps between logged losses", 10)
     add("--resume", action="store_true", help="continue from the last checkpoint in --output")

@@ -6,15 +6,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..errors import input_error
+from ..ops.offload import checkpoint_on_host
 from .families import family_of
 from .family import Own
 from .mtp import PREFIX, keep_head, to_module_names
 from .quantization import QuantizationMixin
-from .releases import note_revision
+from .releases import can_select_checkpoints, note_revision, wrap_checkpoints
 from .replacements import convert
 from .typed import ModelBase
 
@@ -121,6 +123,23 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             # It calls this method to save what it uploads.
             options = {name: kwargs[name] for name in _OF_UPLOADS & kwargs.keys()}
             self.push_to_hub(kwargs.get("repo_id") or Path(save_directory).name, **options)  # type: ignore[arg-type]
+
+    if can_select_checkpoints():
+
+        def activation_checkpointing_enable(
+            self,
+            activation_checkpointing_kwargs: dict[str, Any] | None = None,
+            every_n_layers: int = 1,
+            offload: bool = False,
+        ) -> None:
+            """Compute layers again in backward, as Transformers does. With `offload`, copies run beside the layers."""
+            accelerator = torch.accelerator.current_accelerator()
+            beside = offload and (accelerator is None or accelerator.type == "cuda")
+            super().activation_checkpointing_enable(
+                activation_checkpointing_kwargs, every_n_layers, offload=offload and not beside
+            )
+            if beside:
+                wrap_checkpoints(self, checkpoint_on_host)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only

@@ -250,6 +250,13 @@ def checkpoint_of(layer: torch.nn.Module) -> Callable | None:
     return getattr(layer, CHECKPOINTS[0], None)
 
 
+def wrap_checkpoints(model: torch.nn.Module, wrapper: Callable) -> None:
+    """Let `wrapper` run layers under gradient checkpointing, with the function that ran them as its first argument."""
+    for layer in model.modules():
+        if CHECKPOINTS[0] in vars(layer):
+            setattr(layer, CHECKPOINTS[0], partial(wrapper, vars(layer)[CHECKPOINTS[0]]))
+
+
 def fills_in_arguments(forward: Callable | None) -> bool:
     """Whether Transformers fills in arguments of a forward from the configuration."""
     while forward is not None and getattr(forward, "__code__", None) is not _code_that_fills_in():
@@ -476,6 +483,11 @@ def checkpointing_argument() -> str:
     """Return the argument of `TrainingArguments` for gradient checkpointing, which 5.23 renamed."""
     fields = transformers.TrainingArguments.__dataclass_fields__
     return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in fields)
+
+
+def can_select_checkpoints() -> bool:
+    """Whether gradient checkpointing has the options `every_n_layers` and `offload`, which 5.23 added."""
+    return hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
 
 
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:

@@ -6,7 +6,8 @@ FlashAttention 2, from which `varlen_attn` is made. Each batch is a call, and cu
 takes some 0.1 s. Lengths are therefore padded to one of 16 in each octave, and short documents stay in `varlen_attn`.
 
 [`group`] chooses by a model of measured times, once per row on the host. Times that grow with the number of tokens are the
-same for both, so only those of the pairs of tokens count, of a call, and of the copies of a batch.
+same for both, so only those of the pairs of tokens count, of a call, of the copies of a batch, and of the copies of the
+whole row if its documents change their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,10 +72,13 @@ def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[t
         varlen += sum(_VARLEN * work * lengths[document] ** 2 for document in sizes[size])
         saved.append(varlen - best[end][0])
     end = max(range(len(saved)), key=saved.__getitem__)
-    return [
+    groups = [
         ([document for size in order[begin:stop] for document in sizes[size]], order[begin])
         for begin, stop in spans(best, end)
     ]
+    first = [document for documents, _ in groups for document in sorted(documents)]
+    reordered = first != list(range(len(first)))
+    return [] if reordered and saved[end] <= sum(lengths) * copies else groups
 
 
 def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int) -> Plan | None:

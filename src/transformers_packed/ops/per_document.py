@@ -109,7 +109,7 @@ def in_batches(
     sizes = [bucket.tokens for bucket in layout.buckets]
     if rest is not None:
         sizes.append(len(rows[0]) - sum(sizes))
-    ordered = [row if layout.order is None else row.index_select(0, layout.order) for row in rows]
+    ordered = [_take(row, layout.order, layout.inverse) for row in rows]
     chunks = list(zip(*(row.split(sizes) for row in ordered), strict=True))
     pieces = [
         _without_padding(function(*(to_batch(chunk, bucket) for chunk in of_bucket)), bucket)
@@ -128,8 +128,7 @@ def _without_padding(result: Any, bucket: LengthBucket) -> Any:
         return tuple(_without_padding(batch, bucket) for batch in result)
     if result is None:
         return None
-    flat = result.flatten(0, 1)
-    return flat if bucket.slots is None else flat.index_select(0, bucket.slots)
+    return _take(result.flatten(0, 1), bucket.slots)
 
 
 def _to_row(pieces: Sequence[Any], layout: BucketLayout) -> torch.Tensor | None:
@@ -137,7 +136,35 @@ def _to_row(pieces: Sequence[Any], layout: BucketLayout) -> torch.Tensor | None:
     if pieces[0] is None:
         return None
     packed = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-    return (packed if layout.inverse is None else packed.index_select(0, layout.inverse))[None]
+    return _take(packed, layout.inverse, layout.order)[None]
+
+
+class _Take(torch.autograd.Function):
+    """`x.index_select(0, index)` for indices that differ. Autograd would add up gradients as if they could be equal."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, index, inverse):
+        return x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, index, inverse = inputs
+        ctx.save_for_backward(index, inverse)
+        ctx.rows = len(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        index, inverse = ctx.saved_tensors
+        if inverse is not None:
+            return _Take.apply(gradient, inverse, index), None, None
+        return gradient.new_zeros(ctx.rows, *gradient.shape[1:]).index_copy(0, index, gradient), None, None
+
+
+def _take(x: torch.Tensor, index: torch.Tensor | None, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rows of `x` at `index`, or all. `inverse` is the inverse permutation if `index` is one."""
+    return x if index is None else _Take.apply(x, index, inverse)
 
 
 def to_batch(chunk: torch.Tensor, bucket: LengthBucket) -> torch.Tensor:

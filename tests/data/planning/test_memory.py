@@ -136,7 +136,7 @@ def expected_peak(model, max_length, size, checkpointing, lora_rank):
     config = Qwen3_5TextConfig(**SIZES[model])
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, max_length // size
     sizes = sizes_of(config)
-    need = step_memory(sizes, parameters, max_length, size, 1, 2, checkpointing, None, lora_rank)
+    need = step_memory(sizes, parameters, max_length, size, 1, 2, int(checkpointing), False, None, lora_rank)
     layer = [layer_memory(sizes, one, max_length, size, None, lora_rank) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
@@ -209,7 +209,7 @@ class FormulaeTest(unittest.TestCase):
         config = Qwen3_5TextConfig()
         parameters = Parameters.of(config)
         for gpus in (8, 64, 512):
-            need = step_memory(sizes_of(config), parameters, 2**18, 8, gpus, 2, True)
+            need = step_memory(sizes_of(config), parameters, 2**18, 8, gpus, 2, 1)
             sharded, weights = need.weights + need.gradients + need.moments, 2 * parameters.total * (1 - 1 / gpus)
             row = f"{gpus} | {gpus // 8} | {sharded / GIB:.1f} GiB | {need.total / GIB:.1f} GiB | {weights / MIB:,.0f} MiB"
             self.assertIn(f"| {row} |", page)
@@ -229,8 +229,35 @@ class PlanTest(unittest.TestCase):
         for column, needed in enumerate(plan.needed):
             fits = [size for size, pair in plan.options.items() if pair[column].total <= 0.9 * 80 * GIB]
             self.assertEqual(needed, min(fits, default=None))
-        self.assertEqual(plan.needed, (8, 1))
-        self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 48).needed, (None, 2))
+        self.assertEqual(plan.needed, (8, 1, 1))
+        self.assertEqual(plan_sequence_parallel(Qwen3_5TextConfig(**SIZE_4B), 2**17, 8, 48).needed, (None, 2, 1))
+
+    @parameterized.expand([(16, 0), (80, 0), (80, 16)])
+    def test_as_few_checkpointed_layers_as_fit(self, memory, rank):
+        config = Qwen3_5TextConfig(**SIZE_4B)
+        plan = plan_sequence_parallel(config, 2**16, 8, memory, lora_rank=rank)
+        self.assertIsNone(plan.every_n_layers[0])
+        for way, offload in ((1, False), (2, True)):
+            size, every = plan.needed[way], plan.every_n_layers[way]
+            if size is None:
+                self.assertIsNone(every)
+                continue
+            given = sizes_of(config), plan.parameters, 2**16, size, 8, 2
+            totals = {n: step_memory(*given, n, offload, None, rank).total for n in range(1, 33)}
+            self.assertLessEqual(totals[every], 0.9 * memory * GIB)
+            self.assertTrue(all(total > 0.9 * memory * GIB for n, total in totals.items() if n > every))
+            self.assertIn(f"P = {size}, every_n_layers={every}", plan.summary())
+
+    def test_offload(self):
+        """Two checkpoints are on the GPU. Layers without a checkpoint keep their activations there."""
+        config = Qwen3_5TextConfig(**SIZE_4B)
+        given = sizes_of(config), Parameters.of(config), 2**15, 1, 1, 2
+        checkpoint = 2 * 2**15 * config.hidden_size
+        for every, checkpoints in ((1, 32), (2, 16), (16, 2), (32, 1)):
+            with_it, without = (step_memory(*given, every, offload) for offload in (True, False))
+            self.assertEqual(without.saved - with_it.saved, max(checkpoints - 2, 0) * checkpoint)
+            self.assertEqual((with_it.host, without.host), (checkpoints * checkpoint, 0))
+            self.assertEqual(with_it.total, without.total - max(checkpoints - 2, 0) * checkpoint)
 
     def test_weights_and_length_and_methods(self):
         config = Qwen3_5TextConfig(**SIZE_4B)
@@ -250,7 +277,7 @@ class PlanTest(unittest.TestCase):
             plan_sequence_parallel(config, 2**14, 2, 80, **options)
             for options in ({}, {"lora_rank": 8}, {"lora_rank": 16})
         )
-        for (need, _), (less, _), (more, _) in zip(*(x.options.values() for x in (whole, half, lora)), strict=True):
+        for (need, *_), (less, *_), (more, *_) in zip(*(x.options.values() for x in (whole, half, lora)), strict=True):
             adapters = 4 * 8 * whole.parameters.adapters / 2
             self.assertEqual(
                 (less.weights, less.gradients, less.moments), (need.weights + adapters, adapters, 2 * adapters)
@@ -264,7 +291,7 @@ class PlanTest(unittest.TestCase):
             lora.summary(), r"4.21 B parameters and 32 M in adapters, rows .*\n.*gradients 0.1 GiB, AdamW 0.1"
         )
         # Short inputs of layers stay.
-        given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, False, None
+        given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, 0, False, None
         short = [step_memory(*given, rank).saved for rank in (0, 16)]
         self.assertGreater(short[1], short[0])
 
@@ -283,7 +310,7 @@ class PlanTest(unittest.TestCase):
             ("method", {"attention": "ring"}, "expected attention of .*gather.*, got 'ring'"),
             (
                 "heads",
-                {"memory": 20, "max_length": 2**20, "gpus": 64, "attention": "heads"},
+                {"memory": 12, "max_length": 2**20, "gpus": 64, "attention": "heads"},
                 "larger P does not fit the heads",
             ),
         ]

@@ -17,6 +17,9 @@ from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 
 
 _GIB, _MIB = 2**30, 2**20
+# Checkpoints that offload leaves on the GPU: one in use, and one on its way.
+ON_GPU = 2
+_WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
 
@@ -66,6 +69,8 @@ class StepMemory:
         working (`float`):
             The larger of the loss computation and the backward of one layer. Gradient checkpointing first recomputes
             the forward of this layer.
+        host (`float`, *optional*, defaults to 0.0):
+            Pinned host memory for checkpoints. It is not part of the total.
     """
 
     weights: float
@@ -74,10 +79,11 @@ class StepMemory:
     gathered: float
     saved: float
     working: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return sum(vars(self).values()) - self.host
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,13 @@ class SequenceParallelPlan:
         memory (`float`):
             Memory per GPU in GiB.
         options (`dict`):
-            For each number `P` of processes per row that the GPUs allow, a pair of [`StepMemory`]: without and with
-            gradient checkpointing.
-        needed (pair of `int`, *optional*):
-            The smallest `P` that fits without and with gradient checkpointing. `None` if no `P` fits.
+            For each number `P` of processes per row that the GPUs allow, three [`StepMemory`]: without gradient
+            checkpointing, with it, and with all checkpoints in host memory (`offload`).
+        needed (three `int`, *optional*):
+            The smallest `P` that fits in each of these ways. `None` if no `P` fits.
+        every_n_layers (three `int`, *optional*):
+            For these `P`, the option `every_n_layers` with the fewest checkpointed layers that fit. `None` without
+            checkpointing.
         methods (`dict`):
             `gated_delta_rule` and `attention`, as in [`SequenceParallel`].
         lora_rank (`int`):
@@ -129,15 +138,28 @@ class SequenceParallelPlan:
     max_length: int
     gpus: int
     memory: float
-    options: dict[int, tuple[StepMemory, StepMemory]]
-    needed: tuple[int | None, int | None]
+    options: dict[int, tuple[StepMemory, StepMemory, StepMemory]]
+    needed: tuple[int | None, ...]
+    every_n_layers: tuple[int | None, ...]
     methods: dict[str, str | None]
     lora_rank: int = 0
 
     @property
     def size(self) -> int:
-        """The recommended `P`: the smallest that fits, with gradient checkpointing if necessary."""
+        """The recommended `P`: the smallest that fits, with gradient checkpointing and offload if necessary."""
         return min(size for size in self.needed if size is not None)
+
+    def _verdict(self, way: int) -> str:
+        """The smallest `P` of one of the ways, with its options."""
+        size, every = self.needed[way], self.every_n_layers[way]
+        if size is None:
+            return "none fits"
+        if every is None:
+            return f"P = {size}"
+        # Buffers are up to a sixteenth larger than a checkpoint.
+        count = len(range(0, len(sizes_of(self.config).layers), every))
+        host = self.options[size][way].host / len(sizes_of(self.config).layers) * count * 17 / 16
+        return f"P = {size}, every_n_layers={every}" + (f", {_gib(host)} GiB of host memory per GPU" if host else "")
 
     def exchanges(self, size: int) -> list[Exchange]:
         """The exchanges of all layers for one row over `size` processes."""
@@ -153,17 +175,16 @@ class SequenceParallelPlan:
             f"{_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
             "",
-            "P is the number of GPUs that share a row. The last two columns are the memory per GPU.",
-            "  P  rows at once  tokens per GPU  GiB without checkpointing  GiB with",
+            "P is the number of GPUs that share a row. The last three columns are the memory per GPU: without gradient",
+            "checkpointing, with it, and with all checkpoints in host memory.",
+            "  P  rows at once  tokens per GPU  GiB without checkpointing  GiB with  GiB with offload",
         ]
-        for size, pair in self.options.items():
-            without, with_it = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in pair)
-            tokens = -(-self.max_length // size)
-            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {without:>25} {with_it:>9}".rstrip())
+        for size, ways in self.options.items():
+            first, *others = (_gib(m.total) + (" " if _fits(m, self.memory) else "*") for m in ways)
+            tokens, columns = -(-self.max_length // size), f"{others[0]:>9} {others[1]:>17}"
+            lines.append(f"{size:>3}  {self.gpus // size:>12,}  {tokens:>14,}  {first:>25} {columns}".rstrip())
         lines += [f"* more than {FILLED:.0%} of the memory", ""]
-        for name, size in zip(("without", "with"), self.needed, strict=True):
-            verdict = "none fits" if size is None else f"P = {size}"
-            lines.append(f"Smallest P {name} gradient checkpointing: {verdict}")
+        lines += [f"Smallest P {name}: {self._verdict(way)}" for way, name in enumerate(_WAYS)]
         lines.append("")
         if self.size > 1:
             attention = way_of_attention(sizes_of(self.config).attention, self.size, self.methods["attention"])
@@ -235,7 +256,7 @@ def plan_sequence_parallel(
     >>> from transformers_packed.data.planning.memory import plan_sequence_parallel
     >>> plan = plan_sequence_parallel(Qwen3_5TextConfig(), 262144, gpus=16, memory=80)
     >>> plan.needed
-    (None, 4)
+    (None, 4, 2)
 
     ```
     """
@@ -259,11 +280,25 @@ def plan_sequence_parallel(
     options = {}
     for size in fitting:
         given = (sizes, parameters, max_length, size, gpus, widths[weights])
-        options[size] = tuple(step_memory(*given, on, attention, lora_rank) for on in (False, True))
-    needed = tuple(next((p for p, pair in options.items() if _fits(pair[n], memory)), None) for n in (0, 1))
+        options[size] = tuple(
+            step_memory(*given, *way, attention, lora_rank) for way in ((0, False), (1, False), (1, True))
+        )
+    needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))
+
+    def fewest(p: int | None, offload: bool) -> int | None:
+        """`every_n_layers` with the fewest checkpointed layers that fit with `p` processes per row."""
+        if p is None:
+            return None
+        given = (sizes, parameters, max_length, p, gpus, widths[weights])
+        needs = ((n, step_memory(*given, n, offload, attention, lora_rank)) for n in range(len(sizes.layers), 0, -1))
+        return next(n for n, need in needs if _fits(need, memory))
+
+    every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
-    plan = SequenceParallelPlan(config, parameters, max_length, gpus, memory, options, needed, methods, lora_rank)
-    if needed == (None, None):
+    plan = SequenceParallelPlan(
+        config, parameters, max_length, gpus, memory, options, needed, every, methods, lora_rank
+    )
+    if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
 
@@ -288,7 +323,7 @@ def _that_fit_heads(
 
 def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> ValueError:
     """Create the error for a plan without an option that fits. `unfit` is why a number of processes is no option."""
-    parameters, least = plan.parameters, min((pair[1] for pair in plan.options.values()), key=lambda need: need.total)
+    parameters, least = plan.parameters, min((ways[2] for ways in plan.options.values()), key=lambda need: need.total)
     sharded = least.weights + least.gradients + least.moments
     return input_error(
         f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
@@ -307,19 +342,28 @@ def step_memory(
     size: int,
     gpus: int,
     width: int,
-    checkpointing: bool,
+    every_n_layers: int,
+    offload: bool = False,
     attention: str | None = None,
     lora_rank: int = 0,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
-    `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
+    Every n-th layer from the first one is checkpointed, or none if `every_n_layers` is 0. With `offload`, the GPU holds
+    two checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
     """
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
     given = HALF * tokens * sizes.hidden
-    layer = max(kept - given + made if checkpointing else made for kept, made in layers)
+    checkpointed = [every_n_layers > 0 and at % every_n_layers == 0 for at in range(len(layers))]
+    checkpoints, others = (
+        given * sum(checkpointed),
+        sum(kept for (kept, _), is_one in zip(layers, checkpointed, strict=True) if not is_one),
+    )
+    layer = max(
+        kept - given + made if is_one else made for (kept, made), is_one in zip(layers, checkpointed, strict=True)
+    )
     weights, adapters = width * parameters.total / gpus, FULL * lora_rank * parameters.adapters / gpus
     trained = adapters or weights
     gathered = parameters.root + 2 * parameters.layer
@@ -330,8 +374,9 @@ def step_memory(
         gradients=trained,
         moments=2 * trained,
         gathered=HALF * gathered if gpus > 1 else 0,
-        saved=len(layers) * given if checkpointing else sum(kept for kept, _ in layers),
+        saved=others + (min(checkpoints, ON_GPU * given) if offload else checkpoints),
         working=max(loss_memory(sizes, tokens, lora_rank > 0), layer),
+        host=checkpoints if offload else 0.0,
     )
 
 

@@ -1,0 +1,148 @@
+"""Copies of checkpoints to host memory and back, beside the computation: `make test-gpu`."""
+
+import unittest
+from functools import partial
+
+import pytest
+import torch
+from common.gpu import report, synchronising_is_an_error
+from common.real_heads import FAMILIES, REAL_HEADS
+from mixins.model import gradients, packed_batch
+from parameterized import parameterized
+from torch.utils.checkpoint import checkpoint
+from transformers import set_seed
+
+from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.ops import offload
+from transformers_packed.ops.offload import checkpoint_on_host
+
+
+LENGTHS = (5000, 1, 2500, 691)
+CHECKPOINT = sum(LENGTHS) * REAL_HEADS["hidden_size"] * 2
+LAYERS = REAL_HEADS["num_hidden_layers"]
+
+
+def row(*lengths: int) -> dict:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    batch = packed_batch([torch.randint(1, 97, (n,), generator=generator) for n in lengths])
+    return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(
+    torch.cuda.is_available() and can_select_checkpoints(), "needs a CUDA device and Transformers 5.23"
+)
+class OffloadTest(unittest.TestCase):
+    def setUp(self):
+        torch.use_deterministic_algorithms(True)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        self.addCleanup(offload._copies.cache_clear)
+        cls, config_class, options = FAMILIES["qwen3_5"]
+        set_seed(0)
+        self.model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
+        self.batch = row(*LENGTHS)
+        self.enable(False)
+
+    def enable(self, on_host: bool, reentrant: bool = False, **options) -> None:
+        self.model.activation_checkpointing_enable({"use_reentrant": reentrant}, offload=on_host, **options)
+
+    def gradients(self, batch=None):
+        return gradients(self.model, self.model(**(batch or self.batch)).loss)
+
+    def assert_same(self, actual, expected):
+        self.assertEqual([name for name in expected if not torch.equal(actual[name], expected[name])], [])
+
+    @parameterized.expand([(reentrant, n) for reentrant in (False, True) for n in (1, 2)])
+    def test_changes_no_bit(self, reentrant, every):
+        expected = self.gradients()
+        self.enable(True, reentrant, every_n_layers=every)
+        for _ in range(3):
+            self.assert_same(self.gradients(), expected)
+
+    @parameterized.expand(["copies", "computation"])
+    def test_slow_streams(self, which):
+        """Each side waits for the other where it must."""
+        expected = self.gradients()
+        self.enable(True)
+        self.gradients()
+        stream = offload._copies(torch.device("cuda", 0)).stream if which == "copies" else torch.cuda.current_stream()
+
+        def delay(*_):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+
+        for layer in self.model.model.layers:
+            layer.register_forward_pre_hook(delay)
+            layer.register_full_backward_hook(delay)
+        for _ in range(3):
+            self.assert_same(self.gradients(), expected)
+
+    def test_several_graphs(self):
+        """Two forwards before a backward, a graph that is used twice, and one that is never used."""
+        rows = [self.batch, row(300, 4000)]
+        expected = gradients(self.model, sum(self.model(**batch).loss for batch in rows))
+        twice = {name: 2 * x for name, x in self.gradients().items()}
+        self.enable(True)
+        self.assert_same(gradients(self.model, sum(self.model(**batch).loss for batch in rows)), expected)
+        self.model(**self.batch)
+        loss = self.model(**self.batch).loss
+        self.model.zero_grad()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        self.assert_same({name: x.grad for name, x in self.model.named_parameters()}, twice)
+
+    def test_memory(self):
+        def after_forward():
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            loss = self.model(**self.batch).loss
+            found = torch.cuda.memory_allocated() - before
+            loss.backward()
+            self.model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            return found
+
+        without = [after_forward() for _ in range(2)][1]
+        self.enable(True)
+        with_it = [after_forward() for _ in range(2)][1]
+        report("checkpoints in host memory", MiB=(without - with_it) / 2**20)
+        self.assertGreaterEqual(without - with_it, (LAYERS - 1) * CHECKPOINT * 0.99)
+        # Nothing stays behind.
+        self.assertEqual([after_forward() for _ in range(3)], [with_it] * 3)
+
+    def test_buffers_are_used_again(self):
+        self.enable(True)
+        pool = offload._copies(torch.device("cuda", 0)).pool
+        for lengths in (LENGTHS, (3000, 1000), (9000, 2), (100, 4000), (9100,)):
+            self.gradients(row(*lengths))
+            self.assertEqual(len(pool.free), LAYERS)
+        self.assertTrue(all(buffer.is_pinned() for buffer in pool.free))
+        self.assertGreaterEqual(min(buffer.nbytes for buffer in pool.free), 9100 * REAL_HEADS["hidden_size"] * 2)
+
+    def test_does_not_wait_for_the_gpu(self):
+        self.enable(True)
+        for n in (0, 1):
+            lengths = (LENGTHS[0] + n, *LENGTHS[1:-1], LENGTHS[-1] - n)
+            batch = row(*lengths) | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+            batch = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+            if n == 0:
+                self.model(**batch).loss.backward()
+                continue
+            with synchronising_is_an_error():
+                self.model(**batch).loss.backward()
+
+    def test_a_layer_that_writes_into_its_input(self):
+        first, then = (torch.ones(1 << 20, device="cuda", requires_grad=True) for _ in range(2))
+        run = partial(checkpoint_on_host, partial(checkpoint, use_reentrant=False))
+        given = first * 2
+        output = run(lambda x: x.sin(), given)
+        with torch.no_grad():
+            given.add_(1)
+        with self.assertRaisesRegex(ValueError, "layers that leave their input as it is"):
+            run(lambda x: x.sin(), then * 2)
+        with self.assertRaisesRegex(ValueError, "layers that leave their input as it is"):
+            output.sum().backward()
+
+
+if __name__ == "__main__":
+    unittest.main()
