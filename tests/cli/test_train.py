@@ -10,7 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from common.processes import run_processes
 from common.records import THINKING, assistant, make_tokenizer, records, user
+from mixins.model import total_relative_error
 from parameterized import parameterized
 from safetensors.torch import load_file
 from scripts.trainer_arms import TINY
@@ -64,6 +66,14 @@ BAD_FILES = [
     ("empty", b"", None, "--data: expected at least one record, got none"),
     ("blank", b"\n \n", None, "--data: expected at least one record, got none"),
 ]
+
+
+def train_here(model, data, output, *arguments):
+    """Run the command in this process, which may be one of several. Return its status and both outputs."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main(["train", "--model", model, "--data", data, "--output", output, *arguments])
+    return status, out.getvalue(), err.getvalue()
 
 
 class CommandTest(unittest.TestCase):
@@ -150,6 +160,28 @@ class CommandTest(unittest.TestCase):
             [(number, bool(re.fullmatch(r", \d+ s left", left))) for number, left in steps],
             [("1", False), ("2", True), ("3", False)],
         )
+
+    def test_processes_that_share_rows(self):
+        """Two processes train what one trains, on the same rows."""
+        options = "--row-length=30", "--max-steps=3", "--logging-steps=1", "--learning-rate=0.001"
+        where = str(self.root / "model"), str(self.root / "pairs.jsonl")
+        start, updates, lines = load_file(self.root / "model" / "model.safetensors"), [], []
+        for processes in (1, 2):
+            output, shared = str(self.directory / str(processes)), ("--sequence-parallel-size", str(processes))
+            found = run_processes(train_here, processes, *where, output, *options, *shared)
+            self.assertEqual([status for status, _, _ in found], [0] * processes, found)
+            saved = load_file(Path(output, "model.safetensors"))
+            updates.append({name: saved[name] - weight for name, weight in start.items()})
+            lines.append(re.findall(r"^step .*: loss [0-9.]+", found[0][1], re.MULTILINE))
+            self.assertIn("3 steps, rows of up to 30 tokens, 1 per step", found[0][1])
+        self.assertEqual(len(lines[0]), 3)
+        self.assertEqual(*lines)
+        # AdamW divides small gradients by their own size, with their rounding.
+        self.assertLess(total_relative_error(*updates), 1e-2)
+
+    def test_processes_that_cannot_share_rows(self):
+        message = "--sequence-parallel-size: expected a multiple of 2 processes, got 1 process. Start the command with"
+        self.check_error(f"^transformers-packed train: {message} torchrun", "--sequence-parallel-size=2")
 
     def test_full_rows_are_those_of_plan(self):
         saved, model = self.directory / "plan.npz", self.root / "model"

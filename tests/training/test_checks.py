@@ -206,7 +206,10 @@ class ReasonsTest(ConfigureTestCase):
         trainer = self.trainer()
         trainer.accelerator.state.parallelism_config = mock.Mock(cp_size=2, sp_size=1)
         self.addCleanup(setattr, trainer.accelerator.state, "parallelism_config", None)
-        self.check(trainer, "cp_size=2, which cuts rows")
+        self.check(
+            trainer,
+            r"ParallelismConfig\(cp_size=2\), which cuts rows.*Pass sequence_parallel_size=2 to configure_packing",
+        )
 
     @parameterized.expand([("samples",), ("stream",)])
     def test_dispatched_batches(self, kind):

@@ -29,6 +29,7 @@ from transformers_packed import (
 from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.models.releases import supports_other_families
 from transformers_packed.training import setup
+from transformers_packed.training.callbacks.every_gradient import EveryGradient
 from transformers_packed.training.callbacks.metrics import PackingMetricsCallback
 
 
@@ -168,12 +169,12 @@ class SetUpTest(ConfigureTestCase):
                 trainer.model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
         said(configure_packing, trainer, "padding_free")
         self.assertIs(trainer.accelerator.ddp_handler.find_unused_parameters, expected)
-        checks = [x for x in trainer.callback_handler.callbacks if type(x) is setup.EveryGradient]
+        checks = [x for x in trainer.callback_handler.callbacks if type(x) is EveryGradient]
         self.assertEqual(len(checks), given is None and not expected)
 
     def test_a_parameter_without_a_gradient(self):
         """The error comes before the step of the optimizer."""
-        check, model = setup.EveryGradient(), torch.nn.Linear(2, 2)
+        check, model = EveryGradient(), torch.nn.Linear(2, 2)
         model.weight.grad = torch.zeros(2, 2)
 
         def step(world_size):

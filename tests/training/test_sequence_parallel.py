@@ -33,7 +33,7 @@ from transformers_packed import (
     SequenceBoundaries,
     register,
 )
-from transformers_packed.training.sequence_parallel import check_sequence_parallel
+from transformers_packed.training.sequence_parallel import against_sharing
 
 
 # The row of 22 tokens is padded to a multiple of the group size.
@@ -219,6 +219,7 @@ def refusals():
         {"compute_metrics": lambda prediction: {}},
         {"compute_loss_func": lambda *args, **kwargs: None},
         {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"train_sampling_strategy": "batch_rebalance"},
         {"size": 3},
         {"family": "qwen3_5_odd", "sequence_parallel_gated_delta_rule": "heads"},
         {"family": "qwen3_5_odd", "sequence_parallel_attention": "heads"},
@@ -233,7 +234,8 @@ def refusals():
         except ValueError as error:
             messages.append(str(error))
     trainer = make_trainer("qwen3_5", 2, 2)
-    others = make_trainer("qwen3_5", 2, 2, train_sampling_strategy="batch_rebalance")
+    others = make_trainer("qwen3_5", 2, 2)
+    others.args.train_sampling_strategy = "batch_rebalance"
     stream = make_trainer("qwen3_5", 2, 2)
     stream.train_dataset = Stream()
     mixed = make_trainer("qwen3_5", 2, 2)
@@ -252,10 +254,9 @@ def refusals():
             messages.append(str(error))
     for name in ("cp_size", "sp_size"):
         trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, name: 2})
-        try:
-            check_sequence_parallel(trainer)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(
+            str(next(against_sharing(trainer, "pack", 2, {"gated_delta_rule": "state", "attention": None})))
+        )
     return messages
 
 
@@ -373,6 +374,7 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "compute_metrics",
             "compute_loss_func",
             "torch_compile=True",
+            "batch_rebalance",
             "divides the 2 processes",
             'gated_delta_rule="state"',
             'attention="gather"',
@@ -381,8 +383,8 @@ class SequenceParallelTrainerTest(unittest.TestCase):
             "BatchRebalanceSampler|even_batches=False",  # accelerate 1.10 refuses it before us
             "a stream",
             "parts of different rows",
-            "cp_size=2",
-            "sp_size=2",
+            "cp_size=2.*Pass sequence_parallel_size=2 to configure_packing",
+            "sp_size=2.*Pass sequence_parallel_size=2 to configure_packing",
         ]
         for messages in run_processes(refusals, 2):
             self.assertEqual(len(messages), len(reasons), messages)

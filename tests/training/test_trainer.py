@@ -444,7 +444,7 @@ class FiguresTest(TrainerTestCase):
         """Two ranks with as many tokens, the second with longer documents: costs and figures by hand."""
         trainer = self.build()
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, metrics.PackingMetricsCallback))
-        callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model)
+        callback.trainer = mock.Mock(model=trainer.model, model_wrapped=trainer.model, sequence_parallel=None)
         args = mock.Mock(world_size=2, device=torch.device("cpu"), per_device_train_batch_size=2)
         cost = PackingCost.from_config(trainer.model.config, quadratic_weight=1)
 

@@ -477,9 +477,9 @@ class ProcessesTest(unittest.TestCase):
             self.assertEqual({name for name, _ in with_it[3]}, {"Qwen3_5ForCausalLM"})
             self.assertEqual(with_it[3], found[0][3])
             self.assertGreater(len(with_it[3]), 5)
-            # The first row of the dataset is compared after it, as without it.
-            self.assertEqual(len(without[2]), size - 1)
-            self.assertEqual(with_it[2][1:], [len(with_it[3])] * (size - 1))
+            # The rows of the check and of the dataset are compared after it, as without it.
+            self.assertEqual(len(without[2]), 2 * (size - 1))
+            self.assertEqual(with_it[2][1:], 2 * [len(with_it[3])] * (size - 1))
             self.assertEqual(without[4], with_it[4])
             for a, b in zip(without[1], with_it[1], strict=True):
                 self.assertTrue(torch.equal(a, b))

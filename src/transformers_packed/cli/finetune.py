@@ -166,6 +166,7 @@ def settings_to_keep(settings: Namespace, source: str, samples: Samples) -> dict
         "lora_rank": settings.lora_rank if settings.lora else None,
         "processes": int(os.environ.get("WORLD_SIZE", 1)),
         **{name: value for name in ("row_length", "mtp", "mtp_only") if (value := getattr(settings, name))},
+        **({"sequence_parallel_size": size} if (size := settings.sequence_parallel_size) > 1 else {}),
         **{name: getattr(settings, name) for name in names},
     }
 
@@ -311,7 +312,7 @@ def make_trainer(
         arguments,
         train_dataset=samples.data,
         processing_class=tokenizer,
-        callbacks=[_Progress(settings.row_length)],
+        callbacks=[_Progress(settings.row_length, settings.sequence_parallel_size)],
     )
     trainer.remove_callback(PrinterCallback)
     configure_packing(
@@ -321,6 +322,7 @@ def make_trainer(
         cuda_graphs=settings.cuda_graphs,
         mtp_loss_weight=MTP_LOSS_WEIGHT * settings.mtp,
         mtp_only=settings.mtp_only,
+        sequence_parallel_size=settings.sequence_parallel_size,
     )
     trainer.callback_handler.callbacks.insert(0, WarmUpCallback(trainer, progress=True))
     return trainer
@@ -333,13 +335,13 @@ class _NothingLeftError(Exception):
 class _Progress(TrainerCallback):
     """Prints a line with the schedule, and a line per logged loss with the speed and the time that is left."""
 
-    def __init__(self, row_length: int | None):
-        self.row_length = row_length
+    def __init__(self, row_length: int | None, sharing: int):
+        self.row_length, self.sharing = row_length, sharing
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             raise _NothingLeftError  # the Trainer would run one more step
-        rows = args.gradient_accumulation_steps * args.world_size
+        rows = args.gradient_accumulation_steps * args.world_size // self.sharing
         most = (self.row_length, "token") if self.row_length else (args.per_device_train_batch_size, "sample")
         say(
             f"{count(state.max_steps, 'step')}, rows of up to {count(*most)}, {rows:,} per step, learning rate up to "

@@ -1,6 +1,7 @@
 """`transformers-packed train`: fine-tune a checkpoint on packed rows."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def add_parser(subparsers) -> Parser:
     full = "instead, one full row of up to N tokens on each device; the plan command shows these rows"
     rows.add_argument("--row-length", type=row_length, metavar="N", help=full)
     count("--gradient-accumulation-steps", "rows per optimizer step on each device", 1)
+    shared_rows = "processes that share a row, each a part of its tokens; launch with torchrun"
+    count("--sequence-parallel-size", shared_rows, 1)
     rate = "peak learning rate, with linear decay to 0 (default: 2e-5, LoRA 2e-4)"
     add("--learning-rate", type=positive_float, metavar="X", help=rate)
     count("--warmup-steps", "steps of linear learning rate warmup (default: none)", 0)
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     args.max_length = args.max_length or args.row_length or LONGEST_SAMPLE
     if args.mtp_only and args.lora:
         raise input_error("--mtp-only without --lora", "both", "Adapters would not be trained.", option="--mtp-only")
+    _check_processes(args.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", 1)))
     if args.row_length and args.max_length > args.row_length:
         fix = "Lower it, or raise --row-length."
         raise input_error(
@@ -91,3 +95,10 @@ def run(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     return finetune(args, checkpoint, damaged)
+
+
+def _check_processes(size: int, processes: int) -> None:
+    if processes % size:
+        got = "1 process" if processes == 1 else f"{processes} processes"
+        fix = f"Start the command with torchrun --no-python --nproc_per_node {size}."
+        raise input_error(f"a multiple of {size} processes", got, fix, option="--sequence-parallel-size")

@@ -49,12 +49,7 @@ class SequenceParallel:
         device_type: str | None = None,
     ):
         _check_names(gated_delta_rule, attention)
-        if not dist.is_initialized():
-            fix = "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first."
-            raise input_error("a default process group", "none", fix)
-        world = dist.get_world_size()
-        if not isinstance(size, int) or size < 1 or world % size:
-            raise input_error(f"a size that divides the {world} processes", size)
+        world = check_size(size)
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
         self.mesh = init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
@@ -69,6 +64,17 @@ class SequenceParallel:
     def check_heads(self, heads: tuple[int, int], linear_heads: tuple[int, int]) -> None:
         """Raise a `ValueError` if a model with these heads does not support these methods."""
         check_methods(self.size, self.gated_delta_rule, self.attention, heads, linear_heads)
+
+
+def check_size(size: int) -> int:
+    """Return the number of processes. Raise a `ValueError` if there is no process group, or if `size` does not divide it."""
+    if not dist.is_initialized():
+        fix = "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first."
+        raise input_error("a default process group", "none", fix)
+    world = dist.get_world_size()
+    if not isinstance(size, int) or size < 1 or world % size:
+        raise input_error(f"a size that divides the {world} processes", size)
+    return world
 
 
 def attention_method(size: int, heads: int, kv_heads: int, wanted: str | None, gather_is_even: bool) -> str:

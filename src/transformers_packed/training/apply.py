@@ -3,6 +3,7 @@
 import torch
 
 from ..models.registry import has_our_classes, set_switches, unpatch_model
+from ..parallel.groups import SequenceParallel
 from .preference import without_autocast
 from .setup import Change, Setup
 from .typed import Trainer
@@ -16,6 +17,9 @@ def apply(trainer: Trainer, setup: Setup) -> None:
             for model in setup.models:
                 for prepare in setup.prepare:
                     prepare(model)
+        if setup.parallel is not None:
+            # Forms the process groups.
+            trainer.sequence_parallel = SequenceParallel(device_type=trainer.args.device.type, **setup.parallel)
     except Exception:
         _unpatch(stock)
         raise
@@ -37,6 +41,8 @@ def undo(trainer: Trainer, setup: Setup) -> None:
             delattr(target, name)
         else:
             setattr(target, name, before)
+    if setup.parallel is not None:
+        del trainer.sequence_parallel
     trainer.args.packing = trainer.args.padding_free = False
     with without_autocast(trainer, setup.models[:-1]):
         _unpatch(setup.models)

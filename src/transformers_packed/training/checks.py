@@ -65,12 +65,14 @@ _APART = tuple(
 _EVERYTHING: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
 
 
-def reason_against(trainer: Trainer, mode: str, share_prompts: bool = False) -> ValueError | None:
+def reason_against(
+    trainer: Trainer, mode: str, share_prompts: bool = False, shares_rows: bool = False
+) -> ValueError | None:
     """The first reason not to pack. In `"auto"` mode also reasons that make packing unsafe or useless."""
-    return next(_reasons(trainer, mode, share_prompts), None)
+    return next(_reasons(trainer, mode, share_prompts, shares_rows), None)
 
 
-def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[ValueError]:
+def _reasons(trainer: Trainer, mode: str, share_prompts: bool, shares_rows: bool) -> Iterator[ValueError]:
     """Only the first reason is valid: each check relies on the checks before it."""
     model, padded = transformers_model(trainer.model), is_preference_trainer(trainer)
     yield from _of_mode(trainer, mode, padded)
@@ -97,7 +99,8 @@ def _reasons(trainer: Trainer, mode: str, share_prompts: bool) -> Iterator[Value
     if mode == "auto":
         own = ", ".join(overridden(trainer))
         got = f"a custom {own}, which may count samples or read the mask"
-        alone = trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset) and not padded
+        alone = trainer.args.per_device_train_batch_size == 1 and not is_packed(trainer.train_dataset)
+        alone = alone and not padded and not shares_rows
         one = "per_device_train_batch_size=1, which has no padding to avoid"
         yield from refused(
             (own, "methods of known trainers", got, 'Pass packing="padding_free" if it works on tokens.'),
@@ -216,12 +219,6 @@ def _compute_dtype(trainer: Trainer) -> torch.dtype:
     return torch.float16 if trainer.args.fp16 else inner_model(trainer.model).dtype
 
 
-def check_devices(trainer: Trainer) -> None:
-    """Raise a `ValueError` if DataParallel or other parallelism would cut the rows."""
-    for reason in of_devices(trainer):
-        raise reason
-
-
 def of_devices(trainer: Trainer) -> Iterator[ValueError]:
     """Reasons that depend on how the processes and devices share the work."""
     if trainer.args.n_gpu > 1:
@@ -231,7 +228,10 @@ def of_devices(trainer: Trainer) -> Iterator[ValueError]:
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("cp_size", "sp_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            yield input_error("whole rows", f"{name}={size}, which cuts rows", f"Set {name}=1.")
+            got = f"ParallelismConfig({name}={size}), which cuts rows without their boundaries"
+            here = f" Pass sequence_parallel_size={size} to configure_packing or PackedTrainingArguments instead."
+            fix = f"Set {name}=1.{here * (not is_preference_trainer(trainer))}"
+            yield input_error("whole rows", got, fix)
 
 
 def _of_model(trainer: Trainer, model: transformers.PreTrainedModel) -> Iterator[ValueError]:

@@ -6,6 +6,7 @@ from transformers import Trainer
 
 from ..errors import input_error
 from ..models.releases import TRAINING, check_names
+from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from . import typed
 from .apply import apply
 from .checks import say
@@ -24,6 +25,9 @@ def configure_packing(
     verify: bool = True,
     mtp_loss_weight: float = 0.0,
     mtp_only: bool = False,
+    sequence_parallel_size: int = 1,
+    sequence_parallel_gated_delta_rule: DeltaRuleMethod = "state",
+    sequence_parallel_attention: AttentionMethod | None = None,
     **plan_options: Any,
 ) -> Trainer:
     """Train without padding: patch the model if its family needs it, and replace the collator and the dataset.
@@ -83,6 +87,14 @@ def configure_packing(
             the checkpoint becomes a module of the model ([`add_mtp`]).
         mtp_only (`bool`, *optional*, defaults to `False`):
             Train only that head. The rest of the model is frozen and runs without gradients.
+        sequence_parallel_size (`int`, *optional*, defaults to 1):
+            The number of neighboring processes that share a row. Each computes a part of its tokens
+            ([`SequenceParallel`]). Loss and gradients are those of the whole row, and so is the loss of an evaluation.
+        sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
+            How the processes share linear-attention layers, `"state"` or `"heads"`.
+        sequence_parallel_attention (`str`, *optional*):
+            How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
+            communication.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.
@@ -117,7 +129,8 @@ reference (causal convolution), per_document(sdpa) (attention)
         raise input_error("a transformers.Trainer", type(trainer).__name__)
     check_names(TRAINING)
     built = cast(typed.Trainer, trainer)
-    chosen = float8, share_prompts, cuda_graphs, verify, mtp_loss_weight, mtp_only
+    methods = sequence_parallel_gated_delta_rule, sequence_parallel_attention
+    chosen = float8, share_prompts, cuda_graphs, verify, mtp_loss_weight, mtp_only, sequence_parallel_size, *methods
     options = Options(packing, max_length, *chosen, plan_options)
     setup = decide(built, options)
     apply(built, setup)

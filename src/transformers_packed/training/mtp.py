@@ -1,6 +1,6 @@
 """The head of multi-token prediction in a Trainer: its targets in a step, what it logs, and what trains beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,27 @@ from transformers import TrainerCallback
 from ..errors import input_error
 from ..models.mtp_head import add_mtp, head_of, language_model, mtp_targets_of_batch
 from ..models.registry import patch_model
+from .checks import is_preference_trainer, overridden
 from .typed import Trainer
+
+
+def against_mtp(trainer: Trainer, weight: float) -> Iterator[tuple[Any, str, Any, str]]:
+    """The rules of a head of multi-token prediction, whose loss is a part of the model's own."""
+    args, loss = trainer.args, "the model's own loss for multi-token prediction (mtp)"
+    yield weight < 0, "mtp_loss_weight of 0 or more", weight, ""
+    name, fix = type(trainer).__name__, "Train the head in supervised fine-tuning."
+    yield is_preference_trainer(trainer), loss, f"that of {name}, which also trains on rejected answers", fix
+    for what in overridden(trainer, "compute_loss"):
+        yield True, loss, f"a custom {what}", f"Remove {what}, or train without the head."
+    yield trainer.compute_loss_func is not None, loss, "compute_loss_func", "Remove it, or train without the head."
+    smooth = args.label_smoothing_factor
+    yield smooth, loss, f"label_smoothing_factor={smooth}", "Set it to 0, or train without the head."
+    yield (
+        args.torch_compile,
+        "multi-token prediction (mtp) without torch.compile",
+        "torch_compile=True",
+        "Set it to False.",
+    )
 
 
 def train_mtp(weight: float, only: bool, dtype: torch.dtype | None, model: torch.nn.Module) -> None:

@@ -1,106 +1,176 @@
 """Sequence parallelism in a Trainer: several processes compute each row.
 
-Two hooks implement it. The processes of a group read the same batches, which the collator cuts to their parts, and
-each batch gets the group with the other parts. Trainer's own normalization is then exact: it counts the targets of all
-processes, each process computes its part of one sum, and the gradients are averaged over processes and multiplied by
-their number.
+The processes of a group read the same batches, which the collator cuts to their parts, and each batch gets the group
+with the other parts. Trainer's own normalization is then exact: it counts the targets of all processes, each process
+computes its part of one sum, and the gradients are averaged over processes and multiplied by their number. This also
+holds for the loss that TRL's `SFTTrainer` computes from the scores of tokens.
+
+[`decide`] lists all of it as changes: the collator, and methods of the Trainer in whose place those of [`SharedRows`] run.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.collator import DataCollatorWithFlattening
+from ..data.documents import is_packed
+from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
-from ..models.registry import inner_model
-from ..models.releases import is_rebalancing
-from ..parallel import RowShard, SequenceParallel, shard_batch
-from .callbacks.metrics import PackingMetricsCallback
-from .checks import check_devices
+from ..models.registry import inner_model, transformers_model
+from ..models.releases import COUNT_ITEMS, is_rebalancing
+from ..parallel import RowShard, shard_batch
+from ..parallel.groups import check_methods, check_size
+from .checks import is_preference_trainer, of_devices, refused
 from .typed import Trainer
 
 
-def collate_part(collator: DataCollatorWithFlattening, rank: int, size: int, minimum: int, features: list) -> dict:
-    """One rank's part of the packed row from `collator`, with at least `minimum` tokens."""
-    pad, columns = collator.pad_token_id or 0, collator.token_columns
-    return shard_batch(collator(features), rank, size, minimum=minimum, pad_token_id=pad, token_columns=columns)
+_ALONE = "Train this model without sequence parallelism."
 
 
-class SequenceParallelMixin(Trainer):
-    """For a Trainer with packed rows. Has no effect before `make_sequence_parallel` is called."""
+class PartCollator:
+    """Makes one rank's part of the packed rows of another collator.
 
-    sequence_parallel: SequenceParallel | None = None
-    _compared_rows = False
+    Args:
+        rows ([`DataCollatorWithFlattening`]):
+            The collator of whole rows.
+        rank (`int`):
+            Index of the part.
+        size (`int`):
+            Number of parts.
+        minimum (`int`):
+            Minimum number of tokens per part.
+    """
 
-    def make_sequence_parallel(self, size: int, **methods: Any) -> None:
-        """Form the process groups. `methods` are arguments of [`SequenceParallel`].
+    def __init__(self, rows: DataCollatorWithFlattening, rank: int, size: int, minimum: int):
+        self.rows, self.rank, self.size, self.minimum = rows, rank, size, minimum
 
-        Raises:
-            `ValueError`: a setting with which the result would not be exact. The message names the reason.
-        """
-        check_sequence_parallel(self)
-        self.sequence_parallel = SequenceParallel(size, device_type=self.args.device.type, **methods)
-        sizes = sizes_of(inner_model(self.model).config, "Train this model without sequence parallelism.")
-        self.sequence_parallel.check_heads(sizes.heads, sizes.linear_heads)
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        return tuple(self.rows.token_columns)
 
-    def cut_rows(self) -> None:
-        """Cut the rows of all dataloaders from now on; to be called when the collator is the one of packed rows."""
-        parallel = self.sequence_parallel
-        assert parallel is not None
-        config = inner_model(self.model).config
-        window = sizes_of(config).delta_rule.window
-        if self.data_collator.config is None and hasattr(config, "vision_config"):
-            # Image positions can only be computed on the whole row.
-            self.data_collator.config = config
-        part = (parallel.rank, parallel.size, max(window - 1, 1))
-        self.data_collator = partial(collate_part, self.data_collator, *part)
-        # Its metrics assume whole rows.
-        self.remove_callback(PackingMetricsCallback)
+    def __call__(self, features: list) -> dict[str, Any]:
+        pad = self.rows.pad_token_id or 0
+        options: dict[str, Any] = {"minimum": self.minimum, "pad_token_id": pad, "token_columns": self.token_columns}
+        return shard_batch(self.rows(features), self.rank, self.size, **options)
+
+
+class GatherOfRows:
+    """In place of accelerate's `gather_for_metrics`, for which every process has samples of its own.
+
+    A number of each process is part of a sum over all of them. Of other tensors, each group of processes gives one, and
+    the samples that filled the last batch are left out.
+    """
+
+    def __init__(self, accelerator: Any, size: int):
+        self.accelerator, self.size = accelerator, size
+
+    def __call__(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        accelerator, state = self.accelerator, self.accelerator.gradient_state
+        if not isinstance(input_data, torch.Tensor):
+            return type(accelerator).gather_for_metrics(accelerator, input_data, use_gather_object)
+        gathered = accelerator.gather(input_data)
+        if input_data.ndim == 0:
+            return gathered
+        rows = gathered.unflatten(0, (-1, self.size, len(input_data)))[:, 0].flatten(0, 1)
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+
+
+class SharedRows:
+    """In place of some methods of a Trainer whose processes share rows, which is that of its `sequence_parallel`.
+
+    Without `sequence_parallel`, they are the Trainer's own.
+
+    Args:
+        trainer (`transformers.Trainer`):
+            The Trainer.
+    """
+
+    NAMES = "_get_dataloader", "_prepare_inputs", "prediction_step", "predict"
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.own = {name: getattr(trainer, name) for name in self.NAMES}
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """The methods by name, to be set on the Trainer."""
+        return {name: getattr(self, name) for name in self.NAMES}
 
     def _get_dataloader(self, *args, **kwargs) -> DataLoader:
-        dataloader = super()._get_dataloader(*args, **kwargs)
-        parallel = self.sequence_parallel
+        dataloader, parallel = self.own["_get_dataloader"](*args, **kwargs), self.trainer.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
-                got = "a stream, from which each process would read different samples"
-                raise input_error("a dataset with a length", got)
+                raise _of_stream()
             sampler = dataloader.batch_sampler
             inner = sampler.batch_sampler if isinstance(sampler, BatchSamplerShard) else sampler
             if not isinstance(sampler, BatchSamplerShard) or is_rebalancing(inner):
-                got = f"a sampler that distributes them itself ({type(inner).__name__})"
-                fix = 'Keep train_sampling_strategy="random", or set "sequential".'
-                raise input_error("batches that accelerate distributes to the processes", got, fix)
+                raise _of_sampler(type(inner).__name__)
             sampler.num_processes, sampler.process_index = parallel.data_parallel_size, parallel.data_parallel_rank
             # A single reader needs no additional batches.
             sampler.even_batches = parallel.data_parallel_size > 1
-            self._compared_rows = False
+            self.trainer._compared_rows = False
         return dataloader
 
     def predict(self, *args, **kwargs):
-        if self.sequence_parallel is not None:
+        if self.trainer.sequence_parallel is not None:
             raise input_error("an evaluation by loss", "predict, which needs whole documents", "Call evaluate.")
-        return super().predict(*args, **kwargs)
+        return self.own["predict"](*args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        # No process has whole documents to return.
-        alone = prediction_loss_only or self.sequence_parallel is not None
-        return super().prediction_step(model, inputs, alone, ignore_keys)
+        """The loss of the whole row. No process has whole documents to return."""
+        trainer, step = self.trainer, self.own["prediction_step"]
+        parallel, targets = trainer.sequence_parallel, inputs.get("shift_labels")
+        if parallel is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        count = vars(trainer).get(COUNT_ITEMS)
+        # The mean over the targets of this part, not a share of the sum over all processes.
+        setattr(trainer, COUNT_ITEMS, _count_nothing)
+        try:
+            loss, _, _ = step(model, inputs, True, ignore_keys)
+        finally:
+            if count is None:
+                delattr(trainer, COUNT_ITEMS)
+            else:
+                setattr(trainer, COUNT_ITEMS, count)
+        if loss is None or targets is None:
+            return loss, None, None
+        number = (targets != -100).sum().to(loss)
+        # The loss of a part without targets may be NaN.
+        sums = torch.stack([torch.where(number > 0, loss * number, 0), number])
+        dist.all_reduce(sums, group=parallel.group)
+        return sums[0] / sums[1], None, None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)
-        if self.sequence_parallel is not None:
-            shard = replace(inputs["boundaries"], parallel=self.sequence_parallel)
-            if not self._compared_rows:
-                # Only once per dataloader, because it synchronizes the processes.
-                _check_same_row(shard)
-                self._compared_rows = True
-            inputs["boundaries"] = shard
+        trainer, inputs = self.trainer, self.own["_prepare_inputs"](inputs)
+        if trainer.sequence_parallel is None:
+            return inputs
+        boundaries = inputs.get("boundaries")
+        if not isinstance(boundaries, RowShard):
+            fix = "Keep the Trainer's own dataloaders and the collator that configure_packing sets."
+            raise input_error("a part of a row", "a batch that is not cut", fix)
+        shard = replace(boundaries, parallel=trainer.sequence_parallel)
+        if not trainer._compared_rows:
+            # Only once per dataloader, because it synchronizes the processes.
+            _check_same_row(shard)
+            trainer._compared_rows = True
+        inputs["boundaries"] = shard
         return inputs
+
+
+def _count_nothing(*args: Any) -> None:
+    return None
+
+
+def part_collator(trainer: Trainer, collator: DataCollatorWithFlattening, size: int) -> PartCollator:
+    """The collator of this process's parts of the rows of `collator`."""
+    window = sizes_of(inner_model(trainer.model).config).delta_rule.window
+    return PartCollator(collator, dist.get_rank() % size, size, max(window - 1, 1))
 
 
 def _check_same_row(shard: RowShard) -> None:
@@ -113,14 +183,29 @@ def _check_same_row(shard: RowShard) -> None:
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
 
 
-def check_sequence_parallel(trainer: Trainer) -> None:
-    """Raise a `ValueError` for settings with which a Trainer would not be exact on parts of rows."""
+def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, Any]) -> Iterator[ValueError]:
+    """Reasons why `size` processes cannot share a row of a Trainer. The loss of most would look plausible."""
     args, config = trainer.args, trainer.args.accelerator_config
-    check_devices(trainer)
+    model, name = transformers_model(trainer.model), type(trainer).__name__
+    answers = f"sequence_parallel_size={size} with {name}, whose losses need whole answers"
+    fix = "Leave it out. gradient_checkpointing=True, FSDP2 and share_prompts=True save memory too."
+    yield from refused((is_preference_trainer(trainer), "a Trainer or an SFTTrainer", answers, fix))
+    yield from of_devices(trainer)
+    try:
+        check_size(size)
+        if model is not None:
+            sizes = sizes_of(model.config, _ALONE)
+            check_methods(size, **methods, heads=sizes.heads, linear_heads=sizes.linear_heads)
+    except ValueError as error:
+        yield error
+        return
+    world, alone = dist.get_world_size(), "processes that train alone"
+    cpu = "Set use_cpu=True in the arguments if they are to train on a CPU."
+    yield from refused((args.world_size != world, f"a Trainer of all {world} processes", alone, cpu))
     own_loss, whole = "the model's own loss, which sums over parts of a row", "processes that read whole rows"
     average = "average_tokens_across_devices=True, because each process has a part of a row's targets"
+    tensors = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     for is_so, expected, got in (
-        (getattr(args, "packing_mode", "auto") == "off", "packed rows, which can be cut", "padding_free=False"),
         (not args.average_tokens_across_devices, average, "average_tokens_across_devices=False"),
         (config.dispatch_batches, whole, "dispatch_batches=True"),
         (config.split_batches, whole, "split_batches=True"),
@@ -128,6 +213,28 @@ def check_sequence_parallel(trainer: Trainer) -> None:
         (trainer.compute_loss_func is not None, own_loss, "compute_loss_func"),
         (args.torch_compile, "one router loss for all parts of a row", "torch_compile=True"),
         (trainer.compute_metrics is not None, "an evaluation by loss", "compute_metrics, which needs documents"),
+        (tensors > 1, "whole layers on each process", f"tp_size={tensors}"),
     ):
-        if is_so:
-            raise input_error(expected, got, "Remove it.")
+        yield from refused((is_so, expected, got, "Remove it."))
+    yield from _of_reading(trainer, mode)
+
+
+def _of_reading(trainer: Trainer, mode: str) -> Iterator[ValueError]:
+    """Reasons why the processes of a group would read different rows."""
+    given = trainer.eval_dataset
+    datasets = [trainer.train_dataset, *(given.values() if isinstance(given, dict) else [given])]
+    if any(dataset is not None and not has_items(dataset) for dataset in datasets):
+        yield _of_stream()
+    plans = mode == "pack" and not is_packed(trainer.train_dataset)
+    if not plans and getattr(trainer.args, "train_sampling_strategy", "random") == "batch_rebalance":
+        yield _of_sampler('train_sampling_strategy="batch_rebalance"')
+
+
+def _of_stream() -> ValueError:
+    return input_error("a dataset with a length", "a stream, from which each process would read different samples")
+
+
+def _of_sampler(which: str) -> ValueError:
+    fix = 'Keep train_sampling_strategy="random", or set "sequential".'
+    got = f"a sampler that distributes them itself ({which})"
+    return input_error("batches that accelerate distributes to the processes", got, fix)

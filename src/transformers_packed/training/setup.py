@@ -1,13 +1,12 @@
 """Decide how a Trainer trains without padding. Nothing here changes the Trainer: `apply.py` follows a [`Setup`]."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..data.collator import CausalLabelsCollator, DataCollatorWithFlattening
@@ -27,6 +26,8 @@ from ..models.mtp_head import head_of
 from ..models.registry import check_patch, inner_model, patch_model, set_switches, transformers_model
 from ..models.releases import COUNT_ITEMS
 from ..models.replacements import REPLACEMENTS
+from ..parallel.groups import AttentionMethod, DeltaRuleMethod
+from .callbacks.every_gradient import EveryGradient
 from .callbacks.metrics import PackingMetricsCallback, known_cost
 from .callbacks.neftune import DocumentNoise
 from .callbacks.resume import PackingPlanCallback
@@ -45,8 +46,9 @@ from .checks import (
     way_of_isolation,
 )
 from .evaluation import OwnBatches, padded_batches_of
-from .mtp import MtpCallback, MtpItems, MtpLoss, train_mtp
+from .mtp import MtpCallback, MtpItems, MtpLoss, against_mtp, train_mtp
 from .run_ahead import RunAheadCallback
+from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
 from .typed import Trainer
 
 
@@ -79,7 +81,21 @@ class Options:
     verify: bool = True
     mtp_loss_weight: float = 0.0
     mtp_only: bool = False
+    sequence_parallel_size: int = 1
+    sequence_parallel_gated_delta_rule: DeltaRuleMethod = "state"
+    sequence_parallel_attention: AttentionMethod | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several processes compute each row."""
+        return self.sequence_parallel_size != 1
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """How processes share layers, arguments of [`SequenceParallel`]."""
+        attention = self.sequence_parallel_attention
+        return {"gated_delta_rule": self.sequence_parallel_gated_delta_rule, "attention": attention}
 
     @property
     def trains_mtp(self) -> bool:
@@ -124,6 +140,8 @@ class Setup:
             All other changes.
         padded (`Callable`, *optional*):
             The collator of the padded batches that the rows stand for.
+        parallel (`dict`, *optional*):
+            Arguments of the [`SequenceParallel`] whose processes share rows.
     """
 
     mode: str
@@ -133,6 +151,7 @@ class Setup:
     prepare: tuple[Prepare, ...] = ()
     changes: tuple[Change, ...] = ()
     padded: Callable | None = None
+    parallel: dict[str, Any] | None = None
 
 
 def decide(trainer: Trainer, options: Options) -> Setup:
@@ -144,13 +163,21 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     _check_options(trainer, options)
     if options.mode == "off":
         return _with_mtp(trainer, _off(trainer, options, f"packing={options.packing!r}"))
-    reason = reason_against(trainer, options.mode, options.share_prompts)
+    reason = _against_sharing(trainer, options)
+    reason = reason or reason_against(trainer, options.mode, options.share_prompts, options.shares_rows)
     if reason is not None and options.mode != "auto":
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)
         return _with_mtp(trainer, _off(trainer, options, why))
     return _with_mtp(trainer, (_of_batches if is_preference_trainer(trainer) else _of_rows)(trainer, options))
+
+
+def _against_sharing(trainer: Trainer, options: Options) -> ValueError | None:
+    if not options.shares_rows:
+        return None
+    size = options.sequence_parallel_size
+    return next(against_sharing(trainer, options.mode, size, options.methods), None)
 
 
 def _check_options(trainer: Trainer, options: Options) -> None:
@@ -161,9 +188,12 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     shares, prompts = options.share_prompts, f"share_prompts with {', '.join(PREFERENCE)}"
     repeats = "Set model.share_prompts = True if your own padded batches repeat prompts."
     alone = "mtp_only=True, whose trunk runs without gradients" if options.mtp_only else None
-    why = alone or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
+    shared = "rows that several processes share" if options.shares_rows else None
+    why = alone or shared or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
     graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
+    size, again = options.sequence_parallel_size, getattr(trainer, "sequence_parallel", None) is not None
+    cut, off = options.shares_rows and mode == "off", "packing=False or padding_free=False"
     for error in refused(
         (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
         (given, f"packing=True with {', '.join(given)}", packing, f"Pass packing=True, or remove {', '.join(given)}."),
@@ -171,30 +201,12 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        *_against_mtp(trainer, options),
+        (again, "a Trainer whose processes read whole rows", "one whose processes share rows", "Build a new Trainer."),
+        (not isinstance(size, int) or size < 1, "sequence_parallel_size of 1 or more", repr(size), ""),
+        (cut, f"packed rows for sequence_parallel_size={size}", off, "Remove it."),
+        *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
         raise error
-
-
-def _against_mtp(trainer: Trainer, options: Options) -> Iterator[tuple[Any, str, Any, str]]:
-    """The rules of a head of multi-token prediction, whose loss is a part of the model's own."""
-    if not options.trains_mtp:
-        return
-    args, loss = trainer.args, "the model's own loss for multi-token prediction (mtp)"
-    yield options.mtp_loss_weight < 0, "mtp_loss_weight of 0 or more", options.mtp_loss_weight, ""
-    name, fix = type(trainer).__name__, "Train the head in supervised fine-tuning."
-    yield is_preference_trainer(trainer), loss, f"that of {name}, which also trains on rejected answers", fix
-    for what in overridden(trainer, "compute_loss"):
-        yield True, loss, f"a custom {what}", f"Remove {what}, or train without the head."
-    yield trainer.compute_loss_func is not None, loss, "compute_loss_func", "Remove it, or train without the head."
-    smooth = args.label_smoothing_factor
-    yield smooth, loss, f"label_smoothing_factor={smooth}", "Set it to 0, or train without the head."
-    yield (
-        args.torch_compile,
-        "multi-token prediction (mtp) without torch.compile",
-        "torch_compile=True",
-        "Set it to False.",
-    )
 
 
 def _with_mtp(trainer: Trainer, setup: Setup) -> Setup:
@@ -276,16 +288,35 @@ def _of_rows(trainer: Trainer, options: Options) -> Setup:
     elif options.cuda_graphs is not None:
         prepare.append(remove_graphs)
     liger, kept = _keep_from_liger(trainer)
-    line = _line(trainer, dataset, packed) + _FLOAT8 * options.float8 + kept
-    line += f"; trusted to work on packed rows: {', '.join(own)}" if own else ""
+    line = _line(trainer, dataset, packed, options) + _FLOAT8 * options.float8 + kept
+    size, parts = options.sequence_parallel_size, "parts of " * options.shares_rows
+    line += f"; {size} processes share each row" * options.shares_rows
+    line += f"; trusted to work on {parts}packed rows: {', '.join(own)}" if own else ""
     ddp, checks = _of_ddp(trainer)
-    changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
+    if options.shares_rows:
+        changes = _of_sharing(trainer, collator, size)
+    else:
+        changes = Change.of(trainer, data_collator=collator, **_own_batches(trainer, collator))
     changes += _of_model_init(trainer, tuple(prepare)) + ddp + liger + _of_data(trainer, dataset, packed)
     # A trunk without gradients has no graphs.
     measures = options.cuda_graphs is None and not options.mtp_only
     changes += _of_callbacks(trainer, dataset, packed, measures, checks)
     mode = "pack" if packed else "padding_free"
-    return Setup(mode, line, options, (trainer.model,), tuple(prepare), tuple(changes), padded_batches_of(trainer))
+    parallel = {"size": options.sequence_parallel_size, **options.methods} if options.shares_rows else None
+    done = tuple(prepare), tuple(changes), padded_batches_of(trainer), parallel
+    return Setup(mode, line, options, (trainer.model,), *done)
+
+
+def _of_sharing(trainer: Trainer, collator: DataCollatorWithFlattening, size: int) -> list[Change]:
+    """Let `size` processes share the rows of a collator. Each evaluates its part, because none has whole documents."""
+    config, gather = inner_model(trainer.model).config, GatherOfRows(trainer.accelerator, size)
+    part = {"data_collator": part_collator(trainer, collator, size), "_compared_rows": False}
+    changes = Change.of(trainer, **SharedRows(trainer).methods, **part, gather_function=gather)
+    changes += Change.of(trainer.accelerator, gather_for_metrics=gather)
+    if collator.config is None and hasattr(config, "vision_config"):
+        # Image positions can only be computed on the whole row.
+        changes += Change.of(collator, config=config)
+    return changes
 
 
 def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
@@ -311,9 +342,6 @@ def _collator(trainer: Trainer) -> DataCollatorWithFlattening:
 
 
 def _own_batches(trainer: Trainer, packed: Callable) -> dict[str, OwnBatches]:
-    if getattr(trainer, "sequence_parallel", None) is not None:
-        # No process has whole documents.
-        return {}
     padded = padded_batches_of(trainer)
     found = {name: getattr(trainer, name) for name in ("get_eval_dataloader", "get_test_dataloader")}
     methods = {name: method for name, method in found.items() if not isinstance(method, OwnBatches)}
@@ -341,7 +369,7 @@ def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
                 f"this length. To train on {max_length} tokens of a sample, pass max_length={max_length} to SFTConfig."
             )
     defaults = {
-        "world_size": _readers(trainer),
+        "world_size": _readers(trainer, options),
         # Fills every batch of every process.
         "gradient_accumulation_steps": args.gradient_accumulation_steps * args.per_device_train_batch_size,
         "balance": known_cost(trainer.model) or True,
@@ -350,10 +378,9 @@ def _packed_dataset(trainer: Trainer, rows: bool, options: Options) -> Any:
     return PackingDataset(dataset, max_length, **(defaults | options.plan))
 
 
-def _readers(trainer: Trainer) -> int:
-    """The number of processes that read their own rows."""
-    parallel = getattr(trainer, "sequence_parallel", None)
-    return trainer.args.world_size if parallel is None else parallel.data_parallel_size
+def _readers(trainer: Trainer, options: Options) -> int:
+    """The number of processes, or groups of them, that read their own rows."""
+    return trainer.args.world_size // options.sequence_parallel_size
 
 
 def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
@@ -373,7 +400,7 @@ def _of_data(trainer: Trainer, dataset: Any, packed: bool) -> list[Change]:
     return changes + Change.of(args, **values)
 
 
-def _of_ddp(trainer: Trainer) -> tuple[list[Change], list["EveryGradient"]]:
+def _of_ddp(trainer: Trainer) -> tuple[list[Change], list[EveryGradient]]:
     args, ddp = trainer.args, trainer.accelerator.ddp_handler
     if ddp is None:
         return [], []
@@ -430,21 +457,6 @@ def _trains_in_each_step(trainer: Trainer) -> bool:
     # Of several adapters, some may be inactive.
     plain = len(getattr(model, "peft_config", {})) < 2 and not overridden(trainer, "compute_loss", "training_step")
     return text and plain and all(id(x) in own for x in model.parameters() if x.requires_grad)
-
-
-class EveryGradient(TrainerCallback):
-    """Stops training before a step in which a parameter has no gradient, because DDP has not summed all of them then."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        # Once, because walking through all modules in each step takes the host milliseconds.
-        parameters = model.named_parameters() if args.world_size > 1 else ()
-        self.trained = [(name, x) for name, x in parameters if x.requires_grad]
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        missing = [name for name, x in self.trained if x.grad is None]
-        if missing:
-            got = f"none for {len(missing)} of them, such as {missing[0]}"
-            raise input_error("a gradient of each trained parameter", got, "Pass ddp_find_unused_parameters=True.")
 
 
 def _prepare(use_cache: bool, model: torch.nn.Module) -> None:
@@ -504,7 +516,7 @@ def _keep_from_liger(trainer: Trainer) -> tuple[list[Change], str]:
     )
 
 
-def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
+def _line(trainer: Trainer, dataset: Any, packed: bool, options: Options) -> str:
     isolated = f"isolation by {way_of_isolation(trainer)[0]}"
     if not packed:
         saved = _estimated_saving(dataset, trainer.args.per_device_train_batch_size)
@@ -512,7 +524,7 @@ def _line(trainer: Trainer, dataset: Any, packed: bool) -> str:
         return f"Padding-free on: {known}{isolated}"
     if isinstance(dataset, PackingDataset):
         plan, args = dataset.plan, trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer)
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * _readers(trainer, options)
         return (
             f"Packing on: fill {plan.fill:.1%}, about {1 / (1 - plan.padding_avoided):.1f} x fewer tokens computed than in "
             f"padded batches of 8; {len(plan):,} rows of at most {plan.max_length:,} tokens, {-(-len(plan) // rows):,} steps "

@@ -14,10 +14,10 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import input_error
 from ..models.releases import shifts_labels
 from ..parallel.groups import AttentionMethod, DeltaRuleMethod
+from . import typed
 from .callbacks.warm_up import WarmUpCallback
 from .configure import configure_packing
 from .losses import SampleMean, documents_with_targets
-from .sequence_parallel import SequenceParallelMixin
 from .setup import Mode
 
 
@@ -102,7 +102,7 @@ class PackedTrainingArguments(TrainingArguments):
         return "padding_free" if self.padding_free else "off"
 
 
-class PackedTrainer(SequenceParallelMixin):
+class PackedTrainer(typed.Trainer):
     """`Trainer` with [`configure_packing`] and [`warm_up`] built in.
 
     Takes the arguments of `Trainer`. [`PackedTrainingArguments`] select the mode; plain `TrainingArguments` use
@@ -142,18 +142,14 @@ class PackedTrainer(SequenceParallelMixin):
         packing: Mode = getattr(self.args, "packing_mode", "auto")
         fields = PackedTrainingArguments.__dataclass_fields__
         own: dict[str, Any] = {name: getattr(self.args, name, fields[name].default) for name in _OPTIONS}
-        size = own["sequence_parallel_size"] if sequence_parallel_size is None else sequence_parallel_size
-        if size != 1:
-            methods = {name: own[f"sequence_parallel_{name}"] for name in ("gated_delta_rule", "attention")}
-            self.make_sequence_parallel(size, **methods)
+        compiles = own.pop("compile_before_training")
+        if sequence_parallel_size is not None:
+            own["sequence_parallel_size"] = sequence_parallel_size
+        if own["sequence_parallel_size"] != 1 and packing == "auto":
             # With shared rows, a reason not to pack is an error.
-            packing = "padding_free" if packing == "auto" else packing
-        names = "float8", "cuda_graphs", "verify", "mtp_loss_weight", "mtp_only"
-        options: dict[str, Any] = {name: own[name] for name in names}
-        configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **options)
-        if size != 1:
-            self.cut_rows()
-        if own["compile_before_training"]:
+            packing = "padding_free"
+        configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **own)
+        if compiles:
             self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:

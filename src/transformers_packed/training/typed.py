@@ -24,5 +24,8 @@ if TYPE_CHECKING:
         data_collator: Any
         train_dataset: Any
         eval_dataset: Any
+        # Of a Trainer whose processes share rows: they, and whether they have compared a row.
+        sequence_parallel: Any
+        _compared_rows: bool
 else:
     Trainer = transformers.Trainer

@@ -8,6 +8,8 @@ The real Trainer computes a few documents of some dozens of tokens its own way, 
 * Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
   padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
   Trainers of preferences compare log-probabilities, because their first loss is a constant.
+* Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
+  embeddings equal those of the whole row, which each process computes for the other comparisons.
 * Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
   the last batch is not full.
 
@@ -16,13 +18,14 @@ Weights, gradients, random states, and the counters and metrics of the Trainer r
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -41,6 +44,7 @@ from ..models.padding import PaddedBatch
 from ..models.registry import inner_model
 from ..models.releases import prepare_inputs, token_logps, training_metrics
 from ..ops.autotuning import tuned_in_threads
+from ..parallel.collectives import all_gather
 from .apply import undo
 from .callbacks.warm_up import WarmUpCallback, evaluates
 from .checks import say
@@ -55,6 +59,7 @@ from .restore import (
     trunk_too,
     without_cache,
 )
+from .sequence_parallel import PartCollator
 from .setup import Setup
 from .typed import Trainer
 from .warm_up import compiles_kernels, make_row, only_loss
@@ -219,8 +224,6 @@ class VerifyCallback(TrainerCallback):
             why = "torch_compile=True, and a compiled model shows no gradients of its embeddings"
         elif trainer.is_deepspeed_enabled:
             why = "DeepSpeed runs forward and backward itself"
-        elif getattr(trainer, "sequence_parallel", None) is not None:
-            why = "several processes share each row"
         elif trainer.args.n_gpu > 1:
             why = "DataParallel runs the model"
         elif _updates_in_backward(trainer):
@@ -239,8 +242,9 @@ class VerifyCallback(TrainerCallback):
         ours = next(
             (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
         )
-        # A collator that the user has set since may contain ours.
-        if setup.options.mode != "auto" or setup.options.trains_mtp or trainer.data_collator is not ours:
+        # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
+        explicit = setup.options.mode != "auto" or setup.options.trains_mtp or setup.options.shares_rows
+        if explicit or trainer.data_collator is not ours:
             raise difference
         callbacks = trainer.callback_handler.callbacks
         undo(trainer, setup)
@@ -270,11 +274,15 @@ class VerifyCallback(TrainerCallback):
             documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
             if why is not None:
                 return f"Not verified: {why}."
-            row = loader.collate_fn([documents] if is_packed(trainer.train_dataset) else documents)
-            places = places_of(row, documents)
-            if places is None:
-                return "Not verified: the collator changes the tokens of samples."
-            words = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
+            samples = [documents] if is_packed(trainer.train_dataset) else documents
+            with whole_rows(trainer, loader):
+                row = loader.collate_fn(samples)
+                places = places_of(row, documents)
+                if places is None:
+                    return "Not verified: the collator changes the tokens of samples."
+                words, found = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
+            if self.setup.parallel is not None:
+                words += _verify_parts(trainer, model, loader.collate_fn(samples), places, found)
             return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
 
 
@@ -284,8 +292,51 @@ def _updates_in_backward(trainer: Trainer) -> bool:
     return hooked or "lomo" in str(trainer.args.optim).lower()
 
 
-def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup) -> str:
-    """Compare the documents in a row with one another, and the row with their padded batch."""
+@contextmanager
+def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
+    """Let each process compute whole rows meanwhile, if processes share them."""
+    cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
+    if parallel is None or not isinstance(cut, PartCollator):
+        yield
+        return
+    trainer.data_collator, trainer.sequence_parallel = cut.rows, None
+    # Each process then computes the loss of training in one process.
+    args, average = trainer.args, trainer.args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        with replaced_collator(loader, cut, cut.rows):
+            yield
+    finally:
+        trainer.data_collator, trainer.sequence_parallel = cut, parallel
+        args.average_tokens_across_devices = average
+
+
+def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: tuple[float, torch.Tensor]) -> str:
+    """Compare the parts of a row on the processes that share it with the whole row."""
+    group, size = trainer.sequence_parallel.group, trainer.sequence_parallel.size
+    batch, items = _items(trainer, part)
+    with quiet(model), watch(model) as seen:
+        loss = trainer.training_step(model, dict(batch), items).detach()
+    # The mean over the processes follows in training.
+    parts = None if seen.embeddings is None else seen.embeddings.grad
+    drop_gradients(model)
+    dist.all_reduce(loss, group=group)
+    mean, gradient = loss.item() / size, expected[1]
+    if parts is not None and len(gradient):
+        every = all_gather(parts, 1, group)[0] / size
+        gradient = every[torch.cat(places).to(every.device)].float()
+    if different := _compare(mean, gradient, *expected, _precision(model, trainer.args), "the whole row"):
+        raise DifferenceError(f"{different} Train without sequence parallelism, or pass verify=False.")
+    return f"; {size} parts of the row {mean:.4f}"
+
+
+def _verify_rows(
+    trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup
+) -> tuple[str, tuple[float, torch.Tensor]]:
+    """Compare the documents in a row with one another, and the row with their padded batch.
+
+    Returns the findings in words, and the loss and the gradient of the row.
+    """
     packed, words = trainer.data_collator, "gradients between documents are 0"
     columns = getattr(packed, "token_columns", ())
     found = {}
@@ -316,7 +367,7 @@ def _verify_rows(trainer: Trainer, model, loader: Any, documents: list, row: dic
             raise DifferenceError(f"{different} {_PADDED}")
     (loss, _), (padded, _) = found["row"], found["padded"]
     note = ", which differs from run to run" if changes else ""
-    return f"{words}; loss {loss:.4f}, padded {padded:.4f}{note}"
+    return f"{words}; loss {loss:.4f}, padded {padded:.4f}{note}", found["row"]
 
 
 def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
@@ -327,17 +378,24 @@ def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dic
         return PaddedSamples(tuple(columns))(documents)
 
 
-def _compare(loss: float, gradient: torch.Tensor, padded: float, expected: torch.Tensor, precision: str) -> str | None:
-    """What differs between the row and the padded batch, if anything does."""
+def _compare(
+    loss: float,
+    gradient: torch.Tensor,
+    other: float,
+    expected: torch.Tensor,
+    precision: str,
+    what: str = "the padded batch of the same documents",
+) -> str | None:
+    """What differs between the row and `what`, if anything does."""
     bar, gradient_bar = _BARS[precision]
-    if not abs(loss - padded) <= bar * max(abs(padded), 1e-3):
-        return _difference("the padded batch of the same documents", loss, padded)
+    if not abs(loss - other) <= bar * max(abs(other), 1e-3):
+        return _difference(what, loss, other)
     if gradient.shape != expected.shape:
         return None
     norm = expected.norm()
     error = ((gradient - expected).norm() / norm).item() if norm else 0.0
     if not error <= gradient_bar:
-        expected_words = "gradients of the row that equal those of the padded batch of the same documents"
+        expected_words = f"gradients of the row that equal those of {what}"
         return str(input_error(expected_words, f"a relative difference of {error:.1e}"))
     return None
 

@@ -20,6 +20,7 @@ from ...models.parameters import trained_share
 from ...models.registry import inner_model, transformers_model
 from ...models.releases import rows_per_batch
 from ...ops.dispatch import implementations_used
+from ...parallel import RowShard
 from .expert_load import ExpertLoad
 
 
@@ -55,7 +56,7 @@ class PackingMetricsCallback(TrainerCallback):
       of 8 in random order, as in the plan.
     * `packing_fill`, for packed rows: the fraction of the rows that holds tokens. All batches count as full.
     * `rank_imbalance`, with several processes: the extra cost of a step's slowest process relative to the mean, in
-      operations if they are known, else in tokens.
+      operations if they are known, else in tokens. Processes that share rows count as one.
     * `share_of_peak`, on a known GPU in half precision: the operations of forward and backward as a fraction of the
       GPU's peak. The recomputation of gradient checkpointing does not count.
     * `expert_load_max`, for the mixtures of experts of this package: the largest number of tokens that chose the same
@@ -121,7 +122,10 @@ class PackingMetricsCallback(TrainerCallback):
             return
         cumulative = batch.get("cu_seq_lens_q")
         tokens, padding = batch["input_ids"].shape[-1], batch.get("padding_tokens") or 0
-        if cumulative is None and batch.get("position_ids") is None:
+        shard = batch.get("boundaries")
+        if isinstance(shard, RowShard):
+            cumulative, tokens, padding = shard.row.cu_seqlens, shard.row.total_length, shard.row.padding_tokens
+        elif cumulative is None and batch.get("position_ids") is None:
             row = SequenceBoundaries.from_kwargs(batch, tokens) or SequenceBoundaries.from_lengths([tokens])
             cumulative = row.cu_seqlens
         elif cumulative is None:
@@ -136,7 +140,14 @@ class PackingMetricsCallback(TrainerCallback):
             longest = batch.get("max_length_q")
             # Ignore it if it is the length of the padding.
             padded = len(lengths) * (longest if longest and longest != padding else int(lengths.max()))
-        self._load.start(tokens)
+        if not isinstance(shard, RowShard):
+            self._load.start(tokens)
+        else:
+            self._load.start(min(max(tokens - shard.start, 0), shard.total_length))
+            if shard.rank:
+                # The first of the processes that share a row counts it.
+                self._now_lengths.append(lengths[:0])
+                return
         self._now += (tokens, len(lengths), padded, 1)
         self._now_lengths.append(lengths)
 
@@ -164,7 +175,7 @@ class PackingMetricsCallback(TrainerCallback):
     def _figures(self, args) -> dict[str, float]:
         """The metrics of all processes since the last log."""
         lengths = torch.cat(self._lengths).cpu()
-        if self._packed:
+        if self._packed and len(lengths):
             # Added to the first step, because only the sum over steps is used.
             self._steps[0][2] = round(len(lengths) * mean_of_longest(lengths.numpy()))
         by_step = lengths.double().split([step[1] for step in self._steps])
@@ -189,8 +200,11 @@ class PackingMetricsCallback(TrainerCallback):
         }
         if self.row_tokens is not None:
             figures["packing_fill"] = round(tokens / self._rows(batches) / self.row_tokens, 4)
-        if args.world_size > 1:
-            costs = rows_of(self._cost)
+        parallel = getattr(self.trainer, "sequence_parallel", None)
+        sharing = 1 if parallel is None else parallel.size
+        if args.world_size > sharing:
+            # Those that share a row compute equal parts of it.
+            costs = rows_of(self._cost)[::sharing]
             figures["rank_imbalance"] = round(float((costs.amax(0) / costs.mean(0)).mean() - 1), 4)
         if self._operations is not None and self._peak is not None:
             done = self._passes * float(rows_of(self._operations).sum())

@@ -1,0 +1,299 @@
+"""`configure_packing` with `sequence_parallel_size` on stock Trainers, against the same Trainer in one process."""
+
+import contextlib
+import io
+import tempfile
+import unittest
+from unittest import mock
+
+import pytest
+from common.processes import run_once, run_processes
+from common.records import make_tokenizer
+from common.trl_trainers import HAS_TRL
+from mixins.model import total_relative_error
+from parameterized import parameterized
+from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+from transformers_packed import DataCollatorWithFlattening, configure_packing
+from transformers_packed.training.apply import apply, undo
+from transformers_packed.training.setup import Options, decide
+
+
+if HAS_TRL:
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+ROW = 96
+OF_TRL = ("entropy", "mean_token_accuracy")
+OF_ROWS = ("documents_per_row", "padding_avoided", "packing_fill", "expert_load_max", "experts_unused")
+
+
+def make_model(family="qwen3_5", size=61, mtp=0):
+    set_seed(0)
+    config = CONFIGS[family]()
+    config.num_attention_heads, config.vocab_size, config.mtp_num_hidden_layers = 4, size, mtp
+    if "moe" in family:
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    return AutoModelForCausalLM.from_config(config)
+
+
+def build(kind, size=1, processes=1, tuning="full", family="qwen3_5", mtp=0, evaluated=5, **arguments):
+    """A Trainer of a user. Its steps have the same rows in one process and in several that share rows."""
+    options = {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2 * size // processes,
+        "ddp_backend": "gloo" if processes > 1 else None,
+        **OPTIONS,
+        **arguments,
+    }
+    samples, lora = Samples(40).rows, None
+    if tuning == "lora":
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    if kind == "trainer":
+        model = make_model(family, mtp=mtp)
+        model = model if lora is None else get_peft_model(model, lora)
+        args = TrainingArguments(**options)
+        return Trainer(model, args, train_dataset=samples, eval_dataset=samples[:evaluated])
+    tokenizer = make_tokenizer()
+    if kind == "completions":
+        samples = [{"prompt": "q" * (1 + n % 7), "completion": "no" * (1 + n % 11)} for n in range(40)]
+    args = SFTConfig(**{"bf16": False, "gradient_checkpointing": False, "max_length": None, **options})
+    data = Dataset.from_list(samples)
+    return SFTTrainer(
+        make_model(family, max(61, len(tokenizer)), mtp),
+        args,
+        train_dataset=data,
+        eval_dataset=data.select(range(evaluated)),
+        processing_class=tokenizer,
+        peft_config=lora,
+    )
+
+
+def train(kind, size, processes, mode, options):
+    """Return the updates, the log of training, the metrics of evaluation, and what was printed."""
+    trainer = build(kind, size, processes, **dict(options))
+    length, weight = ROW if mode is True else None, 0.5 * dict(options).get("mtp", 0)
+    if size == 1 and mode == "auto":
+        # Alone, a batch of one sample has no use for it.
+        mode = "padding_free"
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        configure_packing(trainer, mode, length, sequence_parallel_size=size, mtp_loss_weight=weight)
+        updates, log = updates_and_log(trainer)
+        metrics = trainer.evaluate()
+    return updates, log, metrics, stdout.getvalue()
+
+
+def train_all(size, processes, arms):
+    return [train(kind, size, processes, mode, options) for kind, mode, options in arms]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Samples(4).rows)
+
+
+def state(trainer):
+    """What `configure_packing` may change."""
+    targets = trainer, trainer.args, trainer.accelerator, trainer.accelerator.dataloader_config
+    callbacks = list(trainer.callback_handler.callbacks)
+    return type(trainer), type(trainer.model), callbacks, *(dict(vars(x)) for x in targets)
+
+
+def refusals():
+    """Return for each set-up the error, what `packing="auto"` prints, and whether nothing changed."""
+    preferences = DPOConfig(tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=False, ddp_backend="gloo")
+    pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
+
+    def dpo():
+        tokenizer = make_tokenizer()
+        policy, reference = (make_model(size=len(tokenizer)) for _ in range(2))
+        return DPOTrainer(policy, reference, args=preferences, train_dataset=pairs, processing_class=tokenizer)
+
+    def changed(**values):
+        trainer = build("trainer", 2, 2)
+        for name, value in values.items():
+            setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
+        return trainer
+
+    def with_parallelism(**sizes):
+        trainer = build("trainer", 2, 2)
+        trainer.accelerator.state.parallelism_config = mock.Mock(**{"cp_size": 1, "sp_size": 1, **sizes})
+        return trainer
+
+    cases = {
+        "divides": lambda: build("trainer", 2, 2),
+        "batch_rebalance": lambda: changed(train_sampling_strategy="batch_rebalance"),
+        "a stream": lambda: changed(train_dataset=Stream()),
+        "a stream for evaluation": lambda: changed(eval_dataset={"one": Stream()}),
+        "label_smoothing_factor": lambda: build("trainer", 2, 2, label_smoothing_factor=0.1),
+        "compute_loss_func": lambda: changed(compute_loss_func=lambda *args, **kwargs: None),
+        "compute_metrics": lambda: changed(compute_metrics=lambda prediction: {}),
+        "sp_size": lambda: with_parallelism(sp_size=2),
+        "DPO": dpo,
+    }
+    found = {}
+    for name, make in cases.items():
+        size, trainer = 3 if name == "divides" else 2, make()
+        before, errors = state(trainer), []
+        for mode in ("padding_free", "auto"):
+            with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                try:
+                    configure_packing(trainer, mode, sequence_parallel_size=size)
+                except ValueError as error:
+                    errors.append(str(error))
+                    errors.append(state(trainer) == before)
+            errors.append(stdout.getvalue())
+        trainer.accelerator.state.parallelism_config = None
+        found[name] = errors
+    return found
+
+
+def applied_and_undone():
+    """Return whether a Trainer is as before after `undo`, and the error of a second call."""
+    trainer = build("sft", 2, 2)
+    before = state(trainer)
+    configured = decide(trainer, Options(True, ROW, sequence_parallel_size=2))
+    untouched = state(trainer) == before
+    apply(trainer, configured)
+    shares, again = trainer.sequence_parallel.size, None
+    try:
+        decide(trainer, Options(True, ROW))
+    except ValueError as error:
+        again = str(error)
+    undo(trainer, configured)
+    # These two say that packing is off.
+    arguments = before[4]
+    arguments.update(packing=False, padding_free=False)
+    return untouched, shares, again, state(trainer) == before, hasattr(trainer, "sequence_parallel")
+
+
+def stopped(name):
+    """Return the error of a training with this change by the user after `configure_packing`."""
+    trainer = build("trainer", 2, 2)
+    rows = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
+    with contextlib.redirect_stdout(io.StringIO()):
+        configure_packing(trainer, "padding_free", sequence_parallel_size=2, verify=name == "average")
+    if name == "average":
+        trainer.args.average_tokens_across_devices = False
+    elif name == "dataloader":
+        trainer.get_train_dataloader = lambda: DataLoader(Samples(8), batch_size=2, collate_fn=rows)
+    try:
+        trainer.predict(Samples(4).rows) if name == "predict" else trainer.train()
+    except ValueError as error:
+        return str(error)
+
+
+ARMS = {
+    "trainer": ("trainer", True, ()),
+    "trainer, padding-free": ("trainer", "padding_free", ()),
+    "trainer, auto": ("trainer", "auto", ()),
+    "trainer, one sample": ("trainer", "auto", (("per_device_train_batch_size", 1),)),
+    "trainer, lora": ("trainer", True, (("tuning", "lora"),)),
+    "trainer, random rows": ("trainer", "padding_free", (("train_sampling_strategy", "random"),)),
+    "trainer, mtp": ("trainer", True, (("mtp", 1),)),
+    "sft": ("sft", True, ()),
+    "sft, mtp": ("sft", True, (("mtp", 1),)),
+    "sft, lora": ("sft", True, (("tuning", "lora"),)),
+    "sft, packed by TRL": ("sft", "auto", (("packing", True), ("max_length", ROW))),
+    "sft, completions": ("completions", True, ()),
+    "sft, experts": ("sft", True, (("family", "qwen3_next_moe"),)),
+}
+# With two groups of processes.
+SEVERAL = ["trainer", "trainer, padding-free", "sft", "sft, completions"]
+
+
+@unittest.skipUnless(HAS_TRL, "needs trl, datasets and peft")
+class StockTrainersTest(unittest.TestCase):
+    @parameterized.expand(ARMS)
+    def test_equals_one_process(self, name):
+        self.check(name, 2, 2)
+
+    @parameterized.expand(SEVERAL)
+    @pytest.mark.slow
+    def test_two_groups_equal_one_process(self, name):
+        self.check(name, 2, 4)
+
+    def check(self, name, size, processes):
+        several = processes > size
+        names = SEVERAL if several else list(ARMS)
+        # With two groups, the last batch of one of them repeats samples.
+        arms = [(*ARMS[x][:2], (*ARMS[x][2], ("evaluated", 6 if several else 5))) for x in names]
+        number = names.index(name)
+        expected, log, metrics, _ = run_once(train_all, 1, 1, 1, (arms[number],))[0][0]
+        for rank, results in enumerate(run_once(train_all, processes, size, processes, tuple(arms))):
+            updates, found, evaluated, said = results[number]
+            if rank == 0:
+                self.assertIn(f"{size} processes share each row", said)
+                self.assertIn(f"{size} parts of the row", said)
+            self.assertEqual(set(updates), set(expected))
+            self.assertLess(total_relative_error(updates, expected), 1e-5)
+            # TRL averages them over batches, so those of two groups weigh differently.
+            names = ["loss", *(OF_TRL if "sft" in name and not several else ())]
+            for mine, theirs in zip(found, log, strict=True):
+                self.assertIn("tokens_per_second", mine)
+                for key in (*names, *(key for key in OF_ROWS if key in theirs)):
+                    self.assertAlmostEqual(mine[key], theirs[key], delta=2e-5 * max(1, abs(theirs[key])), msg=key)
+            for key in (f"eval_{key}" for key in names):
+                self.assertAlmostEqual(evaluated[key], metrics[key], delta=1e-5 * max(1, abs(metrics[key])), msg=key)
+
+    @parameterized.expand(
+        [
+            ("divides", "a size that divides the 2 processes, got 3"),
+            ("batch_rebalance", "a sampler that distributes them itself"),
+            ("a stream", "a stream, from which each process would read different samples"),
+            ("a stream for evaluation", "a stream, from which each process would read different samples"),
+            ("label_smoothing_factor", "got label_smoothing_factor"),
+            ("compute_loss_func", "got compute_loss_func"),
+            ("compute_metrics", "got compute_metrics"),
+            ("sp_size", r"got ParallelismConfig\(sp_size=2\).*Pass sequence_parallel_size=2 to configure_packing"),
+            ("DPO", "got sequence_parallel_size=2 with DPOTrainer.*Leave it out.*share_prompts=True"),
+        ]
+    )
+    def test_refuses_before_anything_changes(self, name, reason):
+        for rank, found in enumerate(run_once(refusals, 2)):
+            error, unchanged, printed, said = found[name]
+            self.assertRegex(error, reason)
+            self.assertTrue(unchanged)
+            self.assertEqual(printed, "")
+            if rank == 0:
+                self.assertRegex(said, f"Packing off, training is unchanged: .*{reason}")
+
+    def test_undo(self):
+        """`decide` changes nothing, and `undo` what `apply` has changed."""
+        for untouched, shares, again, undone, left in run_processes(applied_and_undone, 2):
+            self.assertTrue(untouched)
+            self.assertEqual(shares, 2)
+            self.assertIn("got one whose processes share rows. Build a new Trainer", again)
+            self.assertTrue(undone)
+            self.assertFalse(left)
+
+    @parameterized.expand(
+        [
+            ("average", r"^expected the loss \S+ of the whole row, got .* Train without sequence parallelism"),
+            ("dataloader", "^expected a part of a row, got a batch that is not cut"),
+            ("predict", "got predict, which needs whole documents"),
+        ]
+    )
+    def test_changes_afterwards_are_found(self, name, message):
+        for error in run_processes(stopped, 2, name):
+            self.assertRegex(error, message)
+
+    def test_in_one_process(self):
+        trainer = build("trainer")
+        with self.assertRaisesRegex(ValueError, "expected a default process group, got none. Start the processes"):
+            configure_packing(trainer, True, ROW, sequence_parallel_size=2)
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            configure_packing(trainer, sequence_parallel_size=2)
+        self.assertIn("Packing off, training is unchanged: expected a default process group", stdout.getvalue())
+        for size, mode, reason in (
+            (0, True, "1 or more, got 0"),
+            (2, False, "packed rows for sequence_parallel_size=2"),
+        ):
+            with self.assertRaisesRegex(ValueError, reason):
+                configure_packing(trainer, mode, ROW if mode else None, sequence_parallel_size=size)
