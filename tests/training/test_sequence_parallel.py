@@ -188,7 +188,7 @@ HEADS = (("sequence_parallel_gated_delta_rule", "heads"), ("sequence_parallel_at
 GATHER = (("sequence_parallel_attention", "gather"),)
 CHECKPOINTS = (("gradient_checkpointing", True),)
 RUNS = {
-    "two processes, two rows": (2, 1, (("qwen3_5", ()),)),
+    "two processes, two rows": (2, 1, (("qwen3_5", ()), ("vision", ()))),
     "two processes, one row": (
         2,
         2,

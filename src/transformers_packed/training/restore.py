@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..models.packed_model import PackedModelMixin
 from ..models.registry import inner_model
@@ -50,6 +51,28 @@ def as_before(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.data.copy_(content)
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def beside_ddp(wrapped: torch.nn.Module) -> Iterator[None]:
+    """Let the trained parameters inside of DDP be others with the same memory meanwhile, if it searches for unused ones.
+
+    DDP notes in a backward of its inner module too which parameters have a gradient, and adds this to its first step.
+    A step without images, for example, would then wait for the gradients of a vision tower.
+    """
+    if not isinstance(wrapped, DistributedDataParallel) or not wrapped.find_unused_parameters:
+        yield
+        return
+    others = {x: torch.nn.Parameter(x.detach()) for x in wrapped.parameters() if x.requires_grad}
+    # A parameter may have several places.
+    places = [(y, name, x) for y in wrapped.modules() for name, x in y._parameters.items() if x in others]
+    for module, name, parameter in places:
+        setattr(module, name, others[parameter])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
 
 
 @contextmanager
