@@ -18,7 +18,7 @@ runs in the chosen variants: as it is, without cuDNN's attention, with checkpoin
 copies to host memory. A row that does not fit is part of the results, and longer ones are left out.
 
     torchrun --nproc_per_node 1 benchmarks/sequence_parallel.py --models 4B --lora --sizes 1 --variants offload \
-        --one-document 131072 262144 327680 393216 --warmup 0 --repeats 1
+        --one-document 131072 262144 327680 393216 --warmup 1 --warmup-tokens 16384 --repeats 1
 """
 
 import argparse
@@ -117,7 +117,7 @@ def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) 
     targets = (sum(lengths) - len(lengths)) * parallel.data_parallel_size
     losses = []
 
-    def step():
+    def step(batch=batch):
         model.zero_grad(set_to_none=True)
         inputs = dict(batch)
         if size > 1:
@@ -131,8 +131,10 @@ def measure(model, lengths: list[int], size: int, arm: str, variant: str, args) 
         losses.append(loss.detach())
 
     dispatch._used.clear()
+    short = [args.warmup_tokens] if args.warmup_tokens else lengths
+    warm_up_batch = make_batch(short, model.config.vocab_size, parallel, device)
     for _ in range(args.warmup):
-        step()
+        step(warm_up_batch)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -192,6 +194,9 @@ def measure_row(model, name: str, lengths: list[int], args, report: dict) -> boo
     arms = [(size, arm) for size in args.sizes if world % size == 0 for arm in (args.arms if size > 1 else ["whole"])]
     for (size, arm), variant in itertools.product(arms, args.variants):
         gc.collect()
+        if args.device == "cuda":
+            # Blocks of other lengths would take memory.
+            torch.cuda.empty_cache()
         try:
             run["arms"].append(measure(model, lengths, size, arm, variant, args))
         except torch.OutOfMemoryError:
@@ -235,6 +240,9 @@ def main() -> int:
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers, under autocast")
     parser.add_argument("--qlora", action="store_true", help="with frozen weights in 4 bits")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--warmup-tokens", type=int, help="warm up with one document of this length instead of the row"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="add the results to this JSON file")

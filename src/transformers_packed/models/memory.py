@@ -37,15 +37,16 @@ def layer_memory(
         gathers = size > 1 and way_of_attention(layer.mixer, size, attention) == "gather"
         kept, made = _of_attention(layer.mixer, size, gathers)
         whole_row = (max_length - tokens) * 2 * layer.mixer.kv_heads * layer.mixer.dim if gathers else 0
-    mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden)
+    mlp_kept, mlp_made = _of_mlp(layer.mlp, hidden, lora_rank > 0)
     # The input of the layer, the outputs of its two norms, and the input of the second norm.
     kept += 4 * hidden + mlp_kept
     if lora_rank:
         # The product of each adapter's first matrix: those of the mixer, and of gate, up and down.
         kept += lora_rank * (layer.mixer.linear_layers + 3)
-        # Only adapters need the outputs of the norms, and the backward computes long ones again.
+        # Only adapters need the outputs of the norms, and the backward computes long ones again: that of the MLP before
+        # and after its peak.
         if tokens * hidden >= WORTH_RECOMPUTING:
-            kept, made, mlp_made = kept - 2 * hidden, made + hidden, mlp_made + hidden
+            kept, made = kept - 2 * hidden, made + hidden
     # The backward of the MLP comes first, with the gradient of the layer's output. It then frees the MLP's
     # activations.
     return HALF * (tokens * kept + whole_row), HALF * tokens * max(hidden + mlp_made, made - mlp_kept)
@@ -57,8 +58,9 @@ def _of_delta_rule(rule: DeltaRule) -> tuple[int, int]:
     # the inputs of decay and rate, the rate, and in float32 the decay, its cumulative sum in a chunk, and the scale of the
     # norm.
     kept = 2 * (2 * rule.keys + rule.values) + 2 * rule.values + (RULE_CHUNK_SIZE + 3 + 2 * 3) * rule.heads
-    # In flash-linear-attention: recomputed states and chunk outputs, and gradients, each of the size of the heads.
-    return kept, 13 * rule.values
+    # In FlashQLA: recomputed states of the size of two values, and gradients of queries and keys per value head, values,
+    # the output and its gate, and the output again. flash-linear-attention makes up to five values more.
+    return kept, 8 * rule.values
 
 
 def _of_attention(attention: Attention, size: int, gathers: bool) -> tuple[int, int]:
@@ -73,10 +75,11 @@ def _of_attention(attention: Attention, size: int, gathers: bool) -> tuple[int, 
     return kept, 7 * query + 2 * attention.kv_heads * attention.dim
 
 
-def _of_mlp(mlp: int | Experts, hidden: int) -> tuple[int, int]:
+def _of_mlp(mlp: int | Experts, hidden: int, frozen: bool) -> tuple[int, int]:
     """Values per token that an MLP or a mixture keeps, and makes in backward."""
     if isinstance(mlp, int):
-        return 2 * mlp, 4 * mlp
+        # Frozen weights need no more than the gradients of gate and up.
+        return 2 * mlp, (2 if frozen else 4) * mlp
     # The logits of the router; for each choice the outputs of gate and up, the weight, and two indices in int64; gate and
     # up of the shared expert, and its output. The backward copies the gradients of the chosen rows, and adds those of gate,
     # up and their product.

@@ -17,8 +17,8 @@ from ...parallel.groups import AttentionMethod, DeltaRuleMethod, check_methods
 
 
 _GIB, _MIB = 2**30, 2**20
-# Checkpoints that offload leaves on the GPU: one in use, and one on its way.
-ON_GPU = 2
+# Bytes of a parameter.
+_WIDTHS = {"bfloat16": HALF, "float32": FULL}
 _WAYS = "without gradient checkpointing", "with gradient checkpointing", "with offload"
 # The rest of the memory is reserved for allocator fragmentation, CUDA and NCCL.
 FILLED = 0.9
@@ -260,39 +260,24 @@ def plan_sequence_parallel(
 
     ```
     """
-    widths = {"bfloat16": HALF, "float32": FULL}
-    if weights not in widths:
-        raise input_error('weights "bfloat16" or "float32"', repr(weights))
-    for name, value in (("max_length", max_length), ("gpus", gpus), ("memory", memory)):
-        if not value > 0:
-            raise input_error(f"{name} above 0", value)
-    if lora_rank < 0:
-        raise input_error("lora_rank of at least 0", lora_rank)
-    sizes = sizes_of(config, "Train this model without sequence parallelism.")
-    # Releases of PEFT differ in whether its adapters of "all-linear" are on experts too.
-    if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
-        raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
+    sizes = _checked_sizes(config, weights, lora_rank, max_length=max_length, gpus=gpus, memory=memory)
     # Each part must cover the receptive field of the convolution.
     most = max(1, max_length // max(1, sizes.delta_rule.window - 1))
     divisors = [size for size in range(1, min(gpus, most) + 1) if gpus % size == 0]
     fitting, unfit = _that_fit_heads(divisors, sizes, gated_delta_rule, attention)
     parameters = Parameters.of(config)
-    options = {}
-    for size in fitting:
-        given = (sizes, parameters, max_length, size, gpus, widths[weights])
-        options[size] = tuple(
-            step_memory(*given, *way, attention, lora_rank) for way in ((0, False), (1, False), (1, True))
-        )
+
+    def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
+        given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
+        return step_memory(*given, every_n_layers, offload, attention, lora_rank)
+
+    def fewest(size: int | None, offload: bool) -> int | None:
+        """Return `every_n_layers` with the fewest checkpointed layers that fit."""
+        numbers = range(len(sizes.layers), 0, -1) if size else ()
+        return next((n for n in numbers if _fits(need(size or 1, n, offload), memory)), None)
+
+    options = {size: (need(size, 0, False), need(size, 1, False), need(size, 1, True)) for size in fitting}
     needed = tuple(next((p for p, ways in options.items() if _fits(ways[n], memory)), None) for n in range(len(_WAYS)))
-
-    def fewest(p: int | None, offload: bool) -> int | None:
-        """`every_n_layers` with the fewest checkpointed layers that fit with `p` processes per row."""
-        if p is None:
-            return None
-        given = (sizes, parameters, max_length, p, gpus, widths[weights])
-        needs = ((n, step_memory(*given, n, offload, attention, lora_rank)) for n in range(len(sizes.layers), 0, -1))
-        return next(n for n, need in needs if _fits(need, memory))
-
     every = (None, fewest(needed[1], False), fewest(needed[2], True))
     methods = {"gated_delta_rule": gated_delta_rule, "attention": attention}
     plan = SequenceParallelPlan(
@@ -301,6 +286,22 @@ def plan_sequence_parallel(
     if not any(needed):
         raise _nothing_fits(plan, unfit)
     return plan
+
+
+def _checked_sizes(config: PreTrainedConfig, weights: str, lora_rank: int, **positive: float) -> Sizes:
+    """Return the sizes of a model, or raise the error of an argument of [`plan_sequence_parallel`]."""
+    if weights not in _WIDTHS:
+        raise input_error('weights "bfloat16" or "float32"', repr(weights))
+    for name, value in positive.items():
+        if not value > 0:
+            raise input_error(f"{name} above 0", value)
+    if lora_rank < 0:
+        raise input_error("lora_rank of at least 0", lora_rank)
+    sizes = sizes_of(config, "Train this model without sequence parallelism.")
+    # Releases of PEFT differ in whether its adapters of "all-linear" are on experts too.
+    if lora_rank and any(isinstance(layer.mlp, Experts) for layer in sizes.layers):
+        raise input_error("a model without experts, with lora_rank", config.model_type, "Plan full fine-tuning.")
+    return sizes
 
 
 def _that_fit_heads(
@@ -350,7 +351,7 @@ def step_memory(
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
     Every n-th layer from the first one is checkpointed, or none if `every_n_layers` is 0. With `offload`, the GPU holds
-    two checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
+    few checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
     """
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
@@ -374,10 +375,18 @@ def step_memory(
         gradients=trained,
         moments=2 * trained,
         gathered=HALF * gathered if gpus > 1 else 0,
-        saved=others + (min(checkpoints, ON_GPU * given) if offload else checkpoints),
+        saved=others + (min(checkpoints, on_gpu(lora_rank) * given) if offload else checkpoints),
         working=max(loss_memory(sizes, tokens, lora_rank > 0), layer),
         host=checkpoints if offload else 0.0,
     )
+
+
+def on_gpu(lora_rank: int) -> int:
+    """Checkpoints that `offload` leaves on the GPU: one in use, one on its way, and with adapters the embeddings.
+
+    Transformers then lets embeddings require a gradient, for which autograd keeps them.
+    """
+    return 3 if lora_rank else 2
 
 
 def _adapters(parameters: Parameters, lora_rank: int) -> str:
