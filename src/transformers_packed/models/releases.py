@@ -285,6 +285,8 @@ def has_usual_gate(experts: torch.nn.Module) -> bool:
 
 # The method of a Trainer that counts the targets of a step.
 COUNT_ITEMS = "_get_num_items_in_batch"
+# Those that make a dataloader and move a batch to the device.
+MAKE_LOADER, PREPARE = "_get_dataloader", "_prepare_inputs"
 
 
 def prepare_inputs(trainer: "Trainer", batch: Any) -> Any:

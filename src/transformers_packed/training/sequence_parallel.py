@@ -23,7 +23,7 @@ from ..data.samples import has_items
 from ..errors import input_error
 from ..models.families import sizes_of
 from ..models.registry import inner_model, transformers_model
-from ..models.releases import COUNT_ITEMS, is_rebalancing
+from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
 from ..parallel import RowShard, shard_batch
 from ..parallel.groups import check_methods, check_size
 from .checks import is_preference_trainer, of_devices, refused
@@ -91,19 +91,18 @@ class SharedRows:
             The Trainer.
     """
 
-    NAMES = "_get_dataloader", "_prepare_inputs", "prediction_step", "predict"
-
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self.own = {name: getattr(trainer, name) for name in self.NAMES}
+        self.own = {name: getattr(trainer, name) for name in self.methods}
 
     @property
     def methods(self) -> dict[str, Any]:
         """The methods by name, to be set on the Trainer."""
-        return {name: getattr(self, name) for name in self.NAMES}
+        parts = {MAKE_LOADER: self.make_loader, PREPARE: self.prepare}
+        return parts | {"prediction_step": self.prediction_step, "predict": self.predict}
 
-    def _get_dataloader(self, *args, **kwargs) -> DataLoader:
-        dataloader, parallel = self.own["_get_dataloader"](*args, **kwargs), self.trainer.sequence_parallel
+    def make_loader(self, *args, **kwargs) -> DataLoader:
+        dataloader, parallel = self.own[MAKE_LOADER](*args, **kwargs), self.trainer.sequence_parallel
         if parallel is not None:
             if isinstance(dataloader.dataset, IterableDataset):
                 raise _of_stream()
@@ -146,8 +145,8 @@ class SharedRows:
         dist.all_reduce(sums, group=parallel.group)
         return sums[0] / sums[1], None, None
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        trainer, inputs = self.trainer, self.own["_prepare_inputs"](inputs)
+    def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        trainer, inputs = self.trainer, self.own[PREPARE](inputs)
         if trainer.sequence_parallel is None:
             return inputs
         boundaries = inputs.get("boundaries")
