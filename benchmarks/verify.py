@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 
 from transformers_packed import PackedTrainer, PackedTrainingArguments
 from transformers_packed.ops import implementations_used
-from transformers_packed.training.verify import VerifyCallback
+from transformers_packed.training.callbacks.verify import VerifyCallback
 
 
 ARMS = ("cold", "warm", "warm unchecked", "cold unchecked")

@@ -98,7 +98,7 @@ def of_configure_packing() -> Calls:
     yield lambda: configure_packing(make_trainer(), max_length=4096)
     yield lambda: configure_packing(make_trainer(), packing=True)
     yield lambda: PackedTrainingArguments(max_length=4096, use_cpu=True)
-    yield lambda: verify._check_leak(0.091, documents=3)
+    yield lambda: verify.check_leak(0.091, documents=3)
 
 
 def of_datasets() -> Calls:

@@ -42,9 +42,9 @@ from transformers_packed.audit.tiny import tiny_config
 from transformers_packed.training import sequence_parallel
 from transformers_packed.training import warm_up as module
 from transformers_packed.training.callbacks import warm_up as callback
+from transformers_packed.training.callbacks.verify import VerifyCallback
 from transformers_packed.training.callbacks.warm_up import WarmUpCallback
 from transformers_packed.training.restore import as_before
-from transformers_packed.training.verify import VerifyCallback
 from transformers_packed.training.warm_up import rows_to_run
 
 

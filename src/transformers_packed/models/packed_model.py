@@ -11,7 +11,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..errors import input_error
-from ..ops.offload import checkpoint_on_host
 from .families import family_of
 from .family import Own
 from .mtp import PREFIX, keep_head, to_module_names
@@ -139,6 +138,9 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
                 activation_checkpointing_kwargs, every_n_layers, offload=offload and not beside
             )
             if beside:
+                # Late, because the ops import the compiler of PyTorch.
+                from ..ops.offload import checkpoint_on_host
+
                 wrap_checkpoints(self, checkpoint_on_host)
 
     def __setattr__(self, name: str, value: Any) -> None:

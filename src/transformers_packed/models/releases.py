@@ -489,7 +489,7 @@ def checkpointing_argument() -> str:
 
 def can_select_checkpoints() -> bool:
     """Whether gradient checkpointing has the options `every_n_layers` and `offload`, which 5.23 added."""
-    return hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+    return Version(transformers.__version__) >= Version("5.23")
 
 
 def has_post_expert_norm(experts: torch.nn.Module) -> bool:

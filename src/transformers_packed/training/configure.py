@@ -9,9 +9,9 @@ from ..models.releases import TRAINING, check_names
 from ..parallel.groups import AttentionMethod, DeltaRuleMethod
 from . import typed
 from .apply import apply
+from .callbacks.verify import VerifyCallback
 from .checks import say
 from .setup import Mode, Options, decide
-from .verify import VerifyCallback
 
 
 def configure_packing(

@@ -1,79 +1,28 @@
-"""Before the first step, a small batch of the user's own data shows whether packed training equals what it stands for.
+"""The check that packed training equals what it stands for: of a model on a row, and the comparisons of any such check.
 
-The real Trainer computes a few documents of some dozens of tokens its own way, after accelerate has wrapped the model:
-
-* Isolation: the last hidden states of one document, times fixed random weights, have a gradient of exactly 0 with
-  respect to the embeddings of every other document. Hidden states and not the loss, because trainers of preferences have
-  no loss per document, and a router's loss couples documents by design.
-* Loss: without dropout and noise, the loss of the row and its gradient with respect to the embeddings equal those of a
-  padded batch of the same documents, which the user's own collator makes. On a CPU, the model does not pack that batch.
-  Trainers of preferences compare log-probabilities, because their first loss is a constant.
-* Parts of a row: on processes that share rows, the sum of the losses of the parts and its gradient with respect to the
-  embeddings equal those of the whole row, which each process computes for the other comparisons.
-* Evaluation: the real evaluation loop returns as many predictions, labels and targets as a few samples have, of which
-  the last batch is not full.
-
-This costs a forward and a backward per document, a step of the row and of the padded batch, and a small evaluation.
-Weights, gradients, random states, and the counters and metrics of the Trainer remain as they were.
+`callbacks/verify.py` makes the comparisons for a Trainer.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
-from transformers.utils import logging
 
-from ..audit.isolation import UnseenError, indices_of, leak_between, watch
+from ..audit.isolation import leak_between
 from ..audit.model_state import quiet
-from ..data.documents import PaddedSamples, is_packed
-from ..data.excerpts import cut_around_target, excerpts, places_of, targets_in, targets_of
-from ..data.prefixes import documents_of
-from ..data.samples import IGNORED_LABEL, has_items
+from ..data.samples import IGNORED_LABEL
 from ..errors import input_error
 from ..models.cuda_graphs import without_graphs
 from ..models.float8 import has_float8
 from ..models.inputs import resolve_boundaries
-from ..models.padding import PaddedBatch
-from ..models.registry import inner_model
-from ..models.releases import prepare_inputs, token_logps, training_metrics
-from ..ops.autotuning import tuned_in_threads
-from ..parallel.collectives import all_gather
-from .apply import undo
-from .callbacks.warm_up import WarmUpCallback, evaluates
-from .checks import say
-from .restore import (
-    as_before,
-    beside_ddp,
-    drop_gradients,
-    not_packing,
-    replace_collator,
-    replaced_collator,
-    same_trainer,
-    say_nothing,
-    trunk_too,
-    without_cache,
-)
-from .sequence_parallel import PartCollator
-from .setup import Setup
-from .typed import Trainer
-from .warm_up import compiles_kernels, make_row, only_loss
+from .restore import as_before
 
 
-logger = logging.get_logger(__name__)
-
-# Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
-_LENGTHS = (20, 48, 32)
-_PADDED = "Use padded batches, or pass verify=False to train anyway."
+PADDED = "Use padded batches, or pass verify=False to train anyway."
 # Largest relative difference of a loss, and of a gradient, by the precision of the matrix products. In bfloat16, gradients
 # of the row and of the padded batch were 1 to 5 % apart with 4 to 24 layers, and a loss per sample 36 %.
-_BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
+BARS = {"float32": (1e-4, 1e-3), "tf32": (1e-3, 2e-2), "half": (2e-2, 0.15), "float8": (5e-2, 0.5)}
 
 
 class DifferenceError(ValueError):
@@ -146,10 +95,10 @@ def verify_packing(model: torch.nn.Module, batch: Mapping[str, Any]) -> Verified
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     with without_graphs(inner), as_before(inner, next(inner.parameters()).device):
         leak = leak_between(inner, lambda: inner(**batch), batch, places[:4])
-        _check_leak(leak, len(places))
+        check_leak(leak, len(places))
         loss, alone = _losses(inner, batch, places)
-    if loss is not None and alone is not None and not abs(loss - alone) <= _BARS[_precision(inner)][0] * abs(alone):
-        raise DifferenceError(f"{_difference('the documents alone', loss, alone)} {_PADDED}")
+    if loss is not None and alone is not None and not abs(loss - alone) <= BARS[precision_of(inner)][0] * abs(alone):
+        raise DifferenceError(f"{difference('the documents alone', loss, alone)} {PADDED}")
     return Verified(len(places), leak, loss, alone)
 
 
@@ -173,218 +122,7 @@ def _alone(model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tenso
     return (model(input_ids=ids, labels=targets, use_cache=False).loss.item() if count else 0.0), count
 
 
-class VerifyCallback(TrainerCallback):
-    """Verifies a set-up of [`configure_packing`] when training starts, once for each model and dataset.
-
-    A difference is undone with the reason if the set-up was chosen automatically, and is an error otherwise.
-
-    Args:
-        trainer (`transformers.Trainer`):
-            The Trainer.
-        setup ([`Setup`]):
-            What was applied to it.
-    """
-
-    def __init__(self, trainer: Trainer, setup: Setup):
-        self.trainer, self.setup, self._verified = trainer, setup, ()
-
-    @classmethod
-    def add(cls, trainer: Trainer, setup: Setup) -> None:
-        """Add this callback after the one that compiles kernels, and before those that watch training."""
-        callbacks = [x for x in trainer.callback_handler.callbacks if type(x) is not cls]
-        at = sum(type(x) is WarmUpCallback for x in callbacks)
-        trainer.callback_handler.callbacks[:] = [*callbacks[:at], cls(trainer, setup), *callbacks[at:]]
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        trainer, key = self.trainer, (id(self.trainer.model), id(self.trainer.train_dataset))
-        if self._verified == key or state.global_step >= state.max_steps:
-            return
-        start = time.perf_counter()
-        try:
-            said = self._reason() or self._verify(train_dataloader)
-            difference = None
-        except DifferenceError as error:
-            difference = error
-        except Exception as error:
-            # Other processes may wait for this one.
-            if args.world_size > 1:
-                error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
-                raise
-            said, difference = f"Not verified: {type(error).__name__}: {error}", None
-        self._verified = key
-        if self._anywhere(difference is not None):
-            self._refuse(difference or DifferenceError("another process found a difference"), train_dataloader)
-            return
-        seconds = time.perf_counter() - start
-        say(trainer, said if said.startswith("Not verified") else f"{said} ({seconds:.1f} s).")
-
-    def _reason(self) -> str | None:
-        """Why this set-up cannot be verified."""
-        trainer, why = self.trainer, None
-        if trainer.args.torch_compile:
-            why = "torch_compile=True, and a compiled model shows no gradients of its embeddings"
-        elif trainer.is_deepspeed_enabled:
-            why = "DeepSpeed runs forward and backward itself"
-        elif trainer.args.n_gpu > 1:
-            why = "DataParallel runs the model"
-        elif _updates_in_backward(trainer):
-            why = "the optimizer updates weights in backward"
-        return None if why is None else f"Not verified: {why}."
-
-    def _anywhere(self, found: bool) -> bool:
-        """Whether it is so on any process. All of them have to go on in the same way."""
-        if self.trainer.args.world_size == 1:
-            return found
-        flag = torch.tensor([int(found)], device=self.trainer.args.device)
-        return bool(self.trainer.accelerator.gather(flag).any())
-
-    def _refuse(self, difference: ValueError, loader: Any) -> None:
-        trainer, setup = self.trainer, self.setup
-        ours = next(
-            (change.value for change in setup.changes if change.name == "data_collator"), trainer.data_collator
-        )
-        # A collator that the user has set since may contain ours, and loaders of shared rows give each to several processes.
-        explicit = setup.options.mode != "auto" or setup.options.trains_mtp or setup.options.shares_rows
-        if explicit or trainer.data_collator is not ours:
-            raise difference
-        callbacks = trainer.callback_handler.callbacks
-        undo(trainer, setup)
-        trainer.remove_callback(self)
-        for callback in callbacks:
-            # Training is just beginning for all that were there.
-            if callback not in trainer.callback_handler.callbacks:
-                vars(callback)["on_train_begin"] = say_nothing
-        if setup.padded is not None:
-            replace_collator(loader, ours, trainer.data_collator)
-        say(trainer, f"Packing off, training is unchanged: {difference}")
-
-    def _verify(self, loader: Any) -> str:
-        trainer = self.trainer
-        wrapped = trainer.model_wrapped
-        model = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-        # A graph serves no second backward, and none is worth recording for a short row.
-        with (
-            without_graphs(model),
-            as_before(model, trainer.args.device),
-            beside_ddp(wrapped),
-            same_trainer(trainer),
-            trunk_too(model),
-            tuned_in_threads(),
-        ):
-            if self.setup.mode == "batches":
-                return _verify_batches(trainer, model, loader)
-            documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
-            if why is not None:
-                return f"Not verified: {why}."
-            samples = [documents] if is_packed(trainer.train_dataset) else documents
-            with whole_rows(trainer, loader):
-                row = loader.collate_fn(samples)
-                places = places_of(row, documents)
-                if places is None:
-                    return "Not verified: the collator changes the tokens of samples."
-                words, found = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
-            if self.setup.parallel is not None:
-                words += _verify_parts(trainer, model, loader.collate_fn(samples), places, found)
-            return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
-
-
-def _updates_in_backward(trainer: Trainer) -> bool:
-    """Whether a backward changes weights, as with LOMO or with hooks that step an optimizer for each parameter."""
-    hooked = any(getattr(x, "_post_accumulate_grad_hooks", None) for x in trainer.model.parameters())
-    return hooked or "lomo" in str(trainer.args.optim).lower()
-
-
-@contextmanager
-def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
-    """Let each process compute whole rows meanwhile, if processes share them."""
-    cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
-    if parallel is None or not isinstance(cut, PartCollator):
-        yield
-        return
-    trainer.data_collator, trainer.sequence_parallel = cut.rows, None
-    # Each process then computes the loss of training in one process.
-    args, average = trainer.args, trainer.args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        with replaced_collator(loader, cut, cut.rows):
-            yield
-    finally:
-        trainer.data_collator, trainer.sequence_parallel = cut, parallel
-        args.average_tokens_across_devices = average
-
-
-def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: tuple[float, torch.Tensor]) -> str:
-    """Compare the parts of a row on the processes that share it with the whole row."""
-    group, size = trainer.sequence_parallel.group, trainer.sequence_parallel.size
-    config = inner_model(model).config.get_text_config()
-    if trainer.sequence_parallel.data_parallel_size > 1 and getattr(config, "output_router_logits", False):
-        # It counts once for each row of a step, so not as often here as in a step of one row.
-        return "; parts of the row were not compared, because routers have a loss for each row of a step"
-    batch, items = _items(trainer, part)
-    with quiet(model), watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).detach()
-    # The mean over the processes follows in training.
-    parts = None if seen.embeddings is None else seen.embeddings.grad
-    drop_gradients(model)
-    dist.all_reduce(loss, group=group)
-    mean, gradient = loss.item() / size, expected[1]
-    if parts is not None and len(gradient):
-        every = all_gather(parts, 1, group)[0] / size
-        gradient = every[torch.cat(places).to(every.device)].float()
-    if different := _compare(mean, gradient, *expected, _precision(model, trainer.args), "the whole row"):
-        raise DifferenceError(f"{different} Train without sequence parallelism, or pass verify=False.")
-    return f"; {size} parts of the row {mean:.4f}"
-
-
-def _verify_rows(
-    trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup
-) -> tuple[str, tuple[float, torch.Tensor]]:
-    """Compare the documents in a row with one another, and the row with their padded batch.
-
-    Returns the findings in words, and the loss and the gradient of the row.
-    """
-    packed, words = trainer.data_collator, "gradients between documents are 0"
-    columns = getattr(packed, "token_columns", ())
-    found = {}
-    try:
-        if trainer.is_fsdp_enabled:
-            words = "gradients between documents were not looked at, because FSDP frees weights"
-        else:
-            _check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
-        with quiet(model):
-            found["row"] = _step(trainer, model, row, places)
-    except (DifferenceError, UnseenError):
-        raise
-    except Exception as error:
-        # The first step would stop too.
-        got = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        raise DifferenceError(str(input_error("a step of training on packed rows", got, _PADDED))) from error
-    with quiet(model):
-        with replaced_collator(loader, packed, setup.padded or PaddedSamples(columns)):
-            batch = _collate_padded(loader, documents, columns)
-        # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-        with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
-            found["padded"] = _step(trainer, model, batch, places_of(batch, documents) or [])
-        precision = _precision(model, trainer.args)
-        different = _compare(*found["row"], *found["padded"], precision)
-        # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
-        changes = different and _compare(*_step(trainer, model, row, places), *found["row"], precision)
-        if different and not changes:
-            raise DifferenceError(f"{different} {_PADDED}")
-    (loss, _), (padded, _) = found["row"], found["padded"]
-    note = ", which differs from run to run" if changes else ""
-    return f"{words}; loss {loss:.4f}, padded {padded:.4f}{note}", found["row"]
-
-
-def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
-    try:
-        return loader.collate_fn(documents)
-    except (ValueError, TypeError):
-        # A collator that cannot pad labels, which packed training does not need.
-        return PaddedSamples(tuple(columns))(documents)
-
-
-def _compare(
+def compare(
     loss: float,
     gradient: torch.Tensor,
     other: float,
@@ -393,9 +131,9 @@ def _compare(
     what: str = "the padded batch of the same documents",
 ) -> str | None:
     """What differs between the row and `what`, if anything does."""
-    bar, gradient_bar = _BARS[precision]
+    bar, gradient_bar = BARS[precision]
     if not abs(loss - other) <= bar * max(abs(other), 1e-3):
-        return _difference(what, loss, other)
+        return difference(what, loss, other)
     if gradient.shape != expected.shape:
         return None
     norm = expected.norm()
@@ -406,154 +144,20 @@ def _compare(
     return None
 
 
-def _difference(what: str, loss: float, expected: float) -> str:
+def difference(what: str, loss: float, expected: float) -> str:
     error = abs(loss - expected) / max(abs(expected), 1e-12)
     got = f"{loss:.4f}, which differs by {error:.1e}"
     return str(input_error(f"the loss {expected:.4f} of {what}", got))
 
 
-def _check_leak(leak: float, documents: int) -> None:
+def check_leak(leak: float, documents: int) -> None:
     if leak != 0:
         expected = f"no gradient between the {documents} documents of a row"
-        raise DifferenceError(str(input_error(expected, f"one of {leak:.1e} of that within them", _PADDED)))
+        raise DifferenceError(str(input_error(expected, f"one of {leak:.1e} of that within them", PADDED)))
 
 
-def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
-    """Compare a padded batch that the model packs with one that it does not pack."""
-    batch = _padded_batch(trainer, model, loader)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    inner = inner_model(model)
-    if getattr(inner, "share_prompts", False):
-        words = f"gradients between rows were not looked at, because rows share prompts{_saved(ids, mask)}"
-    else:
-        rows = [torch.arange(ids.shape[1])[real] + at * ids.shape[1] for at, real in enumerate(mask.bool().cpu())]
-
-        def forward() -> None:
-            with trainer.compute_loss_context_manager():
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
-
-        leak = leak_between(model, forward, batch, rows)
-        _check_leak(leak, len(rows))
-        words = "gradients between rows are 0"
-    with quiet(model):
-        packed = _scores(trainer, model, batch)
-        with not_packing(model):
-            padded = _scores(trainer, model, batch)
-    error = float((packed - padded).norm() / padded.norm().clamp(min=1e-12))
-    if not error <= _BARS[_precision(model, trainer.args)][1]:
-        expected = "log-probabilities of the packed batch that equal those of the padded batch"
-        raise DifferenceError(str(input_error(expected, f"a relative difference of {error:.1e}", _PADDED)))
-    return f"Verified packing on {len(ids)} rows: {words}; log-probabilities differ by {error:.0e} from padded ones"
-
-
-def _saved(ids: torch.Tensor, mask: torch.Tensor) -> str:
-    """The tokens of a batch that are computed if documents share prompts, in words."""
-    batch = PaddedBatch.from_attention_mask(mask, mask.device, ids)
-    given, computed = int(mask.sum()), 0 if batch is None else batch.boundaries.total_length
-    return f" ({computed:,} of {given:,} tokens are computed)" if 0 < computed < given else ""
-
-
-def _padded_batch(trainer: Trainer, model, loader: Any) -> dict[str, Any]:
-    """A batch of the trainer, or prompts with completions if only a generation makes batches."""
-    device = trainer.args.device
-    if token_logps(trainer) is not None:
-        lengths = (40, 24, 40, 32)
-        row = make_row(model, list(lengths), PaddedSamples(), device)
-        return {name: row[name] for name in ("input_ids", "attention_mask")}
-    samples = sorted((loader.dataset[at] for at in range(min(16, len(loader.dataset)))), key=_size)
-    return prepare_inputs(trainer, loader.collate_fn(samples[:2]))
-
-
-def _size(sample: Mapping[str, Any]) -> int:
-    return sum(len(x) for x in sample.values() if hasattr(x, "__len__"))
-
-
-def _scores(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
-    """The log-probabilities that a trainer of preferences computes for a batch: of each token, or the means it logs."""
-    with trainer.compute_loss_context_manager(), torch.no_grad():
-        if (compute := token_logps(trainer)) is not None:
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            return compute(model, ids, mask, ids.shape[1] - 1)[0].float()[mask[:, 1:] == 1]
-        training_metrics(trainer).clear()
-        loss = only_loss(trainer.compute_loss(model, dict(batch)))
-    logged = training_metrics(trainer)
-    return torch.tensor([loss.item(), *(logged[name][-1] for name in sorted(logged) if name.startswith("logps"))])
-
-
-def _verify_evaluation(trainer: Trainer) -> str:
-    """Count what the evaluation loop returns for a few samples, of which the last batch is not full."""
-    args, dataset = trainer.args, trainer.eval_dataset
-    if not evaluates(trainer) or trainer.compute_metrics is None or args.prediction_loss_only or not dataset:
-        return ""
-    dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if not has_items(dataset):
-        return "; evaluation not verified, because its samples are a stream"
-    rows = [dataset[at] for at in range(min(2 * args.world_size + 1, len(dataset)))]
-    rows = [[cut_around_target(sample, _LENGTHS[0]) for sample in documents_of(row)] for row in rows]
-    documents = list(chain.from_iterable(rows))
-    found = _evaluate(trainer, rows if is_packed(dataset) else documents)
-    expected = {"documents": len(documents), "targets": sum(map(targets_of, documents))}
-    if found["targets"] is None or not expected["targets"]:
-        del expected["targets"], found["targets"]
-    wanted, got = (" and ".join(f"{number} {what}" for what, number in x.items()) for x in (expected, found))
-    if found != expected:
-        raise DifferenceError(str(input_error(f"an evaluation of {wanted}", got, _PADDED)))
-    return f"; evaluation of {got} is complete"
-
-
-def _evaluate(trainer: Trainer, dataset: Any) -> dict[str, int | None]:
-    """The predictions and the targets that the evaluation loop returns for a dataset, in batches of 2."""
-    seen: list[tuple[Any, Any]] = []
-
-    def record(prediction: Any, compute_result: bool = True) -> dict[str, float]:
-        seen.append((_first(prediction.predictions), _first(prediction.label_ids)))
-        return {}
-
-    trainer.compute_metrics, trainer.callback_handler.callbacks = record, []
-    # A loader that persists would be that of an earlier evaluation.
-    small = {"per_device_eval_batch_size": 2, "dataloader_num_workers": 0, "dataloader_prefetch_factor": None}
-    vars(trainer.args).update(small, dataloader_persistent_workers=False)
-    trainer.evaluation_loop(trainer.get_eval_dataloader(dataset), "Verification")
-    targets = [targets_in(np.asarray(torch.as_tensor(labels).cpu())) for _, labels in seen if labels is not None]
-    return {"documents": sum(len(x) for x, _ in seen), "targets": sum(targets) if targets else None}
-
-
-def _first(value: Any) -> Any:
-    """The first array of nested results of a model."""
-    while isinstance(value, tuple | list | dict):
-        value = next(iter(value.values() if isinstance(value, dict) else value), None)
-    return value
-
-
-def _items(trainer: Trainer, batch: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A batch on the device, as the Trainer gets it from its loader, and its number of items."""
-    moved = {name: x.to(trainer.args.device) if hasattr(x, "to") else x for name, x in batch.items()}
-    (batch,), items = trainer.get_batch_samples(iter([moved]), 1, trainer.args.device)
-    trainer.current_gradient_accumulation_steps = 1
-    return batch, items
-
-
-def _loss(trainer: Trainer, model, batch: dict[str, Any]) -> torch.Tensor:
-    batch, items = _items(trainer, batch)
-    with trainer.compute_loss_context_manager():
-        return only_loss(trainer.compute_loss(model, prepare_inputs(trainer, batch), num_items_in_batch=items))
-
-
-def _step(trainer: Trainer, model, batch: dict[str, Any], places: list[torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """The loss of the Trainer's own step, and its gradient with respect to the documents' embeddings."""
-    batch, items = _items(trainer, batch)
-    with watch(model) as seen:
-        loss = trainer.training_step(model, dict(batch), items).item()
-    gradient = None if seen.embeddings is None else seen.embeddings.grad
-    drop_gradients(model)
-    if gradient is None:
-        return loss, torch.zeros(0)
-    indices = torch.cat(indices_of(gradient, batch, places)) if places else torch.zeros(0, dtype=torch.long)
-    return loss, gradient.flatten(0, 1)[indices.to(gradient.device)].float()
-
-
-def _precision(model: torch.nn.Module, args: Any = None) -> str:
-    """The precision of the matrix products, a key of `_BARS`. `args` are those of a Trainer, which runs autocast."""
+def precision_of(model: torch.nn.Module, args: Any = None) -> str:
+    """The precision of the matrix products, a key of `BARS`. `args` are those of a Trainer, which runs autocast."""
     weight = next(x for x in model.parameters() if x.is_floating_point())
     device = weight.device.type
     if has_float8(model):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from transformers_packed import patch_model, use_cuda_graphs
 from transformers_packed.training.callbacks.expert_load import ExpertLoad
-from transformers_packed.training.verify import VerifyCallback
+from transformers_packed.training.callbacks.verify import VerifyCallback
 
 
 KEYS = {"expert_load_max", "experts_unused"}
