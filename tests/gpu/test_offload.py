@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import set_seed
 
 from transformers_packed.models.releases import can_select_checkpoints
-from transformers_packed.ops import offload
-from transformers_packed.ops.offload import checkpoint_on_host
+from transformers_packed.ops.offload import Copies, HostCheckpoints
 
 
 LENGTHS = (5000, 1, 2500, 691)
@@ -36,7 +35,6 @@ class OffloadTest(unittest.TestCase):
     def setUp(self):
         torch.use_deterministic_algorithms(True)
         self.addCleanup(torch.use_deterministic_algorithms, False)
-        self.addCleanup(offload._copies.cache_clear)
         cls, config_class, options = FAMILIES["qwen3_5"]
         set_seed(0)
         self.model = cls._from_config(config_class(**REAL_HEADS, **options), dtype=torch.bfloat16).cuda().train()
@@ -45,6 +43,11 @@ class OffloadTest(unittest.TestCase):
 
     def enable(self, on_host: bool, reentrant: bool = False, **options) -> None:
         self.model.activation_checkpointing_enable({"use_reentrant": reentrant}, offload=on_host, **options)
+
+    @property
+    def copies(self) -> Copies:
+        (copies,) = self.model.model.layers[0]._gradient_checkpointing_func.func._copies.values()
+        return copies
 
     def gradients(self, batch=None):
         return gradients(self.model, self.model(**(batch or self.batch)).loss)
@@ -65,7 +68,7 @@ class OffloadTest(unittest.TestCase):
         expected = self.gradients()
         self.enable(True)
         self.gradients()
-        stream = offload._copies(torch.device("cuda", 0)).stream if which == "copies" else torch.cuda.current_stream()
+        stream = self.copies.stream if which == "copies" else torch.cuda.current_stream()
 
         def delay(*_):
             with torch.cuda.stream(stream):
@@ -112,12 +115,13 @@ class OffloadTest(unittest.TestCase):
 
     def test_buffers_are_used_again(self):
         self.enable(True)
-        pool = offload._copies(torch.device("cuda", 0)).pool
         for lengths in (LENGTHS, (3000, 1000), (9000, 2), (100, 4000), (9100,)):
             self.gradients(row(*lengths))
-            self.assertEqual(len(pool.free), LAYERS)
-        self.assertTrue(all(buffer.is_pinned() for buffer in pool.free))
-        self.assertGreaterEqual(min(buffer.nbytes for buffer in pool.free), 9100 * REAL_HEADS["hidden_size"] * 2)
+            self.assertEqual(len(self.copies.free), LAYERS)
+        self.assertTrue(all(buffer.is_pinned() for buffer in self.copies.free))
+        self.assertGreaterEqual(
+            min(buffer.nbytes for buffer in self.copies.free), 9100 * REAL_HEADS["hidden_size"] * 2
+        )
 
     def test_does_not_wait_for_the_gpu(self):
         self.enable(True)
@@ -133,7 +137,7 @@ class OffloadTest(unittest.TestCase):
 
     def test_a_layer_that_writes_into_its_input(self):
         first, then = (torch.ones(1 << 20, device="cuda", requires_grad=True) for _ in range(2))
-        run = partial(checkpoint_on_host, partial(checkpoint, use_reentrant=False))
+        run = partial(HostCheckpoints(), partial(checkpoint, use_reentrant=False))
         given = first * 2
         output = run(lambda x: x.sin(), given)
         with torch.no_grad():

@@ -77,6 +77,9 @@ class GroupTest(unittest.TestCase):
         self.assertEqual(len(dense.group([4200, 3200, *short], *HEADS)), 2)
         self.assertEqual(dense.group([*short, 4200, 3200], *HEADS), [])
         self.assertEqual(len(dense.group([*short, 24000], *HEADS)), 1)
+        # Only the first one keeps its place.
+        for row in ([12000, *short, 4000], [8000, *[1000] * 100, 7000]):
+            self.assertEqual([documents for documents, _ in dense.group(row, *HEADS)], [[0]])
 
     def test_few_shapes(self):
         """The padded lengths of an octave are 16, and padding is at most a sixteenth."""

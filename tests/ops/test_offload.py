@@ -1,51 +1,218 @@
 """Checkpoints in host memory: their buffers, and how models enable them. `tests/gpu` has the copies."""
 
+import copy
+import gc
 import unittest
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
 from mixins.model import gradients, packed_batch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
 
 from transformers_packed import patch_model, unpatch_model
 from transformers_packed.models.releases import can_select_checkpoints
-from transformers_packed.ops.offload import Pool, checkpoint_on_host
+from transformers_packed.ops import offload
 
 
-def allocate(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def on_host(functions) -> list[bool]:
+    return [isinstance(getattr(function, "func", None), offload.HostCheckpoints) for function in functions]
 
 
-class PoolTest(unittest.TestCase):
-    def test_buffers_are_used_again(self):
-        pool = Pool(mock.Mock(side_effect=allocate))
-        first, second = pool.take(10 << 20), pool.take(10 << 20)
-        pool.free += [first, second]
-        self.assertIn(pool.take((10 << 20) - 5).data_ptr(), (first.data_ptr(), second.data_ptr()))
-        self.assertEqual((len(pool.free), pool.allocate.call_count), (1, 2))
+class Event:
+    """The end of a copy, which runs only when a stream waits for it or for a later copy."""
+
+    def __init__(self, queue: list, run):
+        self.queue, self.run = queue, run
+        queue.append(self)
+
+    def wait(self) -> None:
+        while self in self.queue:
+            self.queue.pop(0).run()
+
+
+class LateCopies(offload.Copies):
+    """Copies on a CPU that take as long as they may. Until then, the target is NaN."""
+
+    def __init__(self, device: torch.device):
+        with mock.patch("torch.cuda.Stream"):
+            super().__init__(device)
+        self.queue, self.copies, self.allocated = [], 0, 0
+
+    def compute_stream(self):
+        return SimpleNamespace(wait_event=Event.wait)
+
+    def start(self, target, source):
+        # Arrays share the memory, and later changes do not count as changes of the tensor.
+        self.copies, (to, of) = self.copies + 1, (x.detach().numpy() for x in (target, source))
+        to[:] = np.nan
+        return Event(self.queue, lambda: np.copyto(to, of))
+
+    def allocate(self, size):
+        self.allocated += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+
+class SavedTest(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(mock.patch.object(offload, "Copies", LateCopies))
+        self.enterContext(mock.patch.object(offload, "leaves", lambda tensor: tensor.numel() > 4))
+        self.host = offload.HostCheckpoints()
+        self.enterContext(set_checkpoint_early_stop(False))
+
+    @property
+    def copies(self) -> LateCopies:
+        (copies,) = self.host._copies.values()
+        return copies
+
+    def layers(self, x, number: int = 5, **others):
+        run = partial(self.host, partial(checkpoint, use_reentrant=False))
+        for _ in range(number):
+            x = run(lambda x, *rest: (x * x + sum(rest)).sin(), x, *others.values())
+        return x
+
+    def resident(self) -> int:
+        """How many saved tensors are on the device."""
+        return sum(isinstance(x, offload._Saved) and x.tensor is not None for x in gc.get_objects())
+
+    def expected(self, x, number: int = 5):
+        y = x.detach().clone().requires_grad_()
+        z = y
+        for _ in range(number):
+            z = (z * z).sin()
+        return torch.autograd.grad(z.sum(), y)[0]
+
+    def test_a_layer_at_a_time(self):
+        x = torch.randn(8, requires_grad=True)
+        for _ in range(3):
+            output, before = self.layers(x), self.copies.copies
+            self.assertEqual(self.resident(), 1)
+            self.assertTrue(torch.equal(torch.autograd.grad(output.sum(), x)[0], self.expected(x)))
+            # The last input never left.
+            self.assertEqual(self.copies.copies - before, 4)
+            del output
+            self.assertEqual((len(self.copies.free), self.copies.allocated), (5, 5))
+
+    def test_the_next_one_is_on_its_way(self):
+        found = []
+
+        def layer(x):
+            found.append(self.resident())
+            return x.sin()
+
+        x = torch.randn(8, requires_grad=True)
+        y, run = x, partial(self.host, partial(checkpoint, use_reentrant=False))
+        for _ in range(4):
+            y = run(layer, y)
+        found.clear()
+        y.sum().backward()
+        # Beside the one in use, which nobody counts any more.
+        self.assertEqual(found, [1, 1, 1, 0])
+
+    def test_a_graph_used_twice_and_two_graphs(self):
+        x, other = torch.randn(8, requires_grad=True), torch.randn(6, requires_grad=True)
+        output = self.layers(x)
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+            self.assertTrue(torch.equal(gradient, self.expected(x)))
+        both = output.sum() + self.layers(other).sum()
+        gradients = torch.autograd.grad(both, (x, other))
+        self.assertTrue(all(torch.equal(g, self.expected(y)) for g, y in zip(gradients, (x, other), strict=True)))
+
+    def test_a_graph_that_is_never_used(self):
+        x = torch.randn(8, requires_grad=True)
+        self.layers(x)
+        gc.collect()
+        self.assertEqual(len(self.copies.free), 5)
+        self.assertEqual(self.copies.queue, [])
+        output = self.layers(x)
+        self.assertTrue(torch.equal(torch.autograd.grad(output.sum(), x)[0], self.expected(x)))
+
+    def test_two_tensors_of_a_layer(self):
+        """Each is copied to the device once, but for the last one."""
+        x, other = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+        output = self.layers(x, other=other)
+        before = self.copies.copies
+        gradients = torch.autograd.grad(output.sum(), (x, other))
+        self.assertEqual(self.copies.copies - before, 9)
+        y, z = (t.detach().clone().requires_grad_() for t in (x, other))
+        out = y
+        for _ in range(5):
+            out = (out * out + z).sin()
+        for got, want in zip(gradients, torch.autograd.grad(out.sum(), (y, z)), strict=True):
+            self.assertTrue(torch.equal(got, want))
+
+    def test_small_tensors_stay(self):
+        x = torch.randn(4, requires_grad=True)
+        torch.autograd.grad(self.layers(x).sum(), x)
+        self.assertEqual(self.host._copies, {})
+
+    def test_a_layer_that_writes_into_its_input(self):
+        run = partial(self.host, partial(checkpoint, use_reentrant=False))
+        given = torch.randn(8, requires_grad=True) * 2
+        kept = run(torch.sin, given)
+        with torch.no_grad():
+            given.add_(1)
+        with self.assertRaisesRegex(ValueError, "layers that leave their input as it is"):
+            self.layers(torch.randn(8, requires_grad=True))
+        # It does not concern later rows, and no buffer is lost.
+        x = torch.randn(8, requires_grad=True)
+        self.assertTrue(torch.equal(torch.autograd.grad(self.layers(x).sum(), x)[0], self.expected(x)))
+        with self.assertRaisesRegex(ValueError, "layers that leave their input as it is"):
+            kept.sum().backward()
+        del kept
+        gc.collect()
+        self.assertEqual(len(self.copies.free), self.copies.allocated)
+
+    def test_a_copy_of_a_model_has_its_own_buffers(self):
+        self.layers(torch.randn(8, requires_grad=True))
+        wrapped = copy.deepcopy(partial(self.host, checkpoint))
+        self.assertIsNot(wrapped.func, self.host)
+        self.assertEqual(wrapped.func._copies, {})
+
+
+class BuffersTest(unittest.TestCase):
+    def setUp(self):
+        self.pool = LateCopies(torch.device("cpu"))
 
     def test_the_smallest_that_fits(self):
-        pool = Pool(allocate)
-        sizes = [pool.take(size << 20) for size in (40, 20, 30)]
-        pool.free += sizes
-        self.assertIs(pool.take(15 << 20), sizes[1])
-        self.assertIs(pool.take(21 << 20), sizes[2])
+        sizes = [self.pool.take(size << 20) for size in (40, 20, 30)]
+        self.pool.free += sizes
+        self.assertIs(self.pool.take(15 << 20), sizes[1])
+        self.assertIs(self.pool.take(21 << 20), sizes[2])
 
     def test_one_that_is_too_small_makes_room(self):
         """The number of buffers is never larger than the number of tensors that were saved at once."""
-        pool = Pool(allocate)
-        pool.free += [pool.take(1 << 20), pool.take(2 << 20)]
-        large = pool.take(3 << 20)
+        self.pool.free += [self.pool.take(1 << 20), self.pool.take(2 << 20)]
+        large = self.pool.take(3 << 20)
         self.assertGreaterEqual(large.nbytes, 3 << 20)
-        self.assertEqual([buffer.nbytes for buffer in pool.free], [1 << 20])
+        self.assertEqual([buffer.nbytes for buffer in self.pool.free], [1 << 20])
 
     def test_at_most_a_sixteenth_larger(self):
         for size in (1 << 20, (1 << 20) + 1, 1342177280, 999_999_999):
-            asked = mock.Mock(side_effect=lambda size: torch.empty(size, dtype=torch.uint8, device="meta"))
-            Pool(asked).take(size)
-            self.assertTrue(size <= asked.call_args.args[0] <= size * 17 / 16, size)
+            with mock.patch.object(self.pool, "allocate") as allocate:
+                self.pool.take(size)
+            self.assertTrue(size <= allocate.call_args.args[0] <= size * 17 / 16, size)
+
+    def test_pinned_pages(self):
+        """Whole pages of the host's memory, whatever the default device is, and not for longer than their buffer."""
+        cudart = mock.Mock(**{"cudaHostRegister.return_value": 0})
+        with mock.patch.object(offload, "_cudart", lambda: cudart), torch.device("meta"):
+            buffers = [offload.Copies.allocate(self.pool, 1 << 16) for _ in range(3)]
+            for buffer, call in zip(buffers, cudart.cudaHostRegister.call_args_list, strict=True):
+                self.assertEqual((buffer.device.type, buffer.nbytes, buffer.data_ptr() % 4096), ("cpu", 1 << 16, 0))
+                self.assertEqual(call.args[:2], (buffer.data_ptr(), 1 << 16))
+            address = buffers.pop().data_ptr()
+            del buffer
+            gc.collect()
+            self.pool.stream.synchronize.assert_called_once()
+            cudart.cudaHostUnregister.assert_called_once_with(address)
+            cudart.cudaHostRegister.return_value = 2
+            with self.assertRaisesRegex(RuntimeError, "expected 1 MiB more of host memory .* got error 2"):
+                offload.Copies.allocate(self.pool, 1 << 20)
 
 
 @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
@@ -65,7 +232,8 @@ class ModelTest(unittest.TestCase):
         for reentrant in (False, True):
             self.model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=2, offload=True)
             functions = self.functions()
-            self.assertEqual([function.func for function in functions], [checkpoint_on_host] * 2)
+            self.assertEqual(on_host(functions), [True, True])
+            self.assertEqual(len({id(function.func) for function in functions}), 1)
             inner = functions[0].args[0]
             self.assertEqual((inner.func, inner.keywords), (checkpoint, {"use_reentrant": reentrant}))
             actual = gradients(self.model, self.model(**batch).loss)
@@ -76,16 +244,16 @@ class ModelTest(unittest.TestCase):
     def test_the_old_name(self):
         with self.assertWarns(FutureWarning):
             self.model.gradient_checkpointing_enable({"use_reentrant": False}, offload=True)
-        self.assertEqual([function.func for function in self.functions()], [checkpoint_on_host] * 4)
+        self.assertEqual(on_host(self.functions()), [True] * 4)
 
     def test_an_accelerator_without_these_copies(self):
         with mock.patch("torch.accelerator.current_accelerator", lambda: torch.device("xpu")):
             self.model.activation_checkpointing_enable(offload=True)
-        self.assertNotIn(checkpoint_on_host, [getattr(function, "func", None) for function in self.functions()])
+        self.assertEqual(on_host(self.functions()), [False] * 4)
 
     def test_a_stock_model(self):
         unpatch_model(self.model).activation_checkpointing_enable(offload=True)
-        self.assertNotIn(checkpoint_on_host, [function.func for function in self.functions()])
+        self.assertEqual(on_host(self.functions()), [False] * 4)
 
     def test_other_families(self):
         from transformers import FalconH1Config, FalconH1ForCausalLM
@@ -94,25 +262,14 @@ class ModelTest(unittest.TestCase):
         tiny |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16}
         model = patch_model(FalconH1ForCausalLM(FalconH1Config(**tiny, num_attention_heads=2, num_key_value_heads=1)))
         model.train().activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-        self.assertEqual([function.func for function in self.functions(model)], [checkpoint_on_host])
+        self.assertEqual(on_host(self.functions(model)), [True])
         model(**packed_batch([torch.arange(1, 6), torch.arange(1, 4)])).loss.backward()
 
     def test_a_family_that_stays_stock(self):
         config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
         model = patch_model(LlamaForCausalLM(config))
         model.activation_checkpointing_enable(offload=True)
-        self.assertNotEqual(self.functions(model)[0].func, checkpoint_on_host)
-
-    def test_small_tensors_stay(self):
-        seen = []
-
-        def function(x):
-            seen.append(x)
-            return (x * x).sum()
-
-        x = torch.ones(3, requires_grad=True)
-        checkpoint_on_host(partial(checkpoint, use_reentrant=False), function, x).backward()
-        self.assertEqual((len(seen), x.grad.tolist()), (2, [2.0, 2.0, 2.0]))
+        self.assertEqual(on_host(self.functions(model)), [False])
 
 
 if __name__ == "__main__":

@@ -65,11 +65,12 @@ class PerDocumentTest(PackedOpTesterMixin, unittest.TestCase):
     def test_gradcheck(self):
         boundaries = SequenceBoundaries.from_lengths([2, 70, 1])
         row = torch.randn(1, 73, dtype=torch.float64, requires_grad=True)
-        self.assertTrue(
-            torch.autograd.gradcheck(
-                lambda x: per_document(lambda y: y.cumsum(1).sin(), x, boundaries=boundaries), [row]
-            )
-        )
+
+        def function(x):
+            return per_document(lambda y: y.cumsum(1).sin(), x, boundaries=boundaries)
+
+        self.assertTrue(torch.autograd.gradcheck(function, [row], check_forward_ad=True))
+        self.assertTrue(torch.autograd.gradgradcheck(function, [row]))
 
     @parameterized.expand(
         [

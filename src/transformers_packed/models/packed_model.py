@@ -139,9 +139,9 @@ class PackedModelMixin(SavedNamesMixin, QuantizationMixin):
             )
             if beside:
                 # Late, because the ops import the compiler of PyTorch.
-                from ..ops.offload import checkpoint_on_host
+                from ..ops.offload import HostCheckpoints
 
-                wrap_checkpoints(self, checkpoint_on_host)
+                wrap_checkpoints(self, HostCheckpoints())
 
     def __setattr__(self, name: str, value: Any) -> None:
         # With use_liger_kernel, Trainer assigns Liger's forward to a registered model in `train`, and this is the only

@@ -66,19 +66,21 @@ def group(lengths: Sequence[int], heads: int, kv_heads: int, dim: int) -> list[t
         return _CALL + documents * longest * (_DENSE * work * longest + copies)
 
     best = cheapest_groups([len(sizes[size]) for size in order], time)
+
+    def groups_of(end: int) -> list[tuple[list[int], int]]:
+        return [
+            ([document for size in order[begin:stop] for document in sizes[size]], order[begin])
+            for begin, stop in spans(best, end)
+        ]
+
     # Time saved against `varlen_attn`, if the i longest sizes are dense.
     saved, varlen = [0.0], 0.0
     for end, size in enumerate(order, start=1):
         varlen += sum(_VARLEN * work * lengths[document] ** 2 for document in sizes[size])
-        saved.append(varlen - best[end][0])
-    end = max(range(len(saved)), key=saved.__getitem__)
-    groups = [
-        ([document for size in order[begin:stop] for document in sizes[size]], order[begin])
-        for begin, stop in spans(best, end)
-    ]
-    first = [document for documents, _ in groups for document in sorted(documents)]
-    reordered = first != list(range(len(first)))
-    return [] if reordered and saved[end] <= sum(lengths) * copies else groups
+        first = [document for documents, _ in groups_of(end) for document in sorted(documents)]
+        reordering = 0.0 if first == list(range(len(first))) else sum(lengths) * copies
+        saved.append(varlen - best[end][0] - reordering)
+    return groups_of(max(range(len(saved)), key=saved.__getitem__))
 
 
 def plan_of(boundaries: SequenceBoundaries, heads: int, kv_heads: int, dim: int) -> Plan | None:

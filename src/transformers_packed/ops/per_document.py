@@ -152,7 +152,12 @@ class _Take(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, index, inverse = inputs
         ctx.save_for_backward(index, inverse)
+        ctx.save_for_forward(index)
         ctx.rows = len(x)
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return tangent.index_select(0, ctx.saved_tensors[0])
 
     @staticmethod
     def backward(ctx, gradient):

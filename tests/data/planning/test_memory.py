@@ -27,6 +27,7 @@ from transformers import (
 from transformers_packed import DataCollatorWithFlattening
 from transformers_packed.data.planning.memory import (
     Parameters,
+    checkpointed_layers,
     exchanges,
     on_gpu,
     plan_sequence_parallel,
@@ -36,6 +37,7 @@ from transformers_packed.models.families import sizes_of
 from transformers_packed.models.memory import layer_memory, loss_memory
 from transformers_packed.models.qwen3_5 import modeling_qwen3_5
 from transformers_packed.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers_packed.models.releases import can_select_checkpoints
 from transformers_packed.parallel import SequenceParallel, shard_batch
 
 
@@ -146,7 +148,8 @@ def expected_peak(model, max_length, size, checkpoints, lora_rank):
     parameters, layers, tokens = Parameters.of(config), config.num_hidden_layers, max_length // size
     sizes, offload = sizes_of(config), checkpoints == OFFLOAD
     every = int(checkpoints != "without")
-    need = step_memory(sizes, parameters, max_length, size, 1, 2, every, offload, None, lora_rank)
+    chosen = checkpointed_layers(config, every)
+    need = step_memory(sizes, parameters, max_length, size, 1, 2, chosen, offload, None, lora_rank)
     layer = [layer_memory(sizes, one, max_length, size, None, lora_rank) for one in sizes.layers]
     kept = [bytes_kept for bytes_kept, _ in layer]
     peaks, given = [need.saved + loss_memory(sizes, tokens, lora_rank > 0)], 2 * config.hidden_size * tokens
@@ -220,7 +223,7 @@ class FormulaeTest(unittest.TestCase):
         config = Qwen3_5TextConfig()
         parameters = Parameters.of(config)
         for gpus in (8, 64, 512):
-            need = step_memory(sizes_of(config), parameters, 2**18, 8, gpus, 2, 1)
+            need = step_memory(sizes_of(config), parameters, 2**18, 8, gpus, 2, [True] * 32)
             sharded, weights = need.weights + need.gradients + need.moments, 2 * parameters.total * (1 - 1 / gpus)
             row = f"{gpus} | {gpus // 8} | {sharded / GIB:.1f} GiB | {need.total / GIB:.1f} GiB | {weights / MIB:,.0f} MiB"
             self.assertIn(f"| {row} |", page)
@@ -254,10 +257,22 @@ class PlanTest(unittest.TestCase):
                 self.assertIsNone(every)
                 continue
             given = sizes_of(config), plan.parameters, 2**16, size, 8, 2
-            totals = {n: step_memory(*given, n, offload, None, rank).total for n in range(1, 33)}
+            chosen = {n: checkpointed_layers(config, n) for n in range(1, 33)}
+            totals = {n: step_memory(*given, chosen[n], offload, None, rank).total for n in chosen}
             self.assertLessEqual(totals[every], 0.9 * memory * GIB)
             self.assertTrue(all(total > 0.9 * memory * GIB for n, total in totals.items() if n > every))
             self.assertIn(f"P = {size}, every_n_layers={every}", plan.summary())
+
+    @parameterized.expand([("text", Qwen3_5TextConfig(**SMALL)), ("vision", Qwen3_5Config(**vision_config(SMALL)))])
+    def test_checkpointed_layers_are_those_of_the_model(self, _, config):
+        auto = AutoModelForCausalLM if _ == "text" else AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = auto.from_config(config)
+        for every in (1, 2, 3, 5):
+            model.gradient_checkpointing_enable(**{"every_n_layers": every} if can_select_checkpoints() else {})
+            found = [layer.gradient_checkpointing for layer in model.get_decoder().layers]
+            if every == 1 or can_select_checkpoints():
+                self.assertEqual(checkpointed_layers(config, every), found, every)
 
     def test_offload(self):
         """Two checkpoints are on the GPU. Layers without a checkpoint keep their activations there."""
@@ -265,7 +280,8 @@ class PlanTest(unittest.TestCase):
         given = sizes_of(config), Parameters.of(config), 2**15, 1, 1, 2
         checkpoint = 2 * 2**15 * config.hidden_size
         for every, checkpoints in ((1, 32), (2, 16), (16, 2), (32, 1)):
-            with_it, without = (step_memory(*given, every, offload) for offload in (True, False))
+            chosen = checkpointed_layers(config, every)
+            with_it, without = (step_memory(*given, chosen, offload) for offload in (True, False))
             self.assertEqual(without.saved - with_it.saved, max(checkpoints - 2, 0) * checkpoint)
             self.assertEqual((with_it.host, without.host), (checkpoints * checkpoint, 0))
             self.assertEqual(with_it.total, without.total - max(checkpoints - 2, 0) * checkpoint)
@@ -302,7 +318,7 @@ class PlanTest(unittest.TestCase):
             lora.summary(), r"4.21 B parameters and 32 M in adapters, rows .*\n.*gradients 0.1 GiB, AdamW 0.1"
         )
         # Short inputs of layers stay.
-        given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, 0, False, None
+        given = sizes_of(config), whole.parameters, 2**10, 1, 1, 2, [False] * 32, False, None
         short = [step_memory(*given, rank).saved for rank in (0, 16)]
         self.assertGreater(short[1], short[0])
 

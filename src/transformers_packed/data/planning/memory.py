@@ -157,8 +157,8 @@ class SequenceParallelPlan:
         if every is None:
             return f"P = {size}"
         # Buffers are up to a sixteenth larger than a checkpoint.
-        count = len(range(0, len(sizes_of(self.config).layers), every))
-        host = self.options[size][way].host / len(sizes_of(self.config).layers) * count * 17 / 16
+        chosen = checkpointed_layers(self.config, every)
+        host = self.options[size][way].host * sum(chosen) / len(chosen) * 17 / 16
         return f"P = {size}, every_n_layers={every}" + (f", {_gib(host)} GiB of host memory per GPU" if host else "")
 
     def exchanges(self, size: int) -> list[Exchange]:
@@ -269,7 +269,7 @@ def plan_sequence_parallel(
 
     def need(size: int, every_n_layers: int, offload: bool) -> StepMemory:
         given = sizes, parameters, max_length, size, gpus, _WIDTHS[weights]
-        return step_memory(*given, every_n_layers, offload, attention, lora_rank)
+        return step_memory(*given, checkpointed_layers(config, every_n_layers), offload, attention, lora_rank)
 
     def fewest(size: int | None, offload: bool) -> int | None:
         """Return `every_n_layers` with the fewest checkpointed layers that fit."""
@@ -343,21 +343,19 @@ def step_memory(
     size: int,
     gpus: int,
     width: int,
-    every_n_layers: int,
+    checkpointed: list[bool],
     offload: bool = False,
     attention: str | None = None,
     lora_rank: int = 0,
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
-    Every n-th layer from the first one is checkpointed, or none if `every_n_layers` is 0. With `offload`, the GPU holds
-    few checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
+    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
     """
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
     given = HALF * tokens * sizes.hidden
-    checkpointed = [every_n_layers > 0 and at % every_n_layers == 0 for at in range(len(layers))]
     checkpoints, others = (
         given * sum(checkpointed),
         sum(kept for (kept, _), is_one in zip(layers, checkpointed, strict=True) if not is_one),
@@ -379,6 +377,14 @@ def step_memory(
         working=max(loss_memory(sizes, tokens, lora_rank > 0), layer),
         host=checkpoints if offload else 0.0,
     )
+
+
+def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[bool]:
+    """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0."""
+    # It counts the layers of the whole model, and those of a vision tower come first.
+    first = getattr(getattr(config, "vision_config", None), "depth", 0)
+    numbers = range(first, first + config.get_text_config().num_hidden_layers)
+    return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
 
 
 def on_gpu(lora_rank: int) -> int:
