@@ -24,6 +24,7 @@ from transformers_packed.parallel.gated_delta import _AddToStart, _WithEnds
 ROOT = Path(transformers_packed.__file__).parent
 # Their backwards are differentiable, and tests below check that.
 TWICE = {
+    "_Take",
     "_AddToStart",
     "_Collective",
     "_Tie",
