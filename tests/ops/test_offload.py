@@ -4,11 +4,10 @@ import copy
 import gc
 import unittest
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import torch
+from common.late_copies import LateCopies, on_a_cpu
 from mixins.model import gradients, packed_batch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig, set_seed
@@ -22,44 +21,9 @@ def on_host(functions) -> list[bool]:
     return [isinstance(getattr(function, "func", None), offload.HostCheckpoints) for function in functions]
 
 
-class Event:
-    """The end of a copy, which runs only when a stream waits for it or for a later copy."""
-
-    def __init__(self, queue: list, run):
-        self.queue, self.run = queue, run
-        queue.append(self)
-
-    def wait(self) -> None:
-        while self in self.queue:
-            self.queue.pop(0).run()
-
-
-class LateCopies(offload.Copies):
-    """Copies on a CPU that take as long as they may. Until then, the target is NaN."""
-
-    def __init__(self, device: torch.device):
-        with mock.patch("torch.cuda.Stream"):
-            super().__init__(device)
-        self.queue, self.copies, self.allocated = [], 0, 0
-
-    def compute_stream(self):
-        return SimpleNamespace(wait_event=Event.wait)
-
-    def start(self, target, source):
-        # Arrays share the memory, and later changes do not count as changes of the tensor.
-        self.copies, (to, of) = self.copies + 1, (x.detach().numpy() for x in (target, source))
-        to[:] = np.nan
-        return Event(self.queue, lambda: np.copyto(to, of))
-
-    def allocate(self, size):
-        self.allocated += 1
-        return torch.empty(size, dtype=torch.uint8)
-
-
 class SavedTest(unittest.TestCase):
     def setUp(self):
-        self.enterContext(mock.patch.object(offload, "Copies", LateCopies))
-        self.enterContext(mock.patch.object(offload, "leaves", lambda tensor: tensor.numel() > 4))
+        self.enterContext(on_a_cpu(5))
         self.host = offload.HostCheckpoints()
         self.enterContext(set_checkpoint_early_stop(False))
 

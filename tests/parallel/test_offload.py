@@ -1,0 +1,75 @@
+"""Checkpoints in host memory with DDP, FSDP2, sequence parallelism and adapters, in two processes on a CPU."""
+
+import unittest
+
+import torch
+from common.late_copies import on_a_cpu
+from common.processes import run_once
+from mixins.lora import all_linear, builtin_model
+from mixins.model import packed_batch
+from parameterized import parameterized
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+from transformers_packed import patch_model
+from transformers_packed.models.releases import can_select_checkpoints
+from transformers_packed.parallel import SequenceParallel, shard_batch
+
+
+LENGTHS = {0: [9, 1, 4, 6], 1: [12, 5, 2, 1]}
+
+
+def row(rank: int) -> dict:
+    return packed_batch([torch.arange(1 + rank, n + 1 + rank) for n in LENGTHS[rank]], "cu_seqlens")
+
+
+def run(kind: str, lora: bool) -> int:
+    """Check that gradients are the same to the bit, and return the number of copies."""
+    model = patch_model(all_linear("qwen3_5") if lora else builtin_model("qwen3_5")).train()
+    inner = model.get_base_model() if lora else model
+    inner.activation_checkpointing_enable({"use_reentrant": False})
+    wrapped, batch = model, row(distributed.get_rank()) | {"use_cache": False}
+    if kind == "ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    elif kind == "parts":
+        parallel = SequenceParallel(2)
+        batch = shard_batch(row(0), parallel.rank, 2, parallel=parallel)
+    else:
+        mesh = distributed.init_device_mesh("cpu", (2,))
+        for module in model.modules():
+            if type(module).__name__.endswith("DecoderLayer"):
+                fully_shard(module, mesh=mesh, reshard_after_forward=kind == "fsdp2_resharded")
+        wrapped = fully_shard(model, mesh=mesh)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        wrapped(**batch).loss.backward()
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in found]
+
+    expected = gradients()
+    with on_a_cpu(64):
+        inner.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+        for _ in range(2):
+            actual = gradients()
+            assert len(actual) == len(expected) > 0
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        (copies,) = inner.model.layers[0]._gradient_checkpointing_func.func._copies.values()
+        assert len(copies.free) == inner.config.num_hidden_layers
+        return copies.copies
+
+
+@unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")
+class OffloadTest(unittest.TestCase):
+    @parameterized.expand(
+        [(kind, lora) for kind in ("ddp", "fsdp2", "fsdp2_resharded", "parts") for lora in (False, True)]
+    )
+    def test_changes_no_bit(self, kind, lora):
+        for copies in run_once(run, 2, kind, lora):
+            # Of each layer to the host and back, but for the last one, in two steps.
+            layers = builtin_model("qwen3_5").config.num_hidden_layers
+            self.assertEqual(copies, 2 * (2 * layers - 1))
+
+
+if __name__ == "__main__":
+    unittest.main()
