@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from ...errors import input_error
+from ...errors import count, input_error
 from ...models.families import sizes_of
 from ...models.memory import FULL, HALF, layer_memory, loss_memory, way_of_attention
 from ...models.sizes import Experts, Sizes
@@ -170,7 +170,7 @@ class SequenceParallelPlan:
         first = self.options[self.size][0]
         lines = [
             f"{self.config.model_type} with {self.parameters.total / 1e9:.2f} B parameters"
-            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.max_length:,} tokens, {self.gpus:,} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
+            f"{_adapters(self.parameters, self.lora_rank)}, rows of {self.max_length:,} tokens, {count(self.gpus, 'GPU')} of {self.memory:g} GiB (up to {FILLED:.0%} used)",
             f"FSDP2 shards per GPU: weights {_gib(first.weights)} GiB, gradients {_gib(first.gradients)} GiB, AdamW "
             f"{_gib(first.moments)} GiB",
             f"FSDP2 gathers per GPU: {_gib(first.gathered)} GiB of weights and gradients at a time",
@@ -328,7 +328,7 @@ def _nothing_fits(plan: SequenceParallelPlan, unfit: ValueError | None) -> Value
     sharded = least.weights + least.gradients + least.moments
     return input_error(
         f"at least {_gib(least.total / FILLED)} GiB per GPU for rows of {plan.max_length:,} tokens and "
-        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora_rank)} on {plan.gpus:,} GPUs "
+        f"{parameters.total / 1e9:.2f} B parameters{_adapters(parameters, plan.lora_rank)} on {count(plan.gpus, 'GPU')} "
         f"({_gib(sharded)} for weights, gradients "
         f"and AdamW, {_gib(least.gathered)} gathered, {_gib(least.saved + least.working)} for the row's tokens)",
         f"{plan.memory:g}",
