@@ -4,9 +4,11 @@ import contextlib
 import io
 import tempfile
 import unittest
+from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from common.processes import run_once, run_processes
 from common.records import make_tokenizer
 from common.trl_trainers import HAS_TRL
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from transformers_packed import DataCollatorWithFlattening, configure_packing
+from transformers_packed.parallel import SequenceParallel
+from transformers_packed.training import apply as applying
 from transformers_packed.training.apply import apply, undo
 from transformers_packed.training.setup import Options, decide
 
@@ -173,6 +177,34 @@ def applied_and_undone():
     return untouched, shares, again, state(trainer) == before, hasattr(trainer, "sequence_parallel")
 
 
+def failing(where):
+    """Return the error of `apply`, whether the Trainer and its parameters are as before, and the groups that are left."""
+    trainer = build("trainer", 2, 2, mtp=1)
+    configured = decide(trainer, Options(True, ROW, mtp_only=True, sequence_parallel_size=2))
+    groups, before = dist.distributed_c10d._world.pg_map, (state(trainer), parameters(trainer.model))
+    count, error = len(groups), None
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("the network is gone")
+
+    if where == "preparation":
+        configured = replace(configured, prepare=(fail,))
+    forms = SequenceParallel if where == "preparation" else fail
+    try:
+        with mock.patch.object(applying, "SequenceParallel", forms):
+            apply(trainer, configured)
+    except RuntimeError as raised:
+        error = str(raised)
+    # The default group works as before.
+    dist.barrier()
+    same = (state(trainer), parameters(trainer.model)) == before
+    return error, same, hasattr(trainer, "sequence_parallel"), len(groups) - count
+
+
+def parameters(model):
+    return {name: x.requires_grad for name, x in model.named_parameters()}
+
+
 def stopped(name):
     """Return the error of a training with this change by the user after `configure_packing`."""
     trainer = build("trainer", 2, 2)
@@ -275,6 +307,11 @@ class StockTrainersTest(unittest.TestCase):
             self.assertIn("got one whose processes share rows. Build a new Trainer", again)
             self.assertTrue(undone)
             self.assertFalse(left)
+
+    @parameterized.expand(["groups", "preparation"])
+    def test_a_failure_changes_nothing(self, where):
+        for found in run_processes(failing, 2, where):
+            self.assertEqual(found, ("the network is gone", True, False, 0))
 
     @parameterized.expand(
         [

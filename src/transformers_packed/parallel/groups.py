@@ -66,6 +66,14 @@ class SequenceParallel:
         check_methods(self.size, self.gated_delta_rule, self.attention, heads, linear_heads)
 
 
+def destroy_groups(parallel: SequenceParallel) -> None:
+    """Destroy the process groups of an object that is no longer used, but not the default group."""
+    for name in ("dp", "sp"):
+        # A mesh takes the default group where that has the same processes.
+        if (group := parallel.mesh[name].get_group()) is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def check_size(size: int) -> int:
     """Return the number of processes. Raise a `ValueError` if there is no process group, or if `size` does not divide it."""
     if not dist.is_initialized():

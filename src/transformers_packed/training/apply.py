@@ -3,7 +3,7 @@
 import torch
 
 from ..models.registry import has_our_classes, set_switches, unpatch_model
-from ..parallel.groups import SequenceParallel
+from ..parallel.groups import SequenceParallel, destroy_groups
 from .preference import without_autocast
 from .setup import Change, Setup
 from .typed import Trainer
@@ -12,17 +12,22 @@ from .typed import Trainer
 def apply(trainer: Trainer, setup: Setup) -> None:
     """Prepare the models, and set all attributes that `setup` lists. After an error, nothing has changed."""
     stock = [model for model in setup.models if not has_our_classes(model)]
+    parallel = None
+    if setup.parallel is not None:
+        # First, because the process groups may not form, and not every preparation can be undone.
+        parallel = SequenceParallel(device_type=trainer.args.device.type, **setup.parallel)
     try:
         with without_autocast(trainer, setup.models[:-1]):
             for model in setup.models:
                 for prepare in setup.prepare:
                     prepare(model)
-        if setup.parallel is not None:
-            # Forms the process groups.
-            trainer.sequence_parallel = SequenceParallel(device_type=trainer.args.device.type, **setup.parallel)
     except Exception:
         _unpatch(stock)
+        if parallel is not None:
+            destroy_groups(parallel)
         raise
+    if parallel is not None:
+        trainer.sequence_parallel = parallel
     for target, name, value, _ in setup.changes:
         # A list grows later, when the user adds callbacks.
         setattr(target, name, list(value) if isinstance(value, list) else value)
@@ -42,6 +47,7 @@ def undo(trainer: Trainer, setup: Setup) -> None:
         else:
             setattr(target, name, before)
     if setup.parallel is not None:
+        destroy_groups(trainer.sequence_parallel)
         del trainer.sequence_parallel
     trainer.args.packing = trainer.args.padding_free = False
     with without_autocast(trainer, setup.models[:-1]):
