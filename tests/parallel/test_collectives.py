@@ -51,7 +51,7 @@ def _run_unused(size):
 
 def _run_errors():
     messages = []
-    for options in ({"size": 3}, {"size": 2, "attention": "ring"}, {"size": 0}):
+    for options in ({"size": 3}, {"size": 2, "attention": "ring"}, {"size": 0}, {"size": True}):
         try:
             SequenceParallel(**options)
         except ValueError as error:
@@ -97,7 +97,7 @@ class CollectivesTest(unittest.TestCase):
 
     def test_what_does_not_fit_is_refused(self):
         for messages in run_processes(_run_errors, 2):
-            self.assertEqual(len(messages), 3)
+            self.assertEqual(len(messages), 4)
             self.assertIn("divides the 2 processes", messages[0])
 
     def test_needs_a_process_group(self):

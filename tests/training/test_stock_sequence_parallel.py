@@ -18,7 +18,7 @@ from scripts.trainer_arms import CONFIGS, OPTIONS, Samples, updates_and_log
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
-from transformers_packed import DataCollatorWithFlattening, configure_packing
+from transformers_packed import DataCollatorWithFlattening, PackedTrainer, PackedTrainingArguments, configure_packing
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.training import apply as applying
 from transformers_packed.training.apply import apply, undo
@@ -333,7 +333,32 @@ class StockTrainersTest(unittest.TestCase):
         self.assertIn("Packing off, training is unchanged: expected a default process group", stdout.getvalue())
         for size, mode, reason in (
             (0, True, "1 or more, got 0"),
+            (True, "auto", "sequence_parallel_size of 1 or more, got True"),
             (2, False, "packed rows for sequence_parallel_size=2"),
         ):
             with self.assertRaisesRegex(ValueError, reason):
-                configure_packing(trainer, mode, ROW if mode else None, sequence_parallel_size=size)
+                configure_packing(trainer, mode, ROW if mode is True else None, sequence_parallel_size=size)
+
+    @parameterized.expand(
+        [
+            ("attention", "typo", r"sequence_parallel_attention of \(None, 'heads', 'gather'\), got 'typo'"),
+            (
+                "gated_delta_rule",
+                "gather",
+                r"sequence_parallel_gated_delta_rule of \('state', 'heads'\), got 'gather'",
+            ),
+            ("attention", "gather", "above 1 with sequence_parallel_attention, got 1. Set sequence_parallel_size, or"),
+            ("gated_delta_rule", "heads", "above 1 with sequence_parallel_gated_delta_rule, got 1"),
+        ]
+    )
+    def test_methods_need_processes(self, name, method, reason):
+        option = {f"sequence_parallel_{name}": method}
+        trainer = build("trainer")
+        before = state(trainer)
+        for mode in ("auto", "padding_free", False):
+            with self.assertRaisesRegex(ValueError, reason):
+                configure_packing(trainer, mode, **option)
+        self.assertEqual(state(trainer), before)
+        args = PackedTrainingArguments(tempfile.mkdtemp(), **OPTIONS, **option)
+        with self.assertRaisesRegex(ValueError, reason):
+            PackedTrainer(make_model(), args, train_dataset=Samples(4).rows)

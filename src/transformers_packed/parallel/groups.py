@@ -48,7 +48,7 @@ class SequenceParallel:
         attention: AttentionMethod | None = None,
         device_type: str | None = None,
     ):
-        _check_names(gated_delta_rule, attention)
+        check_names(gated_delta_rule, attention)
         world = check_size(size)
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
@@ -80,8 +80,8 @@ def check_size(size: int) -> int:
         fix = "Start the processes with `accelerate launch` or `torchrun`, and build the Trainer first."
         raise input_error("a default process group", "none", fix)
     world = dist.get_world_size()
-    if not isinstance(size, int) or size < 1 or world % size:
-        raise input_error(f"a size that divides the {world} processes", size)
+    if not is_size(size) or world % size:
+        raise input_error(f"a size that divides the {world} processes", repr(size))
     return world
 
 
@@ -112,7 +112,7 @@ def check_methods(
 
     `heads` are those of queries and keys in attention, `linear_heads` those of keys and values in the gated delta rule.
     """
-    _check_names(gated_delta_rule, attention)
+    check_names(gated_delta_rule, attention)
     if gated_delta_rule == "heads" and any(number % size for number in linear_heads):
         expected = f'numbers of linear key and value heads that are multiples of {size} for "heads"'
         raise input_error(expected, "{} and {}".format(*linear_heads), 'Use gated_delta_rule="state".')
@@ -123,8 +123,14 @@ def check_methods(
         raise input_error(expected, "{} and {}".format(*heads), 'Use attention="gather".')
 
 
-def _check_names(gated_delta_rule: str, attention: str | None) -> None:
+def is_size(size: object) -> bool:
+    """Whether this is a number of processes. `True` is not, although it counts as 1."""
+    return type(size) is int and size >= 1
+
+
+def check_names(gated_delta_rule: str, attention: str | None, prefix: str = "") -> None:
+    """Raise a `ValueError` if a method is unknown. `prefix` is that of the arguments' names in the message."""
     known = {"gated_delta_rule": get_args(DeltaRuleMethod), "attention": (None, *get_args(AttentionMethod))}
     for name, value in {"gated_delta_rule": gated_delta_rule, "attention": attention}.items():
         if value not in known[name]:
-            raise input_error(f"{name} of {known[name]}", repr(value))
+            raise input_error(f"{prefix}{name} of {known[name]}", repr(value))

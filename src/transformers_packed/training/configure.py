@@ -91,10 +91,11 @@ def configure_packing(
             The number of neighboring processes that share a row. Each computes a part of its tokens
             ([`SequenceParallel`]). Loss and gradients are those of the whole row, and so is the loss of an evaluation.
         sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
-            How the processes share linear-attention layers, `"state"` or `"heads"`.
+            How the processes share linear-attention layers, `"state"` or `"heads"`. `"heads"` needs a
+            `sequence_parallel_size` above 1.
         sequence_parallel_attention (`str`, *optional*):
             How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
-            communication.
+            communication. A method needs a `sequence_parallel_size` above 1.
         plan_options (`Any`, *optional*):
             Additional arguments of [`PackingDataset`] or [`IterablePackingDataset`] for `packing=True`, such as
             `overlong`.

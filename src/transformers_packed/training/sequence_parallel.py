@@ -25,7 +25,7 @@ from ..models.families import sizes_of
 from ..models.registry import inner_model, transformers_model
 from ..models.releases import COUNT_ITEMS, MAKE_LOADER, PREPARE, is_rebalancing
 from ..parallel import RowShard, shard_batch
-from ..parallel.groups import check_methods, check_size
+from ..parallel.groups import check_methods, check_names, check_size, is_size
 from .checks import is_preference_trainer, of_devices, refused
 from .typed import Trainer
 
@@ -180,6 +180,22 @@ def _check_same_row(shard: RowShard) -> None:
     if len(set(found)) > 1:
         fix = "Shuffle with the same seed on all processes, and pass the whole dataset to all of them."
         raise input_error(f"the same rows on {shard.size} neighboring processes", "parts of different rows", fix)
+
+
+def against_options(
+    trainer: Trainer, mode: str, size: int, methods: dict[str, Any]
+) -> Iterator[tuple[Any, str, Any, str]]:
+    """The rules of the arguments for shared rows, whether rows are shared or not."""
+    check_names(**methods, prefix="sequence_parallel_")
+    again, whole = getattr(trainer, "sequence_parallel", None) is not None, "a Trainer whose processes read whole rows"
+    yield again, whole, "one whose processes share rows", "Build a new Trainer."
+    yield not is_size(size), "sequence_parallel_size of 1 or more", repr(size), ""
+    # All but the defaults.
+    given = " and ".join(f"sequence_parallel_{name}" for name, x in methods.items() if x not in ("state", None))
+    fix = f"Set sequence_parallel_size, or remove {given}."
+    yield size == 1 and given, f"sequence_parallel_size above 1 with {given}", size, fix
+    cut, off = size != 1 and mode == "off", "packing=False or padding_free=False"
+    yield cut, f"packed rows for sequence_parallel_size={size}", off, "Remove it."
 
 
 def against_sharing(trainer: Trainer, mode: str, size: int, methods: dict[str, Any]) -> Iterator[ValueError]:

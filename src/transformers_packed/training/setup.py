@@ -48,7 +48,7 @@ from .checks import (
 from .evaluation import OwnBatches, padded_batches_of
 from .mtp import MtpCallback, MtpItems, MtpLoss, against_mtp, train_mtp
 from .run_ahead import RunAheadCallback
-from .sequence_parallel import GatherOfRows, SharedRows, against_sharing, part_collator
+from .sequence_parallel import GatherOfRows, SharedRows, against_options, against_sharing, part_collator
 from .typed import Trainer
 
 
@@ -192,8 +192,6 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     why = alone or shared or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
     graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
-    size, again = options.sequence_parallel_size, getattr(trainer, "sequence_parallel", None) is not None
-    cut, off = options.shares_rows and mode == "off", "packing=False or padding_free=False"
     for error in refused(
         (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
         (given, f"packing=True with {', '.join(given)}", packing, f"Pass packing=True, or remove {', '.join(given)}."),
@@ -201,9 +199,7 @@ def _check_options(trainer: Trainer, options: Options) -> None:
         (shares and mode == "off", 'share_prompts=True with packing="auto" or "padding_free"', "packing=False", ""),
         (shares and not is_preference_trainer(trainer), prompts, name, repeats),
         (why, graphs, str(why), "Remove cuda_graphs=True."),
-        (again, "a Trainer whose processes read whole rows", "one whose processes share rows", "Build a new Trainer."),
-        (not isinstance(size, int) or size < 1, "sequence_parallel_size of 1 or more", repr(size), ""),
-        (cut, f"packed rows for sequence_parallel_size={size}", off, "Remove it."),
+        *against_options(trainer, mode, options.sequence_parallel_size, options.methods),
         *(against_mtp(trainer, options.mtp_loss_weight) if options.trains_mtp else ()),
     ):
         raise error

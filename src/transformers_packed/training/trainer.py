@@ -45,10 +45,11 @@ class PackedTrainingArguments(TrainingArguments):
         sequence_parallel_size (`int`, *optional*, defaults to 1):
             The number of processes that share a row. Each computes a part of its tokens ([`SequenceParallel`]).
         sequence_parallel_gated_delta_rule (`str`, *optional*, defaults to `"state"`):
-            How the processes share linear-attention layers, `"state"` or `"heads"`.
+            How the processes share linear-attention layers, `"state"` or `"heads"`. `"heads"` needs a
+            `sequence_parallel_size` above 1.
         sequence_parallel_attention (`str`, *optional*):
             How the processes share full-attention layers, `"heads"` or `"gather"`. By default the method with less
-            communication ([`SequenceParallel`]).
+            communication ([`SequenceParallel`]). A method needs a `sequence_parallel_size` above 1.
         cuda_graphs (`bool`, *optional*):
             Run the layers of rows as CUDA graphs ([`use_cuda_graphs`]), as in [`configure_packing`]. By default, a row is
             measured before the first step.
