@@ -110,7 +110,7 @@ def state(trainer):
 
 
 def refusals():
-    """Return for each set-up the error, what `packing="auto"` prints, and whether nothing changed."""
+    """Return for each set-up and mode the error, whether nothing changed, and what was printed."""
     preferences = DPOConfig(tempfile.mkdtemp(), use_cpu=True, report_to="none", bf16=False, ddp_backend="gloo")
     pairs = Dataset.from_list([{"prompt": "q", "chosen": "yes", "rejected": "no"}] * 4)
 
@@ -144,18 +144,40 @@ def refusals():
     found = {}
     for name, make in cases.items():
         size, trainer = 3 if name == "divides" else 2, make()
-        before, errors = state(trainer), []
+        before, found[name] = state(trainer), []
         for mode in ("padding_free", "auto"):
+            message = None
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 try:
                     configure_packing(trainer, mode, sequence_parallel_size=size)
                 except ValueError as error:
-                    errors.append(str(error))
-                    errors.append(state(trainer) == before)
-            errors.append(stdout.getvalue())
+                    message = str(error)
+            found[name].append((message, state(trainer) == before, stdout.getvalue()))
         trainer.accelerator.state.parallelism_config = None
-        found[name] = errors
     return found
+
+
+def refused_by_auto():
+    """Return the errors of a custom step, which the explicit modes trust, in `configure_packing` and `PackedTrainer`."""
+
+    class Own(PackedTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    trainer, messages = build("trainer", 2, 2), []
+    trainer.training_step = lambda *args: None
+    args = PackedTrainingArguments(tempfile.mkdtemp(), **OPTIONS, ddp_backend="gloo", sequence_parallel_size=2)
+    for call in (
+        lambda: configure_packing(trainer, sequence_parallel_size=2),
+        lambda: Own(make_model(), args, train_dataset=Samples(4).rows),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            try:
+                call()
+            except ValueError as error:
+                messages.append(str(error))
+        messages.append(stdout.getvalue())
+    return messages
 
 
 def applied_and_undone():
@@ -291,13 +313,17 @@ class StockTrainersTest(unittest.TestCase):
         ]
     )
     def test_refuses_before_anything_changes(self, name, reason):
-        for rank, found in enumerate(run_once(refusals, 2)):
-            error, unchanged, printed, said = found[name]
-            self.assertRegex(error, reason)
-            self.assertTrue(unchanged)
-            self.assertEqual(printed, "")
-            if rank == 0:
-                self.assertRegex(said, f"Packing off, training is unchanged: .*{reason}")
+        for found in run_once(refusals, 2):
+            for error, unchanged, printed in found[name]:
+                self.assertRegex(error, reason)
+                self.assertTrue(unchanged)
+                self.assertEqual(printed, "")
+
+    def test_auto_mode_says_the_same_everywhere(self):
+        for first, printed, second, also in run_processes(refused_by_auto, 2):
+            for message in (first, second):
+                self.assertIn("expected methods of known trainers, got a custom training_step", message)
+            self.assertEqual(printed + also, "")
 
     def test_undo(self):
         """`decide` changes nothing, and `undo` what `apply` has changed."""
@@ -326,11 +352,9 @@ class StockTrainersTest(unittest.TestCase):
 
     def test_in_one_process(self):
         trainer = build("trainer")
-        with self.assertRaisesRegex(ValueError, "expected a default process group, got none. Start the processes"):
-            configure_packing(trainer, True, ROW, sequence_parallel_size=2)
-        with contextlib.redirect_stdout(io.StringIO()) as stdout:
-            configure_packing(trainer, sequence_parallel_size=2)
-        self.assertIn("Packing off, training is unchanged: expected a default process group", stdout.getvalue())
+        for mode in (True, "auto"):
+            with self.assertRaisesRegex(ValueError, "expected a default process group, got none. Start the processes"):
+                configure_packing(trainer, mode, ROW if mode is True else None, sequence_parallel_size=2)
         for size, mode, reason in (
             (0, True, "1 or more, got 0"),
             (True, "auto", "sequence_parallel_size of 1 or more, got True"),

@@ -116,10 +116,11 @@ def refused(*rules: tuple[Any, str, Any, str]) -> Iterator[ValueError]:
 
 
 def _of_mode(trainer: Trainer, mode: str, padded: bool) -> Iterator[ValueError]:
-    switch, whole = "TRANSFORMERS_PACKED_DISABLE_AUTO", f"whole batches of {type(trainer).__name__}"
+    switch, on = "TRANSFORMERS_PACKED_DISABLE_AUTO", 'Unset it, or pass packing="padding_free".'
+    whole = f"whole batches of {type(trainer).__name__}"
     fix = 'Pass packing="padding_free". The model then packs each batch.'
     yield from refused(
-        (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", ""),
+        (mode == "auto" and os.environ.get(switch) == "1", f"no {switch}", f"{switch} is set", on),
         (mode == "pack" and padded, f"{whole}, whose rows belong together", "packing=True", fix),
         (mode == "pack" and trainer.train_dataset is None, "a train_dataset to pack", "none", ""),
     )

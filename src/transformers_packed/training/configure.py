@@ -48,7 +48,9 @@ def configure_packing(
       [`IterablePackingDataset`] for a stream). `per_device_train_batch_size` counts rows. Rows are read in the order
       of the plan (`train_sampling_strategy="sequential"`), and the plan fills all batches.
     * `"auto"`: trains padding-free if it is safe according to the audit of the model, and useful. Otherwise the
-      Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. Rows that are already packed (TRL's `packing=True`, [`PackingDataset`]) stay packed.
+      Trainer is unchanged, as it is if a row may reach code of the user: a loss, a training step or a loop. With
+      `sequence_parallel_size` above 1, this is an error instead. Rows that are already packed (TRL's `packing=True`,
+      [`PackingDataset`]) stay packed.
     * `False` or `"off"`: does nothing.
 
     The environment variable `TRANSFORMERS_PACKED_DISABLE_AUTO=1` turns `"auto"` off.
@@ -81,7 +83,7 @@ def configure_packing(
             line says so. Rows of batches that are not packed differ in length: graphs then serve 95 % of them.
         verify (`bool`, *optional*, defaults to `True`):
             Compare a few documents with a padded batch before the first step. A difference turns `"auto"` off, and is an
-            error in other modes.
+            error in other modes and with shared rows.
         mtp_loss_weight (`float`, *optional*, defaults to 0.0):
             Also train the model's head of multi-token prediction, with this weight of its loss. 0.1 is usual. The head of
             the checkpoint becomes a module of the model ([`add_mtp`]).
@@ -104,9 +106,9 @@ def configure_packing(
         `transformers.Trainer`: the same object.
 
     Raises:
-        `ValueError`: bad arguments, or `True`, `"padding_free"` or `float8=True` is not possible. The message names the
-            reason and the argument to change. The Trainer is then unchanged. `trainer.train()` raises it if packed
-            training differs from padded training.
+        `ValueError`: bad arguments, or `True`, `"padding_free"`, `float8=True` or a `sequence_parallel_size` above 1 is
+            not possible. The message names the reason and the argument to change. The Trainer is then unchanged.
+            `trainer.train()` raises it if packed training differs from padded training.
 
     Example:
 

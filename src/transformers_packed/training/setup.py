@@ -158,14 +158,15 @@ def decide(trainer: Trainer, options: Options) -> Setup:
     """Decide how a Trainer trains. The Trainer, its arguments and its model stay as they are.
 
     Raises:
-        `ValueError`: bad arguments, or an explicit mode that is not possible.
+        `ValueError`: bad arguments, or an explicit mode or shared rows that are not possible.
     """
     _check_options(trainer, options)
     if options.mode == "off":
         return _with_mtp(trainer, _off(trainer, options, f"packing={options.packing!r}"))
     reason = _against_sharing(trainer, options)
     reason = reason or reason_against(trainer, options.mode, options.share_prompts, options.shares_rows)
-    if reason is not None and options.mode != "auto":
+    if reason is not None and (options.mode != "auto" or options.shares_rows):
+        # Whole rows may not fit into memory, and a step would have more of them.
         raise reason
     if reason is not None:
         why = f"{str(reason).rstrip('.')}, so no row runs as a CUDA graph" if options.cuda_graphs else str(reason)

@@ -146,9 +146,6 @@ class PackedTrainer(typed.Trainer):
         compiles = own.pop("compile_before_training")
         if sequence_parallel_size is not None:
             own["sequence_parallel_size"] = sequence_parallel_size
-        if own["sequence_parallel_size"] != 1 and packing == "auto":
-            # With shared rows, a reason not to pack is an error.
-            packing = "padding_free"
         configure_packing(self, packing, self.args.max_length if packing == "pack" else None, **own)
         if compiles:
             self.callback_handler.callbacks.insert(0, WarmUpCallback(self))
