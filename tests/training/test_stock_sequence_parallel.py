@@ -22,6 +22,7 @@ from transformers_packed import DataCollatorWithFlattening, PackedTrainer, Packe
 from transformers_packed.parallel import SequenceParallel
 from transformers_packed.training import apply as applying
 from transformers_packed.training.apply import apply, undo
+from transformers_packed.training.callbacks import verify
 from transformers_packed.training.setup import Options, decide
 
 
@@ -243,6 +244,28 @@ def stopped(name):
         return str(error)
 
 
+def differing(kind, size, what):
+    """Return the error of a training in which only the second process finds this in the check before the first step."""
+    trainer = build(kind, size, 2, evaluated=3)
+    if what == "difference" and size == 1:
+        trainer.args.eval_strategy, trainer.compute_metrics = "epoch", lambda prediction: {}
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        configure_packing(trainer, "padding_free", sequence_parallel_size=size)
+        with mock.patch.object(verify, *FOUND[what]) if dist.get_rank() else contextlib.nullcontext():
+            try:
+                trainer.train()
+            except ValueError as error:
+                return str(error)
+    return stdout.getvalue()
+
+
+# What finds something in the check.
+FOUND = {
+    # The second comparison is that with another run of the row.
+    "difference": ("compare", mock.Mock(side_effect=["expected the same.", None])),
+    "leak": ("check_leak", mock.Mock(side_effect=verify.DifferenceError("expected no leak."))),
+    "no row": ("places_of", mock.Mock(return_value=None)),
+}
 ARMS = {
     "trainer": ("trainer", True, ()),
     "trainer, padding-free": ("trainer", "padding_free", ()),
@@ -349,6 +372,23 @@ class StockTrainersTest(unittest.TestCase):
     def test_changes_afterwards_are_found(self, name, message):
         for error in run_processes(stopped, 2, name):
             self.assertRegex(error, message)
+
+    @parameterized.expand(
+        [
+            ("parts", "trainer", 2, "difference", "^expected the same. Use padded batches"),
+            ("evaluation", "trainer", 1, "difference", "^expected the same. Use padded batches"),
+            ("metrics", "sft", 1, "leak", "^expected no leak."),
+        ]
+    )
+    def test_processes_leave_the_check_together(self, _, kind, size, what, message):
+        """A process that goes on alone waits for the others: in parts of the row, in evaluation, or in TRL's metrics."""
+        other, own = run_processes(differing, 2, kind, size, what)
+        self.assertEqual(other, "another process found a difference")
+        self.assertRegex(own, message)
+
+    def test_processes_compare_together(self):
+        said, _ = run_processes(differing, 2, "trainer", 2, "no row")
+        self.assertIn("Not verified: another process has no row for it.", said)
 
     def test_in_one_process(self):
         trainer = build("trainer")

@@ -18,10 +18,10 @@ Weights, gradients, random states, and the counters and metrics of the Trainer r
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -69,6 +69,7 @@ logger = logging.get_logger(__name__)
 
 # Documents of the row, and the most tokens of each. Their lengths differ, so that means over documents and over tokens do.
 _LENGTHS = (20, 48, 32)
+Found = TypeVar("Found")
 
 
 class VerifyCallback(TrainerCallback):
@@ -98,9 +99,9 @@ class VerifyCallback(TrainerCallback):
         if self._verified == key or state.global_step >= state.max_steps:
             return
         start = time.perf_counter()
+        difference: DifferenceError | None = None
         try:
-            said = self._reason() or self._verify(train_dataloader)
-            difference = None
+            said = self._together(lambda: self._reason() or self._verify(train_dataloader))
         except DifferenceError as error:
             difference = error
         except Exception as error:
@@ -108,10 +109,10 @@ class VerifyCallback(TrainerCallback):
             if args.world_size > 1:
                 error.add_note("This happened while packing was verified. Pass verify=False to skip it.")
                 raise
-            said, difference = f"Not verified: {type(error).__name__}: {error}", None
+            said = f"Not verified: {type(error).__name__}: {error}"
         self._verified = key
-        if self._anywhere(difference is not None):
-            self._refuse(difference or DifferenceError("another process found a difference"), train_dataloader)
+        if difference is not None:
+            self._refuse(difference, train_dataloader)
             return
         seconds = time.perf_counter() - start
         say(trainer, said if said.startswith("Not verified") else f"{said} ({seconds:.1f} s).")
@@ -135,6 +136,20 @@ class VerifyCallback(TrainerCallback):
             return found
         flag = torch.tensor([int(found)], device=self.trainer.args.device)
         return bool(self.trainer.accelerator.gather(flag).any())
+
+    def _together(self, check: Callable[[], Found]) -> Found:
+        """The result of a check. A difference on any process is raised on all of them.
+
+        Trainers exchange tensors in what follows, where a process that is alone would wait for the others.
+        """
+        difference = None
+        try:
+            found = check()
+        except DifferenceError as error:
+            difference = error
+        if self._anywhere(difference is not None):
+            raise difference or DifferenceError("another process found a difference")
+        return found
 
     def _refuse(self, difference: ValueError, loader: Any) -> None:
         trainer, setup = self.trainer, self.setup
@@ -170,20 +185,63 @@ class VerifyCallback(TrainerCallback):
             tuned_in_threads(),
         ):
             if self.setup.mode == "batches":
-                return _verify_batches(trainer, model, loader)
+                return _verify_batches(trainer, model, loader, self._together)
             documents, why = excerpts(getattr(loader, "dataset", None), _LENGTHS)
-            if why is not None:
-                return f"Not verified: {why}."
             samples = [documents] if is_packed(trainer.train_dataset) else documents
             with whole_rows(trainer, loader):
-                row = loader.collate_fn(samples)
-                places = places_of(row, documents)
+                row = {} if why else loader.collate_fn(samples)
+                places = [] if why else places_of(row, documents)
                 if places is None:
-                    return "Not verified: the collator changes the tokens of samples."
-                words, found = _verify_rows(trainer, model, loader, documents, row, places, self.setup)
+                    why, places = "the collator changes the tokens of samples", []
+                if self._anywhere(why is not None):
+                    return f"Not verified: {why or 'another process has no row for it'}."
+                words, found = self._verify_rows(model, loader, documents, row, places)
             if self.setup.parallel is not None:
                 words += _verify_parts(trainer, model, loader.collate_fn(samples), places, found)
             return f"Verified packing on {len(documents)} documents: {words}{_verify_evaluation(trainer)}"
+
+    def _verify_rows(
+        self, model, loader: Any, documents: list, row: dict, places: list
+    ) -> tuple[str, tuple[float, torch.Tensor]]:
+        """Compare the documents in a row with one another, and the row with their padded batch.
+
+        Returns the findings in words, and the loss and the gradient of the row.
+        """
+        trainer, words = self.trainer, "gradients between documents are 0"
+        columns = getattr(trainer.data_collator, "token_columns", ())
+
+        @_stops_training()
+        def isolated() -> None:
+            check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
+
+        @_stops_training()
+        def step() -> tuple[float, torch.Tensor]:
+            return _step(trainer, model, row, places)
+
+        if trainer.is_fsdp_enabled:
+            words = "gradients between documents were not looked at, because FSDP frees weights"
+        else:
+            self._together(isolated)
+        with quiet(model):
+            found = self._together(step)
+            with replaced_collator(loader, trainer.data_collator, self.setup.padded or PaddedSamples(columns)):
+                batch = _collate_padded(loader, documents, columns)
+            # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
+            with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
+                padded = _step(trainer, model, batch, places_of(batch, documents) or [])
+            precision = precision_of(model, trainer.args)
+            different, changes = compare(*found, *padded, precision), None
+            if self._anywhere(different is not None):
+                # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
+                changes = compare(*_step(trainer, model, row, places), *found, precision)
+
+        def equal() -> None:
+            if different and not changes:
+                raise DifferenceError(f"{different} {PADDED}")
+
+        self._together(equal)
+        note = ", which differs from run to run" if different else ""
+        return f"{words}; loss {found[0]:.4f}, padded {padded[0]:.4f}{note}", found
 
 
 def _updates_in_backward(trainer: Trainer) -> bool:
@@ -194,21 +252,22 @@ def _updates_in_backward(trainer: Trainer) -> bool:
 
 @contextmanager
 def whole_rows(trainer: Trainer, loader: Any) -> Iterator[None]:
-    """Let each process compute whole rows meanwhile, if processes share them."""
+    """Let each process compute whole rows and the loss of training in one process meanwhile."""
     cut, parallel = trainer.data_collator, getattr(trainer, "sequence_parallel", None)
-    if parallel is None or not isinstance(cut, PartCollator):
-        yield
-        return
-    trainer.data_collator, trainer.sequence_parallel = cut.rows, None
-    # Each process then computes the loss of training in one process.
     args, average = trainer.args, trainer.args.average_tokens_across_devices
+    # A process that stops in a step would let the others wait for its number of targets.
     args.average_tokens_across_devices = False
     try:
+        if parallel is None or not isinstance(cut, PartCollator):
+            yield
+            return
+        trainer.data_collator, trainer.sequence_parallel = cut.rows, None
         with replaced_collator(loader, cut, cut.rows):
             yield
     finally:
-        trainer.data_collator, trainer.sequence_parallel = cut, parallel
         args.average_tokens_across_devices = average
+        if parallel is not None:
+            trainer.data_collator, trainer.sequence_parallel = cut, parallel
 
 
 def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: tuple[float, torch.Tensor]) -> str:
@@ -234,44 +293,16 @@ def _verify_parts(trainer: Trainer, model, part: dict, places: list, expected: t
     return f"; {size} parts of the row {mean:.4f}"
 
 
-def _verify_rows(
-    trainer: Trainer, model, loader: Any, documents: list, row: dict, places: list, setup: Setup
-) -> tuple[str, tuple[float, torch.Tensor]]:
-    """Compare the documents in a row with one another, and the row with their padded batch.
-
-    Returns the findings in words, and the loss and the gradient of the row.
-    """
-    packed, words = trainer.data_collator, "gradients between documents are 0"
-    columns = getattr(packed, "token_columns", ())
-    found = {}
+@contextmanager
+def _stops_training() -> Iterator[None]:
+    """Errors are differences meanwhile, because the first step would stop too."""
     try:
-        if trainer.is_fsdp_enabled:
-            words = "gradients between documents were not looked at, because FSDP frees weights"
-        else:
-            check_leak(leak_between(model, lambda: _loss(trainer, model, row), row, places), len(documents))
-        with quiet(model):
-            found["row"] = _step(trainer, model, row, places)
+        yield
     except (DifferenceError, UnseenError):
         raise
     except Exception as error:
-        # The first step would stop too.
         got = f"{type(error).__name__}: {str(error).rstrip('.')}"
         raise DifferenceError(str(input_error("a step of training on packed rows", got, PADDED))) from error
-    with quiet(model):
-        with replaced_collator(loader, packed, setup.padded or PaddedSamples(columns)):
-            batch = _collate_padded(loader, documents, columns)
-        # Where kernels are compiled, those of a batch that is not packed would take longer than the check.
-        with nullcontext() if compiles_kernels(trainer.args.device) else not_packing(model), without_cache(model):
-            found["padded"] = _step(trainer, model, batch, places_of(batch, documents) or [])
-        precision = precision_of(model, trainer.args)
-        different = compare(*found["row"], *found["padded"], precision)
-        # Something may draw random numbers, or change in each forward, as the vectors of spectral norms do.
-        changes = different and compare(*_step(trainer, model, row, places), *found["row"], precision)
-        if different and not changes:
-            raise DifferenceError(f"{different} {PADDED}")
-    (loss, _), (padded, _) = found["row"], found["padded"]
-    note = ", which differs from run to run" if changes else ""
-    return f"{words}; loss {loss:.4f}, padded {padded:.4f}{note}", found["row"]
 
 
 def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dict[str, Any]:
@@ -282,7 +313,7 @@ def _collate_padded(loader: Any, documents: list, columns: Sequence[str]) -> dic
         return PaddedSamples(tuple(columns))(documents)
 
 
-def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
+def _verify_batches(trainer: Trainer, model, loader: Any, together: Callable[[Callable], Any]) -> str:
     """Compare a padded batch that the model packs with one that it does not pack."""
     batch = _padded_batch(trainer, model, loader)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -297,7 +328,7 @@ def _verify_batches(trainer: Trainer, model, loader: Any) -> str:
                 model(input_ids=ids, attention_mask=mask, use_cache=False)
 
         leak = leak_between(model, forward, batch, rows)
-        check_leak(leak, len(rows))
+        together(lambda: check_leak(leak, len(rows)))
         words = "gradients between rows are 0"
     with quiet(model):
         packed = _scores(trainer, model, batch)
