@@ -383,7 +383,7 @@ def checkpointed_layers(config: PreTrainedConfig, every_n_layers: int) -> list[b
     """Return which layers Transformers checkpoints with `every_n_layers`, or none for 0."""
     # It counts the layers of the whole model, and those of a vision tower come first.
     first = getattr(getattr(config, "vision_config", None), "depth", 0)
-    numbers = range(first, first + config.get_text_config().num_hidden_layers)
+    numbers = range(first, first + len(sizes_of(config).layers))
     return [every_n_layers > 0 and number % every_n_layers == 0 for number in numbers]
 
 
