@@ -5,22 +5,15 @@ from unittest import mock
 
 import torch
 from common.processes import run_once
+from common.sharded import LENGTHS, batch, wrapped_by
 from mixins.lora import all_linear, builtin_model, recorded
-from mixins.model import packed_batch, total_relative_error
+from mixins.model import total_relative_error
 from parameterized import parameterized
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 from transformers_packed import patch_model, use_float8
 from transformers_packed.ops import implementations_used
 from transformers_packed.parallel import SequenceParallel, shard_batch
-
-
-LENGTHS = {0: [9, 1, 4, 6], 1: [12, 5, 2, 1]}
-
-
-def batch(rank: int) -> dict:
-    return packed_batch([torch.arange(1 + rank, n + 1 + rank) for n in LENGTHS[rank]], "cu_seqlens")
 
 
 def on_a_gpu():
@@ -49,14 +42,7 @@ def run(kind: str, family: str) -> tuple[dict, int]:
     """Gradients of the mean loss of both processes' rows, and the number of fused layers."""
     with on_a_gpu():
         model = make(family)
-        if kind == "ddp":
-            wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            mesh = distributed.init_device_mesh("cpu", (2,))
-            for module in model.modules():
-                if type(module).__name__.endswith("DecoderLayer"):
-                    fully_shard(module, mesh=mesh, reshard_after_forward=kind == "fsdp2_resharded")
-            wrapped = fully_shard(model, mesh=mesh)
+        wrapped = wrapped_by(kind, model)
         with recorded(model) as (fused, called):
             loss = wrapped(**batch(distributed.get_rank()), use_cache=False).loss
         loss.backward()

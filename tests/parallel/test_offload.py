@@ -5,22 +5,14 @@ import unittest
 import torch
 from common.late_copies import on_a_cpu
 from common.processes import run_once
+from common.sharded import batch, wrapped_by
 from mixins.lora import all_linear, builtin_model
-from mixins.model import packed_batch
 from parameterized import parameterized
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 
 from transformers_packed import patch_model
 from transformers_packed.models.releases import can_select_checkpoints
 from transformers_packed.parallel import SequenceParallel, shard_batch
-
-
-LENGTHS = {0: [9, 1, 4, 6], 1: [12, 5, 2, 1]}
-
-
-def row(rank: int) -> dict:
-    return packed_batch([torch.arange(1 + rank, n + 1 + rank) for n in LENGTHS[rank]], "cu_seqlens")
 
 
 def run(kind: str, lora: bool) -> int:
@@ -28,22 +20,15 @@ def run(kind: str, lora: bool) -> int:
     model = patch_model(all_linear("qwen3_5") if lora else builtin_model("qwen3_5")).train()
     inner = model.get_base_model() if lora else model
     inner.activation_checkpointing_enable({"use_reentrant": False})
-    wrapped, batch = model, row(distributed.get_rank()) | {"use_cache": False}
-    if kind == "ddp":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    elif kind == "parts":
+    if kind == "parts":
         parallel = SequenceParallel(2)
-        batch = shard_batch(row(0), parallel.rank, 2, parallel=parallel)
+        wrapped, row = model, shard_batch(batch(0), parallel.rank, 2, parallel=parallel)
     else:
-        mesh = distributed.init_device_mesh("cpu", (2,))
-        for module in model.modules():
-            if type(module).__name__.endswith("DecoderLayer"):
-                fully_shard(module, mesh=mesh, reshard_after_forward=kind == "fsdp2_resharded")
-        wrapped = fully_shard(model, mesh=mesh)
+        wrapped, row = wrapped_by(kind, model), batch(distributed.get_rank()) | {"use_cache": False}
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        wrapped(**batch).loss.backward()
+        wrapped(**row).loss.backward()
         found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return [x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for x in found]
 

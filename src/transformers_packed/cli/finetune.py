@@ -65,6 +65,7 @@ def finetune(settings: Namespace, checkpoint: Path | None, damaged: list[str]) -
     """
     settings.learning_rate = settings.learning_rate or (2e-4 if settings.lora else 2e-5)
     check_peft(settings.lora)
+    _check_checkpoints(settings)
     # An adapter stores the path of its base model, so the path must be absolute.
     source = str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model
     config = supported_config(source)
@@ -144,6 +145,13 @@ def _check_head(config: PreTrainedConfig, settings: Namespace) -> None:
     for trains, option in ((settings.mtp, "--mtp"), (settings.mtp_only, "--mtp-only")):
         if trains:
             check_head(config, option)
+
+
+def _check_checkpoints(settings: Namespace) -> None:
+    """Raise a `ValueError` for options of checkpoints that this release of Transformers does not have."""
+    if (settings.offload or settings.every_n_layers) and not can_select_checkpoints():
+        got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
+        raise input_error("Transformers 5.23 or later for --offload and --every-n-layers", got, fix)
 
 
 def check_head(config: PreTrainedConfig, option: str) -> None:
@@ -275,9 +283,6 @@ def make_trainer(
     """The stock Trainer without padding. Its loss is the mean over all targets of a step."""
     checkpointing, options = checkpointing_argument(), {"use_reentrant": False}
     if settings.offload or settings.every_n_layers:
-        if not can_select_checkpoints():
-            got, fix = f"Transformers {transformers.__version__}", "pip install --upgrade transformers."
-            raise input_error("Transformers 5.23 or later for --offload and --every-n-layers", got, fix)
         options |= {"offload": settings.offload, "every_n_layers": settings.every_n_layers or 1}
     arguments = TrainingArguments(
         output_dir=str(settings.output),

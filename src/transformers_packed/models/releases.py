@@ -483,8 +483,7 @@ def is_rebalancing(sampler: object) -> bool:
 
 def checkpointing_argument() -> str:
     """Return the argument of `TrainingArguments` for gradient checkpointing, which 5.23 renamed."""
-    fields = transformers.TrainingArguments.__dataclass_fields__
-    return next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in fields)
+    return "activation_checkpointing" if can_select_checkpoints() else "gradient_checkpointing"
 
 
 def can_select_checkpoints() -> bool:

@@ -350,19 +350,16 @@ def step_memory(
 ) -> StepMemory:
     """The memory of one GPU when `size` of `gpus` share a row. `width` is the size of a parameter in bytes.
 
-    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `lora_rank` is the rank of the trained adapters, or 0 if all parameters are trained.
+    `checkpointed` says which layers are. With `offload`, the GPU holds few checkpoints at a time. `lora_rank` is the rank
+    of the trained adapters, or 0 if all parameters are trained.
     """
     tokens = -(-max_length // size)
     layers = [layer_memory(sizes, layer, max_length, size, attention, lora_rank) for layer in sizes.layers]
     # Checkpointing always keeps the input of a layer.
     given = HALF * tokens * sizes.hidden
-    checkpoints, others = (
-        given * sum(checkpointed),
-        sum(kept for (kept, _), is_one in zip(layers, checkpointed, strict=True) if not is_one),
-    )
-    layer = max(
-        kept - given + made if is_one else made for (kept, made), is_one in zip(layers, checkpointed, strict=True)
-    )
+    ways, checkpoints = list(zip(layers, checkpointed, strict=True)), given * sum(checkpointed)
+    others = sum(kept for (kept, _), again in ways if not again)
+    layer = max(kept - given + made if again else made for (kept, made), again in ways)
     weights, adapters = width * parameters.total / gpus, FULL * lora_rank * parameters.adapters / gpus
     trained = adapters or weights
     gathered = parameters.root + 2 * parameters.layer
