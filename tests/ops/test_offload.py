@@ -169,6 +169,8 @@ class BuffersTest(unittest.TestCase):
             for buffer, call in zip(buffers, cudart.cudaHostRegister.call_args_list, strict=True):
                 self.assertEqual((buffer.device.type, buffer.nbytes, buffer.data_ptr() % 4096), ("cpu", 1 << 16, 0))
                 self.assertEqual(call.args[:2], (buffer.data_ptr(), 1 << 16))
+                # What PyTorch asks to find out whether a tensor is pinned.
+                self.assertEqual(buffer.untyped_storage().data_ptr(), buffer.data_ptr())
             address = buffers.pop().data_ptr()
             del buffer
             gc.collect()
@@ -177,6 +179,7 @@ class BuffersTest(unittest.TestCase):
             cudart.cudaHostRegister.return_value = 2
             with self.assertRaisesRegex(RuntimeError, "expected 1 MiB more of host memory .* got error 2"):
                 offload.Copies.allocate(self.pool, 1 << 20)
+            buffers.clear()
 
 
 @unittest.skipUnless(can_select_checkpoints(), "needs Transformers 5.23")

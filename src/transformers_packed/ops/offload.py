@@ -11,6 +11,7 @@ So the GPU has at most two inputs, and the last one never leaves it. PyTorch's a
 to powers of two. These buffers are registered with CUDA instead, and are at most a sixteenth larger than an input.
 """
 
+import mmap
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,8 +25,6 @@ from ..errors import input_error
 
 # Bytes below which a copy takes longer than it is worth.
 _SMALLEST = 1 << 20
-# CUDA pins whole pages, which no other buffer may share.
-_PAGE = 1 << 12
 
 
 class HostCheckpoints:
@@ -104,8 +103,10 @@ class Copies:
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return a new buffer of pinned memory."""
-        memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
-        buffer = memory[-memory.data_ptr() % _PAGE :][:size]
+        # Pages that no other buffer shares, large ones where the system has them: CUDA pins them faster.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
         failed = int(_cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         if failed:
             raise RuntimeError(
