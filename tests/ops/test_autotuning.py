@@ -65,6 +65,16 @@ class AutotuningTest(unittest.TestCase):
         self.assertEqual(calls, [(("a tensor",), options | {"BLOCK": block}) for block in (16, 32, 64)])
         self.assertIs(Autotuner.prune_configs, before)
 
+    def test_measures_are_short(self):
+        tuner, own = (Autotuner.__new__(Autotuner) for _ in range(2))
+        tuner._do_bench, own._do_bench = None, len
+        with mock.patch.object(triton.runtime.driver, "_active", mock.Mock()):
+            before = tuner.do_bench
+            with autotuning.tuned_in_threads():
+                self.assertEqual((tuner.do_bench.func, own.do_bench), (triton.testing.do_bench, len))
+                self.assertLess(sum(tuner.do_bench.keywords.values()), 50)
+            self.assertIs(tuner.do_bench, before)
+
     def test_an_error_is_left_to_the_measurement(self):
         configs = [Config(16), Config(32)]
         tuner = self.tuner(configs, mock.Mock(side_effect=RuntimeError("out of shared memory")))

@@ -107,8 +107,8 @@ def _triton(tell) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(cls: type, **methods: Callable) -> Iterator[None]:
-    """Replace methods of a class while the block runs."""
+def replaced(cls: type, **methods: Any) -> Iterator[None]:
+    """Replace methods or properties of a class while the block runs."""
     before = {name: getattr(cls, name) for name in methods}
     try:
         for name, method in methods.items():
