@@ -264,6 +264,9 @@ def _ops_of(model: PreTrainedModel | None, device: torch.device, dtype: torch.dt
     sizes = {} if model is None else sizes_for_ops(text_config(model))
     planned = availability(device, dtype, **sizes)
     found = {op: planned[op] for op in planned if not op.startswith("attention ")}
+    if model is not None:
+        # No family with classes of this package scans as Mamba-2 does.
+        del found["ssd"]
     if model is not None and "expert_sizes" not in sizes:
         del found["experts"]
     op = f"attention {attention}"

@@ -17,6 +17,7 @@ from .moe import choose_experts, experts
 from .norm import gated_rms_norm, rms_norm
 from .per_document import per_document
 from .rotary import qk_norm_rope
+from .ssd import ssd, torch_ssd
 
 
 __all__ = [
@@ -35,7 +36,9 @@ __all__ = [
     "per_document",
     "qk_norm_rope",
     "rms_norm",
+    "ssd",
     "torch_causal_conv1d",
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
+    "torch_ssd",
 ]

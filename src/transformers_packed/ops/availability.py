@@ -12,9 +12,10 @@ from .linear import example as linear
 from .moe import example as moe
 from .norm import example as norm
 from .rotary import example as rotary
+from .ssd import example as ssd
 
 
-_EXAMPLES = (gated_delta_rule, convolution, attention, norm, linear, rotary, glu, moe, cross_entropy)
+_EXAMPLES = (gated_delta_rule, convolution, attention, norm, linear, rotary, glu, moe, ssd, cross_entropy)
 
 
 def availability(

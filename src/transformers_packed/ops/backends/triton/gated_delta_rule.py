@@ -18,6 +18,15 @@ from .norm import programs_for
 _TOKENS = 64
 
 
+@triton.jit
+def softplus(x):
+    """Compute `log(1 + e^x)` without overflow. The quotient corrects the rounding error of a small second term."""
+    small = tl.exp(-tl.abs(x))
+    kept = (1.0 + small) - 1.0
+    log = tl.where(kept == 0.0, small, tl.log(1.0 + small) * small / tl.where(kept == 0.0, 1.0, kept))
+    return tl.maximum(x, 0.0) + log
+
+
 @triton.jit(do_not_specialize=["length"])
 def _decay_forward(
     a_ptr, b_ptr, a_log_ptr, dt_ptr, g_ptr, beta_ptr, length, a_stride, b_stride, heads,
@@ -29,12 +38,7 @@ def _decay_forward(
     x = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_ptr + head, mask=head < heads, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log_ptr + head, mask=head < heads, other=0.0).to(tl.float32))
-    # log(1 + e^x) without overflow. The quotient corrects the rounding error of a small second term.
-    small = tl.exp(-tl.abs(x))
-    kept = (1.0 + small) - 1.0
-    log = tl.where(kept == 0.0, small, tl.log(1.0 + small) * small / tl.where(kept == 0.0, 1.0, kept))
-    softplus = tl.maximum(x, 0.0) + log
-    tl.store(g_ptr + token * heads + head, -rate * softplus, mask=inside)
+    tl.store(g_ptr + token * heads + head, -rate * softplus(x), mask=inside)
     beta = tl.sigmoid(tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     tl.store(beta_ptr + token * heads + head, beta.to(beta_ptr.dtype.element_ty), mask=inside)
 

@@ -1,0 +1,251 @@
+"""The scan of Mamba-2. The oracle is the recurrence, token by token in float64, on each document alone."""
+
+import math
+import sys
+import unittest
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from common.fused import errors, guarded_buffers
+from mixins.op import PackedOpTesterMixin
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import ssd, torch_ssd
+from transformers_packed.ops.backends import mamba_ssm
+from transformers_packed.ops.backends.triton import ssd as kernels
+from transformers_packed.ops.ssd import _verify_triton
+
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+BARS = {FLOAT32: 1e-4, BFLOAT16: 1e-2}
+# Heads, their size, groups and states: several heads in a tile, groups, parts of a head, two tiles of states.
+SIZES = [(4, 8, 1, 8), (4, 16, 2, 72), (2, 80, 2, 16), (2, 128, 1, 16)]
+LENGTHS = (5, 1, 16, 33)
+
+
+def make_inputs(length, heads, dim, groups, states, dtype=FLOAT32):
+    """Return x, dt, B and C, then A, D and dt_bias, with numbers that are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(length)
+    normal = lambda *shape: torch.randn(shape, generator=generator).bfloat16().to(dtype)  # noqa: E731
+    row = [normal(1, length, heads, dim), normal(1, length, heads)]
+    row += [normal(1, length, groups, states) for _ in range(2)]
+    return [*row, -normal(heads).abs() - 0.125, normal(heads), normal(heads)]
+
+
+def call(x, dt, B, C, A, D, dt_bias, **options):
+    return ssd(x, dt, A, B, C, D, dt_bias=dt_bias, **options)
+
+
+def token_by_token(x, dt, B, C, A, D, dt_bias, dt_limit):
+    """The formula."""
+    heads = x.shape[2] // B.shape[2]
+    step = F.softplus(dt + dt_bias).clamp(*dt_limit)
+    B, C = (z.repeat_interleave(heads, 2)[..., None] for z in (B, C))
+    state, outputs = 0, []
+    for t in range(x.shape[1]):
+        decay = (step[:, t] * A).exp()[..., None, None]
+        state = decay * state + step[:, t, :, None, None] * B[:, t] * x[:, t, :, None]
+        outputs.append((C[:, t] * state).sum(2) + D[:, None] * x[:, t])
+    return torch.stack(outputs, 1)
+
+
+def with_gradients(function, inputs, upstream):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+
+def against_documents_alone(lengths, inputs, dt_limit, impl):
+    """Return the results of a packed row, and those of the formula on each document in float64."""
+    upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    boundaries = SequenceBoundaries.from_lengths(lengths)
+    options = {"boundaries": boundaries, "dt_limit": dt_limit, "impl": impl}
+
+    def alone(*leaves):
+        documents = zip(*(x.split(lengths, 1) for x in leaves[:4]), strict=True)
+        return torch.cat([token_by_token(*document, *leaves[4:], dt_limit) for document in documents], 1)
+
+    packed = with_gradients(lambda *leaves: call(*leaves, **options), inputs, upstream)
+    return packed, with_gradients(alone, [x.double() for x in inputs], upstream)
+
+
+class PackedSSDTest(PackedOpTesterMixin, unittest.TestCase):
+    tolerance = 2e-5
+    impl = "reference"
+
+    def make_inputs(self, length):
+        *row, A, self.D, self.dt_bias = make_inputs(length, 2, 8, 1, 8)
+        # A weak decay, so that a document's state reaches the next one.
+        self.A = A / 8
+        return row
+
+    def run_op(self, *row, boundaries=None):
+        return call(*row, self.A, self.D, self.dt_bias, boundaries=boundaries, impl=self.impl)
+
+
+class InterpretedPackedSSDTest(PackedSSDTest, InterpretedKernelsTest):
+    impl = "triton"
+
+    def setUp(self):
+        super().setUp()
+        InterpretedKernelsTest.setUp(self)
+
+
+class ReferenceTest(unittest.TestCase):
+    @parameterized.expand([(sizes, limit) for sizes in SIZES for limit in ((0.0, math.inf), (0.25, 1.0))])
+    def test_against_the_formula(self, sizes, limit):
+        inputs = make_inputs(sum(LENGTHS), *sizes)
+        actual, expected = against_documents_alone(LENGTHS, inputs, limit, "reference")
+        self.assertLess(max(errors(actual, expected)), BARS[FLOAT32], errors(actual, expected))
+
+    @parameterized.expand([(1,), (16,), (100,), (256,)])
+    def test_chunk_size_does_not_matter(self, size):
+        x, dt, B, C, A, D, bias = make_inputs(100, 4, 8, 2, 8, torch.float64)
+        expected = token_by_token(x, dt, B, C, A, D, bias, (0.0, math.inf))
+        actual = torch_ssd(x, dt, A, B, C, D, bias, chunk_size=size, seq_idx=None)
+        self.assertLess(float((actual - expected).abs().max()), 1e-12)
+
+    def test_against_the_builtin(self):
+        from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+        x, dt, B, C, A, D, bias = make_inputs(70, 4, 8, 2, 8)
+        limit = 0.01, 2.0
+        expected = mamba2_chunk_scan(x, dt, A, B, C, 16, D=D, dt_bias=bias, dt_softplus=True, dt_limit=limit)
+        actual = call(x, dt, B, C, A, D, bias, dt_limit=limit)
+        self.assertLess(max(errors([actual], [expected])), 1e-6)
+
+    def test_a_batch_and_its_dtype(self):
+        rows = [make_inputs(20, 4, 8, 2, 8, BFLOAT16), make_inputs(20, 4, 8, 2, 8, BFLOAT16)]
+        rows[1][0] = rows[1][0] + 1
+        batch = [torch.cat(pair) for pair in zip(*(row[:4] for row in rows), strict=True)]
+        output = call(*batch, *rows[0][4:])
+        self.assertEqual(output.dtype, BFLOAT16)
+        for i, row in enumerate(rows):
+            self.assertTrue(torch.equal(output[i : i + 1], call(*row[:4], *rows[0][4:])))
+
+    @parameterized.expand(
+        [
+            ("dt", 1, (1, 9, 4, 1)),
+            ("b", 2, (1, 8, 2, 8)),
+            ("groups", 2, (1, 9, 3, 8)),
+            ("a", 4, (2,)),
+            ("bias", 6, (4, 1)),
+        ]
+    )
+    def test_refuses_shapes_that_do_not_fit(self, _, place, shape):
+        inputs = make_inputs(9, 4, 8, 2, 8)
+        inputs[place] = torch.zeros(shape)
+        if place == 2:
+            inputs[3] = torch.zeros(shape)
+        with self.assertRaisesRegex(ValueError, r"^expected x \[batch, T, H, P\].*A, D and dt_bias \[H\], got"):
+            call(*inputs)
+
+
+class InterpretedTest(InterpretedKernelsTest):
+    def setUp(self):
+        super().setUp()
+        # Short chunks, so that short documents have several.
+        self.enterContext(mock.patch.object(kernels, "_CHUNK", 16))
+
+    @parameterized.expand(
+        [(sizes, (0.0, math.inf), dtype) for sizes in SIZES for dtype in (FLOAT32, BFLOAT16)]
+        + [(SIZES[0], (0.25, 1.0), FLOAT32)]
+    )
+    def test_against_the_formula(self, sizes, limit, dtype):
+        inputs = make_inputs(sum(LENGTHS), *sizes, dtype)
+        actual, expected = against_documents_alone(LENGTHS, inputs, limit, "triton")
+        self.assertEqual([x.dtype for x in actual], [dtype] * 8)
+        self.assertLess(max(errors(actual, expected)), BARS[dtype], errors(actual, expected))
+
+    def test_batches_and_columns_of_wider_rows(self):
+        inputs = make_inputs(21, *SIZES[0])
+        expected = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
+        wide = [torch.full((1, 21, 3, *x.shape[2:]), float("nan")).index_copy(2, torch.tensor([1]), x[:, :, None])
+                for x in inputs[:4]]  # fmt: skip
+        inputs[:4] = (x[:, :, 1] for x in wide)
+        self.assertFalse(any(x.is_contiguous() for x in inputs[:4]))
+        actual = with_gradients(lambda *x: call(*x, impl="triton"), inputs, torch.ones_like(inputs[0]))
+        for a, b in zip(actual, expected, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        batch = [torch.cat([x, -x]) for x in inputs[:4]]
+        alone = [call(*(x[i : i + 1] for x in batch), *inputs[4:], impl="triton") for i in range(2)]
+        self.assertTrue(torch.equal(call(*batch, *inputs[4:], impl="triton"), torch.cat(alone)))
+
+    def test_reads_no_buffer_that_it_did_not_write_and_writes_nothing_else(self):
+        run = partial(call, boundaries=SequenceBoundaries.from_lengths(LENGTHS), impl="triton")
+        for sizes in SIZES[1:3]:
+            inputs = make_inputs(sum(LENGTHS), *sizes)
+            plain = with_gradients(run, inputs, torch.ones_like(inputs[0]))
+            with guarded_buffers():
+                guarded = with_gradients(run, inputs, torch.ones_like(inputs[0]))
+            for a, b in zip(guarded, plain, strict=True):
+                self.assertTrue(torch.equal(a, b))
+
+    def test_boundaries_on_the_device_only(self):
+        """As in a CUDA graph: documents may be empty, and the last one is."""
+        inputs = make_inputs(40, *SIZES[0])
+        cu_seqlens = torch.tensor([0, 17, 17, 40, 40], dtype=torch.int32)
+        in_graph = SequenceBoundaries(cu_seqlens, length=40, device_only="Pass lengths.")
+        outside = SequenceBoundaries.from_lengths([17, 23])
+        results = [
+            with_gradients(lambda *x: call(*x, boundaries=b, impl="triton"), inputs, torch.ones_like(inputs[0]))  # noqa: B023
+            for b in (in_graph, outside)
+        ]
+        self.assertLess(max(errors(*results)), 1e-6)
+
+    def test_what_the_kernel_does_not_serve(self):
+        for inputs, message in (
+            (make_inputs(9, *SIZES[0], torch.float64), "not torch.float64"),
+            (make_inputs(9, *SIZES[0], torch.float16), "overflow in float16"),
+            (make_inputs(9, 2, 8, 2, 8), "not 1 heads of 8"),
+            (make_inputs(9, 4, 12, 1, 8), "not 4 heads of 12"),
+            ([*make_inputs(9, *SIZES[0])[:3], *make_inputs(9, *SIZES[0], BFLOAT16)[3:]], "one dtype"),
+        ):
+            self.check_what_the_kernel_does_not_serve(lambda impl: call(*inputs, impl=impl), message)  # noqa: B023
+
+
+class MambaSsmTest(unittest.TestCase):
+    def test_the_call(self):
+        """Every argument is one of the package's function, with the names of its release 2.2."""
+        x, dt, B, C, A, D, bias = inputs = make_inputs(9, *SIZES[0])
+        boundaries = SequenceBoundaries.from_lengths([4, 5])
+
+        def scan(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
+                 cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, math.inf), return_final_states=False):  # fmt: skip
+            self.assertEqual((seq_idx.dtype, seq_idx.shape, dt_softplus), (torch.int32, (1, 9), True))
+            found = SequenceBoundaries.from_seq_idx(seq_idx)
+            return ssd(x, dt, A, B, C, D, dt_bias=dt_bias, dt_limit=dt_limit, boundaries=found, impl="reference")
+
+        module = ModuleType("mamba_ssm.ops.triton.ssd_combined")
+        module.mamba_chunk_scan_combined = scan
+        with mock.patch.dict(sys.modules, {module.__name__: module}):
+            options = {"dt_bias": bias, "dt_limit": (0.1, 1.0), "boundaries": boundaries}
+            actual = mamba_ssm.ssd(x, dt, A, B, C, D, **options)
+        self.assertTrue(torch.equal(actual, call(*inputs, dt_limit=(0.1, 1.0), boundaries=boundaries)))
+
+    def test_verifier(self):
+        on_gpu = SimpleNamespace(is_cuda=True, dtype=BFLOAT16)
+        self.assertEqual(mamba_ssm.verify_ssd(torch.zeros(1)), (False, "needs CUDA tensors"))
+        self.assertRegex(mamba_ssm.verify_ssd(SimpleNamespace(is_cuda=True, dtype=torch.float64))[1], "float64")
+        for found in (True, False):
+            with mock.patch.object(mamba_ssm, "importable", lambda *names: (found, names[1])):  # noqa: B023
+                self.assertEqual(mamba_ssm.verify_ssd(on_gpu), (found, "mamba-ssm"))
+
+
+class VerifyTest(unittest.TestCase):
+    @parameterized.expand([(128, 64, 1, 128), (128, 64, 8, 128), (128, 8, 1, 256), (8, 640, 1, 64), (24, 80, 1, 128)])
+    def test_released_models(self, heads, dim, groups, states):
+        x, dt, B, C, A, D, _ = make_inputs(1, heads, dim, groups, states)
+        with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
+            self.assertEqual(_verify_triton(x, dt, A, B, C, D), (True, ""))
+        columns = kernels.columns_of(heads, dim, groups)
+        self.assertEqual(heads // groups * dim % columns, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
