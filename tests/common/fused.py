@@ -226,6 +226,18 @@ CASES = [
         released=[{"heads": 16, "dim": 128}],
     ),
     Case(
+        "gate_first_rms_norm",
+        lambda impl, x, gate, weight: gated_rms_norm(x, gate, weight, gate_first=True, impl=impl),
+        lambda normal, tokens, heads, dim: [
+            normal(1, tokens, heads, dim),
+            normal(1, tokens, heads, dim),
+            normal(heads, dim),
+        ],
+        per_token=2,
+        small=[{"heads": 1, "dim": 37}, {"heads": 3, "dim": 32}],
+        released=[{"heads": 1, "dim": 8192}, {"heads": 8, "dim": 1024}],
+    ),
+    Case(
         "swiglu",
         lambda impl, gate, up: glu(gate, up, impl=impl),
         lambda normal, tokens, width: [normal(1, tokens, width), normal(1, tokens, width)],
@@ -253,6 +265,21 @@ CASES = [
         per_token=2,
         small=[{"heads": 3, "dim": 32}],
         released=[{"heads": 16, "dim": 128}],
+    ),
+    Case(
+        "gate_first_rms_norm_linear",
+        lambda impl, x, gate, scale, weight: gated_rms_norm(
+            x, gate, scale, gate_first=True, linear_weight=weight, impl=impl
+        ),
+        lambda normal, tokens, heads, dim: [
+            normal(1, tokens, heads, dim),
+            normal(1, tokens, heads, dim),
+            normal(heads, dim),
+            normal(24, heads * dim) / 32,
+        ],
+        per_token=2,
+        small=[{"heads": 3, "dim": 32}],
+        released=[{"heads": 8, "dim": 1024}],
     ),
     Case(
         "swiglu_linear",

@@ -6,6 +6,8 @@ import torch
 from common.fused import relative
 from mixins.op import BuiltinTesterMixin
 from mixins.triton import InterpretedKernelsTest, bad_input_tests
+from parameterized import parameterized
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as builtin
 
 from transformers_packed.ops import gated_rms_norm, rms_norm
@@ -73,6 +75,17 @@ class ReferenceTest(BuiltinTesterMixin, unittest.TestCase):
             lambda x, gate, w: (self.call(module, weight=w)(x, gate),),
             [self.normal(9, 40), self.normal(9, 40), self.normal(40)],
         )
+
+    @parameterized.expand([(1,), (4,)])
+    def test_gate_first(self, groups):
+        module = mamba2.MambaRMSNormGated(40, 40 // groups, eps=1e-5)
+
+        def ours(x, gate, weight):
+            x, gate, weight = (z.unflatten(-1, (groups, -1)) for z in (x, gate, weight))
+            return (gated_rms_norm(x, gate, weight, 1e-5, gate_first=True, impl="reference").flatten(-2),)
+
+        inputs = [self.normal(9, 40), self.normal(9, 40), self.normal(40)]
+        self.assert_same(ours, lambda x, gate, w: (self.call(module, weight=w)(x, gate),), inputs)
 
 
 class BadInputTest(bad_input_tests(SHAPES, UNSERVED)):

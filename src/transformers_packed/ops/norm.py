@@ -74,20 +74,25 @@ def gated_rms_norm(
     weight: torch.Tensor,
     eps: float = 1e-6,
     *,
+    gate_first: bool = False,
     linear_weight: torch.Tensor | Projection | Callable[[torch.Tensor], torch.Tensor] | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Gated RMS norm over the last dimension, `x / sqrt(mean(x^2) + eps) * weight * silu(gate)`, and a linear layer.
+
+    With `gate_first`, as in Mamba-2, `x` is `hidden_states * silu(gate)`, and the result is not gated again.
 
     Args:
         hidden_states (`torch.Tensor` of shape `[..., width]`, or `[..., heads, width]` with a linear layer):
             Input of any floating dtype. The norm is computed in float32, or in float64 for float64 inputs.
         gate (`torch.Tensor` of the shape of `hidden_states`):
             Gate of each element.
-        weight (`torch.Tensor` of shape `[width]`):
-            Scale.
+        weight (`torch.Tensor` of shape `[width]`, or `[heads, width]`):
+            Scale, for all heads or for each.
         eps (`float`, *optional*, defaults to 1e-6):
             Added to the mean square.
+        gate_first (`bool`, *optional*, defaults to `False`):
+            Whether to gate before the norm.
         linear_weight (`torch.Tensor` of shape `[out, heads * width]`, [`Projection`] or `Callable`, *optional*):
             Weight of a linear layer on the concatenated heads, or the layer with its adapters. The backward then
             recomputes the norm. A function is called with the norm `[..., heads * width]`.
@@ -113,14 +118,19 @@ def gated_rms_norm(
 
     ```
     """
-    _check(hidden_states, weight, "gate", gate)
+    if weight.shape != hidden_states.shape[-2:]:
+        _check(hidden_states, weight, "gate", gate)
+    elif gate.shape != hidden_states.shape:
+        _check(hidden_states, weight[0], "gate", gate)
     if callable(linear_weight):
-        return linear_weight(gated_rms_norm(hidden_states, gate, weight, eps, impl=impl).flatten(-2))
+        normed = gated_rms_norm(hidden_states, gate, weight, eps, gate_first=gate_first, impl=impl)
+        return linear_weight(normed.flatten(-2))
     name = "gated_rms_norm"
     if linear_weight is not None:
         check_layer(hidden_states.shape[-2:].numel(), linear_weight)
         name += "_linear"
-    return run(name, impl, IMPLEMENTATIONS, hidden_states, weight, eps, 0.0, None, gate, linear_weight)
+    call = hidden_states, weight, eps, 0.0, None, gate, linear_weight
+    return run(name, impl, IMPLEMENTATIONS, *call, gate_first=gate_first)
 
 
 def _check(hidden_states: torch.Tensor, weight: torch.Tensor, name: str, other: torch.Tensor | None) -> None:
@@ -134,31 +144,40 @@ def widened(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _reference(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
+def _reference(
+    hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False, gate_first=False
+):
     if linear_weight is not None:
-        return apply_reference(gated_rms_norm(hidden_states, gate, weight, eps).flatten(-2), linear_weight)
+        normed = gated_rms_norm(hidden_states, gate, weight, eps, gate_first=gate_first)
+        return apply_reference(normed.flatten(-2), linear_weight)
     if residual is not None:
         hidden_states = residual + hidden_states
     x, dtype = widened(hidden_states), hidden_states.dtype
+    if gate_first:
+        x = x * F.silu(widened(gate))
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if gate_first:
+        return (weight * x.to(dtype)).to(dtype)
     if gate is not None:
         return (weight * x.to(dtype) * F.silu(widened(gate))).to(dtype)
     normed = (x * (offset + widened(weight))).to(dtype)
     return (normed, hidden_states) if stream or residual is not None else normed
 
 
-def _triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
+def _triton(
+    hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False, gate_first=False
+):
     from .backends.triton.norm import RMSNorm, normed_again
 
     plan, tensors = planned([] if linear_weight is None else [as_projection(linear_weight)])
-    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, plan, *tensors)
+    result = RMSNorm.apply(hidden_states, weight, residual, gate, eps, offset, stream, gate_first, plan, *tensors)
     if gate is None:
         normed, total = result if stream or residual is not None else (result, hidden_states)
         remember_recipe(normed, partial(normed_again, eps=eps, offset=offset), total, weight)
     return result
 
 
-def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, stream=False):
+def _verify_triton(hidden_states, weight, eps, offset, residual, gate=None, linear_weight=None, **_):
     if residual is not None and torch.float64 in (hidden_states.dtype, residual.dtype):
         return False, "supports float32, float16 and bfloat16, not torch.float64"
     if hidden_states.shape[-1] > 16384:

@@ -2,6 +2,9 @@
 
     s = x + residual        r = 1 / sqrt(mean(s^2) + eps)        y = s * r * (offset + weight) * silu(gate)
 
+With the gate first, s = x * silu(gate), and y is not gated again. With a weight for each of several groups, a row is one
+group of a token, and a program computes rows of one group.
+
 Each program computes a tile of whole rows. The forward reads each input and writes each output once, and saves `r`,
 one number per row. The backward recomputes the rest. A fixed number of programs accumulates the gradient of the weight
 in registers, and a second sum adds their results. The order of additions is therefore deterministic.
@@ -25,62 +28,79 @@ _PROGRAMS = 4
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_forward(
-    x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, eps,
-    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, residual_ptr, gate_ptr, weight_ptr, y_ptr, sum_ptr, r_ptr, rows, width, gate_stride, eps,
+    OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, FIRST: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(0) % GROUPS
+    row = (tl.program_id(0) // GROUPS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    at = (row * GROUPS + group)[:, None] * width + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         # Rounded to the storage dtype, so that the backward computes with the same numbers.
         stored = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, stored, mask=inside)
         x = stored.to(tl.float32)
-    r = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
-    tl.store(r_ptr + row, r, mask=row < rows)
-    weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    y = x * r[:, None] * weight[None, :]
     if GATE:
-        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        gate_at = row[:, None] * gate_stride + group * width + column[None, :]
+        gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+        if FIRST:
+            x = x * gate * tl.sigmoid(gate)
+    r = tl.rsqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(r_ptr + row * GROUPS + group, r, mask=row < rows)
+    weight_at = weight_ptr + group * width + column
+    weight = OFFSET + tl.load(weight_at, mask=column < width, other=0.0).to(tl.float32)
+    y = x * r[:, None] * weight[None, :]
+    if GATE and not FIRST:
         y = y * gate * tl.sigmoid(gate)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _norm_backward(
-    dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, y_ptr, rows, width, tiles,
-    AGAIN: tl.constexpr, TRAINED: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    dy_ptr, dsum_ptr, x_ptr, gate_ptr, weight_ptr, r_ptr, dx_ptr, dgate_ptr, dweight_ptr, y_ptr, rows, width, gate_stride,
+    tiles, AGAIN: tl.constexpr, TRAINED: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr,
+    FIRST: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    group = program % GROUPS
     column = tl.arange(0, WIDTH)
-    weight = OFFSET + tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    weight_at = weight_ptr + group * width + column
+    weight = OFFSET + tl.load(weight_at, mask=column < width, other=0.0).to(tl.float32)
     # Sum over the rows of the tiles only at the end, because a sum across warps has to synchronize.
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
-    for tile in range(program, tiles, tl.num_programs(0)):
+    for tile in range(program // GROUPS, tiles, tl.num_programs(0) // GROUPS):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
+        at = (row * GROUPS + group)[:, None] * width + column[None, :]
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
+        r = tl.load(r_ptr + row * GROUPS + group, mask=row < rows, other=0.0)
         normed = x * r[:, None]
         if GATE:
-            gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            gate_at = row[:, None] * gate_stride + group * width + column[None, :]
+            gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
             sigmoid = tl.sigmoid(gate)
             # d silu = sigmoid * (1 + gate * (1 - sigmoid))
-            dgate = dy * normed * weight[None, :] * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-            tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+            slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
             if AGAIN:
                 y = normed * weight[None, :] * gate * sigmoid
                 tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
-            dy = dy * gate * sigmoid
+            if FIRST:
+                normed *= gate * sigmoid
+            else:
+                dgate = dy * normed * weight[None, :] * slope
+                tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+                dy = dy * gate * sigmoid
         if TRAINED:
             dweight += dy * normed
         dnormed = dy * weight[None, :]
         dx = r[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / width)[:, None])
+        if GATE and FIRST:
+            tl.store(dgate_ptr + at, (dx * x * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
+            dx *= gate * sigmoid
         if RESIDUAL:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -99,30 +119,36 @@ class RMSNorm(torch.autograd.Function):
 
     With a residual, it returns the norm and the sum; with `stream`, the norm and `x`. With a gate, the norm
     `[..., heads, width]` may go through one linear layer with `heads * width` inputs, given by `plan` and `tensors` of
-    [`planned`]. The norm is then not saved: the backward recomputes it.
+    [`planned`]. The norm is then not saved: the backward recomputes it. A `weight` `[heads, width]` has one for each
+    head. With `first`, the gate comes before the norm.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream: bool, plan: Plan, *tensors):
+    def forward(ctx, x, weight, residual, gate, eps: float, offset: float, stream, first: bool, plan: Plan, *tensors):
         # Under autocast, layer outputs have low precision, but the residual stream does not.
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, x.dtype if residual is None else residual.dtype)
         given = x
-        x, residual, gate = (
-            None if z is None else z.reshape(-1, z.shape[-1]).contiguous() for z in (x, residual, gate)
-        )
+        x, residual = (None if z is None else z.reshape(-1, z.shape[-1]).contiguous() for z in (x, residual))
         weight = weight.contiguous()
-        rows, width = x.shape
+        width, groups = x.shape[1], weight.numel() // x.shape[1]
+        rows = len(x) // groups
+        if gate is not None:
+            # Columns of a wider row are read where they are.
+            gate = gate.reshape(rows, groups * width)
+            gate = gate if gate.stride(1) == 1 else gate.contiguous()
         total = x
         if residual is not None:
             total = torch.empty(ctx.shape, dtype=torch.promote_types(*ctx.dtypes), device=x.device)
         # Allocate outputs in their final shape: autograd forbids in-place changes to views from a custom function.
         y = torch.empty(ctx.shape, dtype=total.dtype, device=x.device)
-        r = torch.empty(rows, dtype=torch.float32, device=x.device)
+        r = torch.empty(len(x), dtype=torch.float32, device=x.device)
         tile = _tile(width)
-        ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None} | tile
-        grid = (ceil_div(rows, tile["ROWS"]),)
-        _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, eps, **ctx.options)
+        ctx.options = {"OFFSET": offset, "RESIDUAL": residual is not None, "GATE": gate is not None}
+        ctx.options |= {"FIRST": first, "GROUPS": groups} | tile
+        grid = (ceil_div(rows, tile["ROWS"]) * groups,)
+        stride = width if gate is None else gate.stride(0)
+        _norm_forward[grid](x, residual, gate, weight, y, total, r, rows, width, stride, eps, **ctx.options)
         products = Products(ctx, plan, tensors, y.dtype)
         if plan.layers:
             (output,) = products.forward(y.view(-1, ctx.shape[-2:].numel()))
@@ -138,32 +164,35 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, d_out, dsum=None):
         products, (x, weight, gate, r) = Products.restored(ctx)
         x = x.view(-1, x.shape[-1])
-        rows, width = x.shape
+        width, groups = x.shape[1], ctx.options["GROUPS"]
+        rows = len(x) // groups
         dy, d_outs, layers = d_out, [d_out.reshape(-1, d_out.shape[-1])], products.plan.layers
         again = products.needs_rows()
         if layers:
             dy = products.input_gradient(d_outs)
-        dy = dy.reshape(rows, width).contiguous()
-        dsum = None if dsum is None else dsum.reshape(rows, width).contiguous()
+        dy = dy.reshape(-1, width).contiguous()
+        dsum = None if dsum is None else dsum.reshape(-1, width).contiguous()
         # With a linear layer, `dy` is not needed after the kernel, which reads each row of it before it writes `dx`.
         dx = dy if layers else torch.empty_like(x)
-        dgate = None if gate is None else torch.empty_like(gate)
+        dgate = None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
         y = torch.empty_like(x) if again else None
         tiles = ceil_div(rows, ctx.options["ROWS"])
-        programs = programs_for(tiles, x.device)
+        programs = max(1, programs_for(tiles * groups, x.device) // groups) * groups
+        stride = width if gate is None else gate.stride(0)
         trained = ctx.needs_input_grad[1]
         dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device) if trained else None
         options = ctx.options | {"RESIDUAL": dsum is not None}
         _norm_backward[(programs,)](
-            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, tiles, again, trained, **options
-        )
+            dy, dsum, x, gate, weight, r, dx, dgate, dweight, y, rows, width, stride, tiles, again, trained,
+            **options,
+        )  # fmt: skip
         dx = dx.view(ctx.shape)
         dresidual = dx.to(ctx.dtypes[1]) if ctx.options["RESIDUAL"] else None
-        dweight = dweight.sum(0).to(weight.dtype) if trained else None
+        dweight = dweight.view(-1, *weight.shape).sum(0).to(weight.dtype) if trained else None
         y = y.view(-1, ctx.shape[-2:].numel()) if again else None
         found = products.parameter_gradients(d_outs, y)
         dgate = None if gate is None else dgate.view(ctx.shape)
-        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, *found
+        return dx.to(ctx.dtypes[0]), dweight, dresidual, dgate, None, None, None, None, None, *found
 
 
 @on_its_device
@@ -172,9 +201,10 @@ def normed_again(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: floa
     x = x.contiguous()
     y, rows, tile = torch.empty_like(x), x.numel() // x.shape[-1], _tile(x.shape[-1])
     r = torch.empty(rows, dtype=torch.float32, device=x.device)
-    options = {"OFFSET": offset, "RESIDUAL": False, "GATE": False} | tile
+    options = {"OFFSET": offset, "RESIDUAL": False, "GATE": False, "FIRST": False, "GROUPS": 1} | tile
     grid = (ceil_div(rows, tile["ROWS"]),)
-    _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, x.shape[-1], eps, **options)
+    width = x.shape[-1]
+    _norm_forward[grid](x, None, None, weight.contiguous(), y, x, r, rows, width, width, eps, **options)
     return y
 
 
