@@ -269,18 +269,10 @@ class KernelsTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("lfm2", {"causal_conv1d_fn": "seq_idx"}),
+            ("inkling", {"causal_conv1d_fn": "seq_idx"}),
             *([("inkling2", {"causal_conv1d_fn": "seq_idx"})] if "inkling2" in MIXERS else []),
             ("kimi_linear", {"causal_conv1d_fn": "seq_idx", "chunk_kimi_delta_attention": "cu_seqlens"}),
             ("olmo_hybrid", {"causal_conv1d_fn": "seq_idx", "torch_chunk_gated_delta_rule": "cu_seqlens"}),
-            (
-                "mamba2",
-                {
-                    "causal_conv1d_fn": "seq_idx",
-                    "mamba2_chunk_scan": "seq_idx",
-                    "mamba2_split_conv1d_scan_combined": "seq_idx",
-                },
-            ),
         ]
     )
     def test_kernels_are_told(self, family, kernels):

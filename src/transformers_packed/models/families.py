@@ -28,9 +28,8 @@ TITLES = f"{', '.join(family.title for family in OWN[:-1])} or {OWN[-1].title}"
 _PLAIN = Mixer()
 _ATTENTION = Mixer(masked=True)
 _CONV = Mixer(keywords=("seq_idx",), kernels=("causal_conv1d_fn",))
-_MAMBA2 = Mixer(
-    keywords=("seq_idx",), kernels=("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
-)
+_MAMBA2 = Mixer(row="mamba2")
+_SHORT_CONV = Mixer(row="short_conv")
 _GATED_DELTA = Mixer(
     keywords=("cu_seq_lens_q", "seq_idx"), kernels=("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 )
@@ -39,7 +38,7 @@ _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_
 _MIXERS: dict[str, dict[str, Mixer]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
     "bamba": {"BambaMixer": _MAMBA2},
-    "falcon_h1": {"FalconH1Mixer": _MAMBA2},
+    "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1")},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
     # No module needs replacing. It is enough to disable the cache of the text model, which mixes documents with one.
     "fuyu": {},
@@ -57,9 +56,9 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "jamba": {"JambaMambaMixer": _PLAIN},
     "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
     "lara_mini": {"LaraMiniGatedDeltaNet": _GATED_DELTA},
-    "lfm2": {"Lfm2ShortConv": _CONV},
-    "lfm2_moe": {"Lfm2MoeShortConv": _CONV},
-    "lfm3": {"Lfm3ShortConv": _PLAIN},
+    "lfm2": {"Lfm2ShortConv": _SHORT_CONV},
+    "lfm2_moe": {"Lfm2MoeShortConv": _SHORT_CONV},
+    "lfm3": {"Lfm3ShortConv": _SHORT_CONV},
     "mamba": {"MambaMixer": _PLAIN},
     "mamba2": {"Mamba2Mixer": _MAMBA2},
     "minimax": {"MiniMaxLightningAttention": _PLAIN},

@@ -22,7 +22,9 @@ class Own:
 
 @dataclass(frozen=True)
 class Mixer:
-    """How a token mixer runs on a packed row: on each document separately, or on the whole row if its kernels allow.
+    """How a token mixer runs on a packed row: on each document separately, or on the whole row.
+
+    The whole row needs a function of this package, or kernels of the stock forward that accept boundaries.
 
     Args:
         outputs (`tuple[int]`, *optional*, defaults to `(0,)`):
@@ -34,12 +36,15 @@ class Mixer:
             The keyword arguments (from `SequenceBoundaries.layer_kwargs`) that pass the boundaries to its kernels.
         kernels (`tuple[str]`, *optional*):
             The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
+        row (`str`, *optional*):
+            The function of `mixers.ROWS` that computes the module on the whole row.
     """
 
     outputs: tuple[int, ...] = (0,)
     masked: bool = False
     keywords: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    row: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ The first use of a family derives classes from its stock classes, following its 
 * A model (`root_class`) accepts the packing keywords, resolves the boundaries, and runs the stock forward with
   position ids that restart, no mask and no cache. A base model that is `Unpacked` runs it on each document separately.
 * A token mixer (`mixer_class`) runs the stock forward on each document separately, or once on the whole row if its
-  kernels accept boundaries.
+  kernels accept boundaries. For some, `mixers` has a function that computes the whole row.
 
 The layers in between pass no boundaries on, so a context variable holds them while a model runs. Input that is not
 packed reaches the stock forward unchanged. The classes are pickled by name, such as `bamba__BambaMixer` from here.
@@ -52,8 +52,9 @@ from .inputs import (
     resolve_boundaries,
     tokens_of,
 )
+from .mixers import ROWS
 from .packed_model import PackedModelMixin
-from .releases import CACHE, CHECKPOINTS, FLEX, check_other_families, class_names
+from .releases import CACHE, CACHES, CHECKPOINTS, FLEX, check_other_families, class_names
 from .replacements import REPLACEMENTS
 
 
@@ -412,6 +413,10 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
         boundaries = _current.get()
         if boundaries is None:
             return builtin.forward(module, **arguments)
+        output = _on_the_row(module, mixer, arguments, boundaries)
+        if output is not None:
+            ran(type(module).__name__, "row")
+            return output
         with_kernels = _has_kernels(builtin, mixer, arguments)
         ran(type(module).__name__, "kernels" if with_kernels else "per_document")
         # Modules inside this one receive either documents or the boundaries as arguments.
@@ -423,6 +428,13 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
 
     namespace = {"forward": forward_like(builtin.forward, run), "__doc__": builtin.__doc__}
     return type(builtin.__name__, (builtin,), namespace)
+
+
+def _on_the_row(module, mixer: Mixer, arguments: dict[str, Any], boundaries) -> torch.Tensor | None:
+    """Compute the module with the function of its record, or return `None` if it has none or does not support the call."""
+    if not mixer.row or any(arguments.get(name) is not None for name in (*CACHES, "attention_mask")):
+        return None
+    return ROWS[mixer.row](module, arguments["hidden_states"], boundaries)
 
 
 def _has_kernels(builtin: type, mixer: Mixer, arguments: dict[str, Any]) -> bool:

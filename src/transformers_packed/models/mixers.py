@@ -1,0 +1,91 @@
+"""Mixers of families without classes of their own that compute a whole packed row with the ops of this package.
+
+Each function does what the stock forward does without a cache and without padding. It calls the linear layers and the
+norm of the module unless nothing touches them, so hooks, adapters and quantized weights have the effect that they have
+there. It returns `None` for a module that it cannot compute, which then runs on each document separately.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..boundaries import SequenceBoundaries
+from ..ops import causal_conv1d, gated_rms_norm, glu, ssd
+from .projections import project, to_fuse
+from .untouched import is_untouched
+
+
+def _reads_weights_of(conv: torch.nn.Module) -> bool:
+    """Whether the weights of a convolution may be read directly. Those that accelerate offloads are moved by its hook."""
+    return isinstance(conv, torch.nn.Conv1d) and not hasattr(conv, "_hf_hook")
+
+
+def short_conv(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+    """Compute the short convolution of LFM2 between two gates."""
+    conv = module.conv
+    if not _reads_weights_of(conv):
+        return None
+    (projected,) = project(hidden_states, module.in_proj)
+    first, second, x = projected.chunk(3, dim=-1)
+    convolved = causal_conv1d(first * x, conv.weight.squeeze(1), conv.bias, boundaries=boundaries)
+    return project(second * convolved, module.out_proj)[0]
+
+
+def mamba2(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+    """Compute a Mamba-2 mixer: the convolution, the scan, the norm with a gate, and the output layer."""
+    if not _reads_weights_of(module.conv1d):
+        return None
+    (projected,) = project(hidden_states, module.in_proj)
+    return _after_projection(module, projected, hidden_states.dtype, boundaries)
+
+
+def falcon_h1(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+    """Compute a Mamba-2 mixer with multipliers, and perhaps without a norm."""
+    if not _reads_weights_of(module.conv1d):
+        return None
+    (projected,) = project(hidden_states * module.ssm_in_multiplier, module.in_proj)
+    return _after_projection(module, projected * module.mup_vector, hidden_states.dtype, boundaries)
+
+
+def _after_projection(module, projected: torch.Tensor, dtype: torch.dtype, boundaries) -> torch.Tensor:
+    groups, states = module.n_groups, module.ssm_state_size
+    sizes = [module.intermediate_size, module.intermediate_size + 2 * groups * states, module.num_heads]
+    gate, mixed, dt = projected.split(sizes, dim=-1)
+    conv = module.conv1d
+    mixed = causal_conv1d(mixed, conv.weight.squeeze(1), conv.bias, module.activation, boundaries=boundaries)
+    x, b, c = mixed.split([module.intermediate_size, groups * states, groups * states], dim=-1)
+    y = ssd(
+        x.unflatten(-1, (module.num_heads, -1)),
+        dt,
+        -torch.exp(module.A_log.float()),
+        b.unflatten(-1, (groups, -1)),
+        c.unflatten(-1, (groups, -1)),
+        module.D,
+        dt_bias=module.dt_bias,
+        dt_limit=tuple(module.time_step_limit),
+        boundaries=boundaries,
+    ).flatten(-2)
+    return _with_gate(module, y, gate, dtype)
+
+
+def _with_gate(module, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Apply the gate, the norm and the output layer, whose input has `dtype` outside of autocast."""
+    same = y.dtype == dtype or torch.is_autocast_enabled(y.device.type)
+    layer = to_fuse(module.out_proj, y) if same else lambda x: project(x.to(dtype), module.out_proj)[0]
+    if not getattr(module, "mamba_rms_norm", True):
+        return glu(gate, y, layer)
+    norm = module.norm
+    if not type(norm).__module__.startswith("transformers.models.") or not is_untouched(norm, type(norm)):
+        return project(norm(y, gate).to(y.dtype if same else dtype), module.out_proj)[0]
+    y, gate, weight = (x.unflatten(-1, (module.n_groups, -1)) for x in (y, gate, norm.weight))
+    first = not getattr(norm, "norm_before_gate", False)
+    return gated_rms_norm(y, gate, weight, norm.variance_epsilon, gate_first=first, linear_weight=layer)
+
+
+# By the names in `Mixer.row`.
+ROWS: dict[str, Callable[[Any, torch.Tensor, SequenceBoundaries], torch.Tensor | None]] = {
+    "falcon_h1": falcon_h1,
+    "mamba2": mamba2,
+    "short_conv": short_conv,
+}
