@@ -1,0 +1,149 @@
+"""Mixers that compute a whole packed row with the ops. The oracle is the stock model on each document alone."""
+
+import copy
+import unittest
+from unittest import mock
+
+import torch
+from common.families import documents, tiny_model
+from mixins.model import alone, gradients, packed_batch, padded_batch, relative_error, total_relative_error
+from mixins.triton import InterpretedKernelsTest
+from parameterized import parameterized
+from peft import LoraConfig, get_peft_model
+
+from transformers_packed import patch_model
+from transformers_packed.models import mixers
+from transformers_packed.models.families import FAMILIES
+from transformers_packed.ops import dispatch, implementations_used
+
+
+LENGTHS = (9, 1, 20, 5)
+ROWS = {name: cls for name, family in FAMILIES.items() for cls, mixer in family.mixers.items() if mixer.row}
+NORMED = {"mamba_rms_norm": True, "mamba_n_groups": 2}
+VARIANTS = [
+    *((family, {}) for family in ROWS),
+    ("bamba", {"mamba_n_groups": 2, "time_step_limit": (0.25, 1.0), "mamba_proj_bias": True}),
+    ("bamba", {"mamba_conv_bias": False}),
+    ("falcon_h1", NORMED | {"mamba_norm_before_gate": False}),
+    ("falcon_h1", NORMED | {"mamba_norm_before_gate": True}),
+    ("falcon_h1", {"ssm_multipliers": [0.5, 2.0, 0.75, 1.5, 3.0], "ssm_in_multiplier": 1.25}),
+    ("nemotron_h", {"n_groups": 4}),
+    ("zamba2", {"mamba_ngroups": 2, "add_bias_linear": True}),
+    ("lfm2", {"conv_bias": True}),
+]
+
+
+def mixers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in ROWS.values()]
+
+
+class MixersTest(unittest.TestCase):
+    def setUp(self):
+        dispatch._used.clear()
+
+    def check(self, model, rows, before=lambda model: None, bar=1e-5):
+        """Compare a packed row with the stock model on each document, after `before` has changed both."""
+        stock = copy.deepcopy(model)
+        before(stock)
+        logits, loss = alone(stock, rows)
+        expected = gradients(stock, loss)
+        patch_model(model)
+        before(model)
+        output = model(**packed_batch(rows))
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), bar)
+        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 10 * bar)
+
+    @parameterized.expand([(f"{family}_{i}", family, options) for i, (family, options) in enumerate(VARIANTS)])
+    def test_equals_documents_alone(self, _, family, options):
+        self.check(tiny_model(family, **options), documents(LENGTHS))
+        self.assertEqual(implementations_used()[ROWS[family]], ["row"])
+
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    def test_hooks_and_adapters_have_their_effect(self, family):
+        seen = []
+
+        def touch(model):
+            for module in mixers_of(model):
+                for name in ("in_proj", "norm", "out_proj"):
+                    if hasattr(module, name) and not isinstance(getattr(module, name), torch.nn.Identity):
+                        hook = lambda layer, args, output: seen.append(layer) or output * 1.5  # noqa: E731
+                        getattr(module, name).register_forward_hook(hook)
+
+        self.check(tiny_model(family), documents(LENGTHS), touch)
+        per_model = len(seen) // (len(LENGTHS) + 1)
+        self.assertEqual(len(seen), per_model * (len(LENGTHS) + 1))
+        self.assertGreaterEqual(per_model, 2)
+
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    def test_lora(self, family):
+        # PEFT refuses the output layer of some families.
+        targets = ["in_proj"] if family == "falcon_h1" else ["in_proj", "out_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        torch.manual_seed(0)
+        stock = get_peft_model(tiny_model(family), config)
+        model = patch_model(copy.deepcopy(stock))
+        logits, loss = alone(stock, documents(LENGTHS))
+        output = model(**packed_batch(documents(LENGTHS)))
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        got, expected = gradients(model, output.loss), gradients(stock, loss)
+        self.assertEqual(set(got), set(expected))
+        self.assertLess(total_relative_error(got, expected), 1e-4)
+
+    @parameterized.expand([("bamba", "conv1d"), ("lfm2", "conv")])
+    def test_a_convolution_that_accelerate_moves(self, family, name):
+        """Its weights are there only while its hook says so, which the stock forward does."""
+
+        def offload(model):
+            for module in mixers_of(model):
+                getattr(module, name)._hf_hook = mock.Mock()
+
+        self.check(tiny_model(family), documents(LENGTHS), offload)
+        self.assertEqual(implementations_used()[ROWS[family]], ["per_document"])
+
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    def test_padded_batches_and_caches_run_the_stock_forward(self, family):
+        stock = tiny_model(family).eval()
+        model = patch_model(copy.deepcopy(stock))
+        batch = padded_batch(documents(LENGTHS), "left")
+        with mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, mock.Mock(side_effect=AssertionError))):
+            with torch.no_grad():
+                self.assertTrue(torch.equal(model(**batch).logits, stock(**batch).logits))
+                found = [x(batch["input_ids"][:1], use_cache=True).logits for x in (model, stock)]
+            self.assertTrue(torch.equal(*found))
+            with self.assertRaises(AssertionError):
+                model(**packed_batch(documents(LENGTHS)))
+
+    def test_bfloat16(self):
+        """Steps are computed in float32, other than by the stock class."""
+        model = tiny_model("bamba").bfloat16()
+        rows = documents(LENGTHS)
+        logits, _ = alone(copy.deepcopy(model).float(), rows)
+        output = patch_model(model)(**packed_batch(rows))
+        self.assertEqual(output.logits.dtype, torch.bfloat16)
+        self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
+
+    def test_autocast(self):
+        model, rows = tiny_model("bamba"), documents(LENGTHS)
+        logits, _ = alone(model, rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = patch_model(model)(**packed_batch(rows))
+        self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
+
+
+class InterpretedMixersTest(InterpretedKernelsTest):
+    @parameterized.expand([("bamba", {"mamba_n_groups": 2}), ("falcon_h1", {}), ("nemotron_h", {"n_groups": 2})])
+    def test_kernels(self, family, options):
+        model, rows = tiny_model(family, **options), documents(LENGTHS)
+        logits, loss = alone(model, rows)
+        expected = gradients(model, loss)
+        dispatch._used.clear()
+        output = patch_model(model)(**packed_batch(rows))
+        self.assertLess(relative_error(output.logits[0], torch.cat(logits)), 1e-5)
+        self.assertLess(total_relative_error(gradients(model, output.loss), expected), 1e-4)
+        used = implementations_used()
+        self.assertEqual(used["ssd"], ["triton"])
+        self.assertEqual(used["swiglu_linear" if family == "falcon_h1" else "gated_rms_norm_linear"], ["triton"])
+
+
+if __name__ == "__main__":
+    unittest.main()
