@@ -1,0 +1,231 @@
+"""One training step of families without classes of their own, on a packed row, and how exact it is.
+
+Each family has 8 layers of hidden size 1,024. The arm `ours` computes recurrent and convolutional mixers on the whole row
+with this package's ops. The arm `per document` computes the same model with the stock forward of these mixers, on padded
+batches of documents of similar length. Errors are those of the loss and of all gradients on a shorter row, against the
+stock class in float32 on each document alone. Of mixtures, rounding may change the choice of experts in bfloat16.
+
+    python benchmarks/families.py --output benchmarks/results/families.json
+    python benchmarks/families.py --families bamba lfm2 --profile
+"""
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import shlex
+import statistics
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from shapes import split_tokens
+from step import earlier_report, timed
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from transformers_packed import DataCollatorWithFlattening, patch_model
+from transformers_packed.models import mixers
+from transformers_packed.ops import dispatch, implementations_used
+
+
+COMMON = {
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DENSE = COMMON | {"num_hidden_layers": 8, "intermediate_size": 2816}
+# The heads of the default configurations, small at this hidden size, and those of released checkpoints.
+DEFAULT_HEADS = {"mamba_n_heads": 128, "mamba_d_head": 16, "mamba_d_state": 256}
+RELEASED_HEADS = {"mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 128}
+ONE_ATTENTION = ["linear_attention"] * 4 + ["full_attention"] + ["linear_attention"] * 3
+FAMILIES = {
+    "bamba": DENSE | DEFAULT_HEADS | {"model_type": "bamba", "attn_layer_indices": [4]},
+    "bamba, released heads": DENSE | RELEASED_HEADS | {"model_type": "bamba", "attn_layer_indices": [4]},
+    "falcon_h1": DENSE | DEFAULT_HEADS | {"model_type": "falcon_h1", "mamba_d_ssm": 2048},
+    "granitemoehybrid": DENSE
+    | DEFAULT_HEADS
+    | {"model_type": "granitemoehybrid", "layer_types": ONE_ATTENTION, "num_local_experts": 0}
+    | {"shared_intermediate_size": 2816},
+    "nemotron_h": COMMON
+    | {
+        "model_type": "nemotron_h",
+        "intermediate_size": 4096,
+        "mamba_num_heads": 32,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+    }
+    | {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"] * 2},
+    "zamba2": COMMON
+    | {"model_type": "zamba2", "num_hidden_layers": 8, "intermediate_size": 2816, "n_mamba_heads": 32}
+    | {"mamba_headdim": 64, "attention_head_dim": 128}
+    | {"layers_block_type": ["linear_attention"] * 3 + ["hybrid"] + ["linear_attention"] * 4},
+    "mamba2": COMMON
+    | {"model_type": "mamba2", "num_hidden_layers": 8, "num_heads": 32, "head_dim": 64, "n_groups": 1},
+    "lfm2": DENSE
+    | {"model_type": "lfm2", "block_auto_adjust_ff_dim": False}
+    | {"layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"]},
+    "lfm2_moe": DENSE
+    | {"model_type": "lfm2_moe", "moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"num_dense_layers": 2}
+    | {"layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"]},
+}
+ARMS = ("per document", "ours")
+
+
+def arm_of(name: str):
+    """A context in which patched models run as the arm says."""
+    if name == "ours":
+        return nullcontext()
+    return mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args: None))
+
+
+def make_model(name: str, args, dtype: torch.dtype) -> torch.nn.Module:
+    set_seed(0)
+    config = AutoConfig.for_model(**FAMILIES[name] | (json.loads(args.options) if args.options else {}))
+    with torch.device(args.device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def documents_of(tokens: int, count: int, vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = split_tokens(generator, count, tokens).tolist()
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def batch_of(documents: list[list[int]], device: str) -> dict:
+    collator = DataCollatorWithFlattening(return_cu_seqlens=True, on_leak="ignore")
+    batch = collator([{"input_ids": ids} for ids in documents])
+    keep = {name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")}
+    return keep | {"cu_seqlens": batch["cu_seqlens"]}
+
+
+def step(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def measure(name: str, arm: str, documents: list[list[int]], args) -> dict:
+    """Time an arm, whose model lives only here."""
+    dispatch._used.clear()
+    gpu = args.device == "cuda"
+    with arm_of(arm):
+        model, batch = patch_model(make_model(name, args, torch.bfloat16)), batch_of(documents, args.device)
+        found: dict = {"parameters": model.num_parameters()}
+        found["first_ms"] = round(1e3 * timed(lambda: step(model, batch), args.device))
+        for _ in range(args.warmup):
+            found["loss"] = float(step(model, batch))
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times = [1e3 * timed(lambda: step(model, batch), args.device) for _ in range(args.repeats)]
+        found |= {"median_ms": round(statistics.median(times), 2), "ms": [round(x, 2) for x in times]}
+        if gpu:
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        found["ran"] = implementations_used()
+        if args.profile:
+            found["kernels_ms"] = profile(model, batch)
+    return found
+
+
+def profile(model: torch.nn.Module, batch: dict) -> dict[str, float]:
+    """The longest kernels of a step, in milliseconds, and the number of all launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step(model, batch)
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    longest = {event.key[:90]: round(event.self_device_time_total / 1e3, 3) for event in events[:25]}
+    return (
+        longest
+        | {"all kernels": round(sum(event.self_device_time_total for event in events) / 1e3, 2)}
+        | {"launches": sum(event.count for event in events)}
+    )
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.grad.float() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def distance(actual: dict, expected: dict) -> float:
+    assert actual.keys() == expected.keys()
+    difference = sum(float((actual[name] - expected[name]).square().sum()) for name in expected) ** 0.5
+    return difference / sum(float(x.square().sum()) for x in expected.values()) ** 0.5
+
+
+def errors(name: str, args) -> dict:
+    """The relative errors of loss and gradients on a short row, and the largest logit error where the documents meet."""
+    model = make_model(name, args, torch.bfloat16)
+    oracle = copy.deepcopy(model).float()
+    documents = documents_of(args.tokens // 4, 8, model.config.get_text_config().vocab_size)
+    # A document of one token and one that ends with a chunk have no target or no rest.
+    documents = [[5], documents[0][:64] or [6], *documents]
+    targets = sum(len(ids) - 1 for ids in documents)
+    total = 0.0
+    for ids in documents:
+        if len(ids) > 1:
+            row = torch.tensor([ids], device=args.device)
+            loss = oracle(input_ids=row, labels=row, use_cache=False).loss * ((len(ids) - 1) / targets)
+            loss.backward()
+            total += float(loss.detach())
+    expected = gradients(oracle)
+    batch, found = batch_of(documents, args.device), {"lengths": [len(ids) for ids in documents]}
+    for label, arm, made in (
+        ("per document, bfloat16", "per document", model),
+        ("ours, bfloat16", "ours", model),
+        ("ours, float32", "ours", oracle),
+    ):
+        with arm_of(arm):
+            loss = step(patch_model(made), batch)
+        found[label] = {"loss": abs(float(loss) - total) / total, "gradients": distance(gradients(made), expected)}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the row")
+    parser.add_argument("--documents", type=int, default=20, help="documents of the row, with lognormal lengths")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--options", help="JSON with changes to each configuration")
+    parser.add_argument("--no-errors", action="store_true", help="measure no errors")
+    parser.add_argument("--profile", action="store_true", help="add the longest kernels of a step")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="add the results to this JSON file")
+    args = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = False
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu"
+    report = earlier_report(args.output, machine, parser)
+    for name in args.families:
+        documents = documents_of(args.tokens, args.documents, FAMILIES[name]["vocab_size"])
+        run: dict = {"command": shlex.join(["python", *sys.argv]), "family": name, "config": FAMILIES[name]}
+        run |= {"lengths": [len(ids) for ids in documents], "arms": {}}
+        report["runs"].append(run)
+        for arm in [*args.arms, *["errors"] * (not args.no_errors)]:
+            try:
+                found = errors(name, args) if arm == "errors" else measure(name, arm, documents, args)
+            except Exception as error:  # The others are worth measuring.
+                found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+            run["arms" if arm != "errors" else "errors"] = run["arms"] | {arm: found} if arm != "errors" else found
+            print(f"{name:<24}{arm:<14}{json.dumps({k: v for k, v in found.items() if k not in ('ms', 'lengths')})}")
+            sys.stdout.flush()
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+            if args.output:
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The scan of Mamba-2, its norm, and the families that use them on a GPU, against float64 or the CPU: `make test-gpu`."""
+
+import copy
+import math
+import unittest
+
+import pytest
+import torch
+from common.families import documents, tiny_model
+from common.fused import errors
+from common.gpu import report, synchronising_is_an_error
+from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries, patch_model
+from transformers_packed.models import mixers
+from transformers_packed.models.families import FAMILIES
+from transformers_packed.ops import dispatch, implementations_used, ssd
+
+
+LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
+# Heads, their size, groups and states: those of released models and of default configurations.
+SIZES = [(32, 64, 1, 128), (128, 16, 1, 256), (128, 8, 1, 256), (32, 64, 8, 128), (8, 640, 1, 64), (6, 80, 2, 48)]
+BARS = {torch.bfloat16: (2e-2, 3e-2), torch.float32: (1e-5, 1e-4)}
+ROWS = {name: cls for name, family in FAMILIES.items() for cls, mixer in family.mixers.items() if mixer.row}
+
+
+def make_inputs(sizes, dtype, lengths=LENGTHS):
+    """Return x, dt, A, B, C, D and dt_bias, and the gradient of the output."""
+    heads, dim, groups, states = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16().to(dtype)
+
+    length = sum(lengths)
+    x, dt, b, c = (normal(1, length, *shape) for shape in ((heads, dim), (heads,), (groups, states), (groups, states)))
+    # Steps around 0.05, as in trained models: states reach over several chunks.
+    vectors = -normal(heads).abs() - 0.125, normal(heads), normal(heads) - 3
+    return [x, dt, vectors[0], b, c, *vectors[1:]], normal(1, length, heads, dim)
+
+
+def run(inputs, upstream, boundaries, impl):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = ssd(*leaves[:6], dt_bias=leaves[6], dt_limit=(0.001, math.inf), boundaries=boundaries, impl=impl)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaSSDTest(unittest.TestCase):
+    boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
+
+    @parameterized.expand([(sizes, dtype) for sizes in SIZES for dtype in BARS])
+    def test_against_float64(self, sizes, dtype):
+        inputs, upstream = make_inputs(sizes, dtype)
+        actual = run(inputs, upstream, self.boundaries, "triton")
+        expected = run([x.double() for x in inputs], upstream.double(), self.boundaries, "reference")
+        output, *found = errors(actual, expected)
+        names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dbias")
+        report(f"ssd {sizes} {dtype}", output=output, **dict(zip(names, found, strict=True)))
+        self.assertLess(output, BARS[dtype][0])
+        self.assertLess(max(found), BARS[dtype][1], dict(zip(names, found, strict=True)))
+        again = run(inputs, upstream, self.boundaries, "triton")
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
+
+    @parameterized.expand([(sizes,) for sizes in SIZES[:2]])
+    def test_no_document_sees_another(self, sizes):
+        inputs, upstream = make_inputs(sizes, torch.bfloat16)
+        per_token = (0, 1, 3, 4)
+        before = run(inputs, upstream, self.boundaries, "triton")
+        for document in (0, 1, 6, 10):
+            for poison in (0.5, float("nan")):
+                changed = [x.clone() for x in inputs]
+                for i in per_token:
+                    changed[i].split(LENGTHS, 1)[document].mul_(poison)
+                after = run(changed, upstream, self.boundaries, "triton")
+                for i in (0, *(1 + place for place in per_token)):
+                    same = [
+                        torch.equal(a, b)
+                        for a, b in zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
+                    ]
+                    self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1))
+
+    def test_does_not_wait_for_the_gpu(self):
+        for lengths in ([300, 20, 5], [100, 200, 25]):
+            inputs, upstream = make_inputs(SIZES[0], torch.bfloat16, lengths)
+            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+            if lengths[0] == 300:
+                run(inputs, upstream, boundaries, "triton")
+                continue
+            torch.cuda.synchronize()
+            with synchronising_is_an_error():
+                run(inputs, upstream, boundaries, "triton")
+
+
+@pytest.mark.gpu
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class CudaFamiliesTest(unittest.TestCase):
+    @parameterized.expand([(family, dtype) for family in ROWS for dtype in BARS])
+    def test_equals_documents_alone(self, family, dtype):
+        if dtype == torch.bfloat16 and family in ("lfm2_moe", "nemotron_h"):
+            self.skipTest("rounding changes the choice of experts")
+        dispatch._used.clear()
+        oracle, rows = tiny_model(family), documents()
+        oracle.to(dtype).float()
+        model = patch_model(copy.deepcopy(oracle).to("cuda", dtype))
+        logits, loss = alone(oracle, rows)
+        expected = gradients(oracle, loss)
+        batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in packed_batch(rows).items()}
+        output = model(**batch)
+        got = {name: x.float().cpu() for name, x in gradients(model, output.loss).items()}
+        error = relative_error(output.logits[0].float().cpu(), torch.cat(logits).detach())
+        total = total_relative_error(got, expected)
+        used = implementations_used()
+        report(f"{family}, {dtype} ({used})", logits=error, gradients=total)
+        self.assertEqual(used[ROWS[family]], ["row"])
+        self.assertEqual(used.get("ssd", ["triton"]), ["triton"])
+        self.assertLess(error, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+        self.assertLess(total, {torch.float32: 1e-3, torch.bfloat16: 1e-1}[dtype])
+
+    @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
+    def test_mixers_do_not_wait_for_the_gpu(self, family):
+        model = tiny_model(family).to("cuda", torch.bfloat16)
+        (mixer, *_) = (module for module in model.modules() if type(module).__name__ == ROWS[family])
+        function = mixers.ROWS[FAMILIES[family].mixers[ROWS[family]].row]
+        for lengths in ([300, 20, 5], [100, 200, 25]):
+            boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
+            x = torch.randn(1, sum(lengths), 32, device="cuda", dtype=torch.bfloat16)
+            if lengths[0] == 300:
+                function(mixer, x, boundaries).float().sum().backward()
+                continue
+            torch.cuda.synchronize()
+            with synchronising_is_an_error():
+                function(mixer, x, boundaries).float().sum().backward()
+
+
+if __name__ == "__main__":
+    unittest.main()
