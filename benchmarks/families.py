@@ -85,7 +85,7 @@ def arm_of(name: str):
     """A context in which patched models run as the arm says."""
     if name == "ours":
         return nullcontext()
-    return mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args: None))
+    return mock.patch.dict(mixers.ROWS, dict.fromkeys(mixers.ROWS, lambda *args, **kwargs: None))
 
 
 def make_model(name: str, args, dtype: torch.dtype) -> torch.nn.Module:

@@ -22,7 +22,12 @@ LENGTHS = [1, 130, 2, 64, 3, 63, 300, 65, 1, 129, 256]
 # Heads, their size, groups and states: those of released models and of default configurations.
 SIZES = [(32, 64, 1, 128), (128, 16, 1, 256), (128, 8, 1, 256), (32, 64, 8, 128), (8, 640, 1, 64), (6, 80, 2, 48)]
 BARS = {torch.bfloat16: (2e-2, 3e-2), torch.float32: (1e-5, 1e-4)}
-ROWS = {name: cls for name, family in FAMILIES.items() for cls, mixer in family.mixers.items() if mixer.row}
+ROWS = {
+    name: cls
+    for name, family in FAMILIES.items()
+    for cls, mixer in family.mixers.items()
+    if mixer.row not in ("", "causal_attention")
+}
 
 
 def make_inputs(sizes, dtype, lengths=LENGTHS):
@@ -60,7 +65,9 @@ class CudaSSDTest(unittest.TestCase):
         names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dbias")
         report(f"ssd {sizes} {dtype}", output=output, **dict(zip(names, found, strict=True)))
         self.assertLess(output, BARS[dtype][0])
-        self.assertLess(max(found), BARS[dtype][1], dict(zip(names, found, strict=True)))
+        for name, error in zip(names, found, strict=True):
+            # Terms of both signs cancel in the sums over all tokens.
+            self.assertLess(error, BARS[dtype][1] * (1 if name in ("dx", "ddt", "dB", "dC") else 5), name)
         again = run(inputs, upstream, self.boundaries, "triton")
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(actual, again, strict=True)))
 
@@ -128,11 +135,11 @@ class CudaFamiliesTest(unittest.TestCase):
             boundaries = SequenceBoundaries.from_lengths(lengths, device="cuda")
             x = torch.randn(1, sum(lengths), 32, device="cuda", dtype=torch.bfloat16)
             if lengths[0] == 300:
-                function(mixer, x, boundaries).float().sum().backward()
+                function(mixer, boundaries, x).float().sum().backward()
                 continue
             torch.cuda.synchronize()
             with synchronising_is_an_error():
-                function(mixer, x, boundaries).float().sum().backward()
+                function(mixer, boundaries, x).float().sum().backward()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from transformers_packed.ops import dispatch, implementations_used
 
 
 LENGTHS = (9, 1, 20, 5)
-ROWS = {name: cls for name, family in FAMILIES.items() for cls, mixer in family.mixers.items() if mixer.row}
+# The recurrent or convolutional mixer of each family.
+ROWS = {
+    name: cls
+    for name, family in FAMILIES.items()
+    for cls, mixer in family.mixers.items()
+    if mixer.row not in ("", "causal_attention")
+}
+ATTENTION = {name: cls for name in ROWS for cls, mixer in FAMILIES[name].mixers.items() if "Attention" in cls}
 NORMED = {"mamba_rms_norm": True, "mamba_n_groups": 2}
 VARIANTS = [
     *((family, {}) for family in ROWS),
@@ -91,14 +98,26 @@ class MixersTest(unittest.TestCase):
 
     @parameterized.expand([("bamba", "conv1d"), ("lfm2", "conv")])
     def test_a_convolution_that_accelerate_moves(self, family, name):
-        """Its weights are there only while its hook says so, which the stock forward does."""
+        """Its weights are read directly, so its hook is told."""
+        hooks = []
 
         def offload(model):
             for module in mixers_of(model):
-                getattr(module, name)._hf_hook = mock.Mock()
+                hooks.append(mock.Mock())
+                getattr(module, name)._hf_hook = hooks[-1]
 
         self.check(tiny_model(family), documents(LENGTHS), offload)
-        self.assertEqual(implementations_used()[ROWS[family]], ["per_document"])
+        self.assertEqual(implementations_used()[ROWS[family]], ["row"])
+        for hook in hooks[len(hooks) // 2 :]:
+            self.assertEqual((hook.pre_forward.call_count, hook.post_forward.call_count), (1, 1))
+
+    def test_a_convolution_of_another_class(self):
+        def replace(model):
+            for module in mixers_of(model):
+                module.conv1d.__class__ = type("Other", (torch.nn.Module,), {})
+
+        self.check(tiny_model("bamba"), documents(LENGTHS), replace)
+        self.assertEqual(implementations_used()[ROWS["bamba"]], ["per_document"])
 
     @parameterized.expand(["bamba", "falcon_h1", "lfm2"])
     def test_padded_batches_and_caches_run_the_stock_forward(self, family):
@@ -112,6 +131,16 @@ class MixersTest(unittest.TestCase):
             self.assertTrue(torch.equal(*found))
             with self.assertRaises(AssertionError):
                 model(**packed_batch(documents(LENGTHS)))
+
+    @parameterized.expand(ATTENTION)
+    def test_attention_runs_on_the_documents(self, family):
+        """No mask over the row is read. With another implementation, the stock forward runs."""
+        for attention, found in (("sdpa", ["row"]), ("eager", {"granitemoehybrid": ["per_document"]}.get(family))):
+            dispatch._used.clear()
+            self.check(tiny_model(family, attention), documents(LENGTHS))
+            used = implementations_used()
+            self.assertEqual(used.get(ATTENTION[family]), found)
+            self.assertEqual(used.get("attention"), ["per_document(sdpa)"] if attention == "sdpa" else None)
 
     def test_bfloat16(self):
         """Steps are computed in float32, other than by the stock class."""

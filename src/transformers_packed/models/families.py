@@ -30,6 +30,8 @@ _ATTENTION = Mixer(masked=True)
 _CONV = Mixer(keywords=("seq_idx",), kernels=("causal_conv1d_fn",))
 _MAMBA2 = Mixer(row="mamba2")
 _SHORT_CONV = Mixer(row="short_conv")
+# Attention over a mask for the whole row takes longer than over the documents.
+_MASKED_ROW = Mixer(row="causal_attention", keeps_apart=True)
 _GATED_DELTA = Mixer(
     keywords=("cu_seq_lens_q", "seq_idx"), kernels=("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 )
@@ -37,8 +39,8 @@ _KIMI_DELTA = Mixer(keywords=("cu_seqlens", "seq_idx"), kernels=("causal_conv1d_
 
 _MIXERS: dict[str, dict[str, Mixer]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": _KIMI_DELTA},
-    "bamba": {"BambaMixer": _MAMBA2},
-    "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1")},
+    "bamba": {"BambaMixer": _MAMBA2, "BambaAttention": _MASKED_ROW},
+    "falcon_h1": {"FalconH1Mixer": Mixer(row="falcon_h1"), "FalconH1Attention": _MASKED_ROW},
     "falcon_mamba": {"FalconMambaMixer": _PLAIN},
     # No module needs replacing. It is enough to disable the cache of the text model, which mixes documents with one.
     "fuyu": {},
@@ -48,7 +50,10 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     # The attention's indexer pools and selects tokens across the whole row.
     "glm5_next": {"Glm5NextTextLinearAttention": _KIMI_DELTA, "Glm5NextTextAttention": Mixer(outputs=(0, 2))},
     # Its attention receives no position ids, so it cannot detect documents.
-    "granitemoehybrid": {"GraniteMoeHybridMambaLayer": _MAMBA2, "GraniteMoeHybridAttention": _ATTENTION},
+    "granitemoehybrid": {
+        "GraniteMoeHybridMambaLayer": _MAMBA2,
+        "GraniteMoeHybridAttention": Mixer(masked=True, row="causal_attention"),
+    },
     # Its attention scales queries by their index in the row.
     "inkling": {"InklingShortConvolution": _CONV, "InklingAttention": _ATTENTION},
     "inkling2": {"Inkling2ShortConvolution": _CONV, "Inkling2DynamicShortConvolution": _PLAIN},
@@ -56,13 +61,13 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "jamba": {"JambaMambaMixer": _PLAIN},
     "kimi_linear": {"KimiLinearDeltaAttention": _KIMI_DELTA},
     "lara_mini": {"LaraMiniGatedDeltaNet": _GATED_DELTA},
-    "lfm2": {"Lfm2ShortConv": _SHORT_CONV},
-    "lfm2_moe": {"Lfm2MoeShortConv": _SHORT_CONV},
+    "lfm2": {"Lfm2ShortConv": _SHORT_CONV, "Lfm2Attention": _MASKED_ROW},
+    "lfm2_moe": {"Lfm2MoeShortConv": _SHORT_CONV, "Lfm2MoeAttention": _MASKED_ROW},
     "lfm3": {"Lfm3ShortConv": _SHORT_CONV},
     "mamba": {"MambaMixer": _PLAIN},
     "mamba2": {"Mamba2Mixer": _MAMBA2},
     "minimax": {"MiniMaxLightningAttention": _PLAIN},
-    "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2},
+    "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2, "NemotronHAttention": _MASKED_ROW},
     "olmo_hybrid": {"OlmoHybridGatedDeltaNet": _GATED_DELTA},
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": _GATED_DELTA, "Qwen4ExpTextPLELayer": _PLAIN},
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},

@@ -38,6 +38,8 @@ class Mixer:
             The functions of the modeling module that must be kernels, not torch references, to run on the whole row.
         row (`str`, *optional*):
             The function of `mixers.ROWS` that computes the module on the whole row.
+        keeps_apart (`bool`, *optional*, defaults to `False`):
+            Whether the stock forward keeps documents apart too, with the mask that the model makes.
     """
 
     outputs: tuple[int, ...] = (0,)
@@ -45,6 +47,7 @@ class Mixer:
     keywords: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     row: str = ""
+    keeps_apart: bool = False
 
 
 @dataclass(frozen=True)

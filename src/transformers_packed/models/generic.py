@@ -417,6 +417,8 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
         if output is not None:
             ran(type(module).__name__, "row")
             return output
+        if mixer.keeps_apart:
+            return builtin.forward(module, **arguments)
         with_kernels = _has_kernels(builtin, mixer, arguments)
         ran(type(module).__name__, "kernels" if with_kernels else "per_document")
         # Modules inside this one receive either documents or the boundaries as arguments.
@@ -430,11 +432,11 @@ def mixer_class(builtin: type[torch.nn.Module], mixer: Mixer) -> type:
     return type(builtin.__name__, (builtin,), namespace)
 
 
-def _on_the_row(module, mixer: Mixer, arguments: dict[str, Any], boundaries) -> torch.Tensor | None:
+def _on_the_row(module, mixer: Mixer, arguments: dict[str, Any], boundaries: SequenceBoundaries) -> Any:
     """Compute the module with the function of its record, or return `None` if it has none or does not support the call."""
-    if not mixer.row or any(arguments.get(name) is not None for name in (*CACHES, "attention_mask")):
+    if not mixer.row or any(arguments.get(name) is not None for name in CACHES):
         return None
-    return ROWS[mixer.row](module, arguments["hidden_states"], boundaries)
+    return ROWS[mixer.row](module, boundaries, **{k: v for k, v in arguments.items() if k != "boundaries"})
 
 
 def _has_kernels(builtin: type, mixer: Mixer, arguments: dict[str, Any]) -> bool:

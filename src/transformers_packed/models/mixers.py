@@ -2,29 +2,49 @@
 
 Each function does what the stock forward does without a cache and without padding. It calls the linear layers and the
 norm of the module unless nothing touches them, so hooks, adapters and quantized weights have the effect that they have
-there. It returns `None` for a module that it cannot compute, which then runs on each document separately.
+there. It returns `None` for a call that it cannot compute, for which the stock forward then runs.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
+from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..boundaries import SequenceBoundaries
-from ..ops import causal_conv1d, gated_rms_norm, glu, ssd
+from ..ops import attention, causal_conv1d, gated_rms_norm, glu, ssd
+from .families import family_of
 from .projections import project, to_fuse
 from .untouched import is_untouched
 
 
-def _reads_weights_of(conv: torch.nn.Module) -> bool:
-    """Whether the weights of a convolution may be read directly. Those that accelerate offloads are moved by its hook."""
-    return isinstance(conv, torch.nn.Conv1d) and not hasattr(conv, "_hf_hook")
+def causal_attention(module: Any, boundaries: SequenceBoundaries, hidden_states, position_embeddings=None, **_):
+    """Compute attention that is causal in each document, perhaps with norms or rotary embeddings, without its mask."""
+    if module.config._attn_implementation != "sdpa":
+        return None
+    stock = import_module(family_of(module).stock)
+    rows = project(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (x.unflatten(-1, (-1, module.head_dim)) for x in rows)
+    if hasattr(module, "q_layernorm"):
+        query, key = module.q_layernorm(query), module.k_layernorm(key)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if hasattr(module, "key_multiplier"):
+        key = key * module.key_multiplier
+    if position_embeddings is not None:
+        query, key = stock.apply_rotary_pos_emb(query, key, *position_embeddings)
+    dropout = getattr(module, "attention_dropout", 0.0) if module.training else 0.0
+    options = {"eager": stock.eager_attention_forward, "scaling": module.scaling, "dropout": dropout}
+    output, weights = attention(module, query, key, value, None, boundaries=boundaries, **options)
+    layer = module.o_proj if hasattr(module, "o_proj") else module.out_proj
+    return project(output.flatten(2), layer)[0], weights
 
 
-def short_conv(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+@force_accelerate_hooks("conv")
+def short_conv(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
     """Compute the short convolution of LFM2 between two gates."""
     conv = module.conv
-    if not _reads_weights_of(conv):
+    if attention_mask is not None or not isinstance(conv, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states, module.in_proj)
     first, second, x = projected.chunk(3, dim=-1)
@@ -32,17 +52,19 @@ def short_conv(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBou
     return project(second * convolved, module.out_proj)[0]
 
 
-def mamba2(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+@force_accelerate_hooks("conv1d")
+def mamba2(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
     """Compute a Mamba-2 mixer: the convolution, the scan, the norm with a gate, and the output layer."""
-    if not _reads_weights_of(module.conv1d):
+    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states, module.in_proj)
     return _after_projection(module, projected, hidden_states.dtype, boundaries)
 
 
-def falcon_h1(module: Any, hidden_states: torch.Tensor, boundaries: SequenceBoundaries) -> torch.Tensor | None:
+@force_accelerate_hooks("conv1d")
+def falcon_h1(module: Any, boundaries: SequenceBoundaries, hidden_states, attention_mask=None, **_):
     """Compute a Mamba-2 mixer with multipliers, and perhaps without a norm."""
-    if not _reads_weights_of(module.conv1d):
+    if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states * module.ssm_in_multiplier, module.in_proj)
     return _after_projection(module, projected * module.mup_vector, hidden_states.dtype, boundaries)
@@ -84,7 +106,8 @@ def _with_gate(module, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) 
 
 
 # By the names in `Mixer.row`.
-ROWS: dict[str, Callable[[Any, torch.Tensor, SequenceBoundaries], torch.Tensor | None]] = {
+ROWS: dict[str, Callable[..., Any]] = {
+    "causal_attention": causal_attention,
     "falcon_h1": falcon_h1,
     "mamba2": mamba2,
     "short_conv": short_conv,
