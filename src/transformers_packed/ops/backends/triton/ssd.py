@@ -194,7 +194,7 @@ def _output(
 @triton.jit(do_not_specialize=["length"])
 def _gradient_of_x(
     x_ptr, x_stride, b_ptr, b_stride, c_ptr, c_stride, d_ptr, step_ptr, sum_ptr, chunk_ptr, state_ptr, dstate_ptr,
-    dy_ptr, dx_ptr, dstep_ptr, dsum_ptr, dskip_ptr, length, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    dy_ptr, dx_ptr, dstep_ptr, dsum_ptr, dskip_ptr, pairs_ptr, length, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     N: tl.constexpr, PARTS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, STATES: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
@@ -224,6 +224,7 @@ def _gradient_of_x(
     dy_columns = _columns(dy_ptr, start, size, H * P, column, H * P, L)
     causal = (index[None, :] >= index[:, None]) & (index < size)[None, :]
     dx = tl.zeros((L, COLUMNS), tl.float32)
+    dscores = tl.zeros((L, L), tl.float32)
     part = first_column % P // COLUMNS
     for i in range(SMALL):
         head = first_column // P + i
@@ -231,14 +232,17 @@ def _gradient_of_x(
         sums = tl.load(sum_ptr + (start + index) * H + head, mask=index < size, other=0.0)
         step = tl.load(step_ptr + (start + index) * H + head, mask=index < size, other=0.0)
         end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=size > 0, other=0.0)
-        weights = scores * _decay(sums[None, :], sums[:, None], causal)
+        decay = _decay(sums[None, :], sums[:, None], causal)
+        weights = (scores * decay).to(x.dtype)
         my_x, my_dy = tl.where(mine, x, 0.0).to(x.dtype), tl.where(mine, dy, 0.0).to(x.dtype)
-        pairs = weights * step[:, None] * tl.dot(my_x, dy_columns, input_precision="ieee")
+        pairs = decay * step[:, None] * tl.dot(my_x, dy_columns, input_precision="ieee")
+        dscores += pairs
+        pairs *= scores
         from_end = tl.where(index < size, tl.exp(end - sums), 0.0)
         from_state = tl.where(mine, returned, 0.0) * from_end[:, None]
         my_x, my_dy = my_x.to(tl.float32), my_dy.to(tl.float32)
         written = tl.sum(my_x * from_state, 1)
-        unit = tl.dot(weights.to(x.dtype), my_dy.to(x.dtype), from_state, input_precision="ieee")
+        unit = tl.dot(weights, my_dy.to(x.dtype), from_state, input_precision="ieee")
         skip = tl.load(d_ptr + head).to(tl.float32)
         dx += unit * step[:, None] + my_dy * skip
         # The sums of later tokens, those of earlier ones, and the sum at the end of the chunk.
@@ -252,52 +256,46 @@ def _gradient_of_x(
         tl.store(dskip_ptr + (chunk.to(tl.int64) * PARTS + part) * H + head, tl.sum(tl.sum(my_x * my_dy, 1), 0))
     at = (start + index)[:, None] * (H * P) + column[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(index < size)[:, None])
+    at = tl.program_id(0).to(tl.int64) * L * L + index[:, None] * L + index[None, :]
+    tl.store(pairs_ptr + at, dscores.to(pairs_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _gradient_of_group(
-    a_ptr, a_stride, other_ptr, other_stride, pair_ptr, pair_stride, step_ptr, sum_ptr, chunk_ptr, state_ptr, out_ptr,
+    x_ptr, x_stride, pair_ptr, pair_stride, dscores_ptr, step_ptr, sum_ptr, chunk_ptr, state_ptr, out_ptr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, L: tl.constexpr,
-    COLUMNS: tl.constexpr, STATES: tl.constexpr, SMALL: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `B` if `KEYS`, with `a` = x, `other` = dy and `pair` = C, else of `C`, with dy, x and `B`."""
+    """The gradient of `B` if `KEYS`, with x and `pair` = C, else of `C`, with dy in place of x and `pair` = B."""
     down: tl.constexpr = (N + STATES - 1) // STATES
     n = tl.program_id(0) % down * STATES + tl.arange(0, STATES)
     group = tl.program_id(0) // down % G
     chunk = tl.program_id(0) // (down * G)
     start, size, index = _chunk(chunk_ptr, chunk, L)
-    # Rows of this tile are the tokens of the result, its columns their partners.
-    scores = tl.zeros((L, L), tl.float32)
     total = tl.zeros((L, STATES), tl.float32)
-    if KEYS:
-        causal = (index[None, :] >= index[:, None]) & (index < size)[None, :]
-    else:
-        causal = (index[:, None] >= index[None, :]) & (index < size)[:, None]
     for block in range(H * P // G // COLUMNS):
-        first_column = group * (H * P // G) + block * COLUMNS
-        column = first_column + tl.arange(0, COLUMNS)
-        a = _rows(a_ptr, start, size, a_stride, column, H * P, L)
-        other = _columns(other_ptr, start, size, other_stride, column, H * P, L)
-        weight = tl.zeros((L, COLUMNS), tl.float32)
-        for i in range(SMALL):
-            head = first_column // P + i
-            mine = (column // P == head)[None, :]
-            sums = tl.load(sum_ptr + (start + index) * H + head, mask=index < size, other=0.0)
-            step = tl.load(step_ptr + (start + index) * H + head, mask=index < size, other=0.0)
-            product = tl.dot(tl.where(mine, a, 0.0).to(a.dtype), other, input_precision="ieee")
-            if KEYS:
-                end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=size > 0, other=0.0)
-                scores += product * _decay(sums[None, :], sums[:, None], causal) * step[:, None]
-                weight += tl.where(mine, (tl.exp(end - sums) * step)[:, None], 0.0)
-            else:
-                scores += product * _decay(sums[:, None], sums[None, :], causal) * step[None, :]
-                weight += tl.where(mine, tl.exp(sums)[:, None], 0.0)
+        column = group * (H * P // G) + block * COLUMNS + tl.arange(0, COLUMNS)
+        head = column // P
+        at = (start + index)[:, None] * H + head[None, :]
+        inside = (index < size)[:, None] & (head >= 0)[None, :]
+        weight = tl.load(sum_ptr + at, mask=inside, other=0.0)
+        if KEYS:
+            end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=head < tl.where(size > 0, H, 0), other=0.0)
+            weight = tl.exp(end[None, :] - weight) * tl.load(step_ptr + at, mask=inside, other=0.0)
+        else:
+            weight = tl.exp(weight)
+        x = _rows(x_ptr, start, size, x_stride, column, H * P, L)
+        weighted = tl.where(inside, x.to(tl.float32) * weight, 0.0).to(x.dtype)
         at = (chunk.to(tl.int64) * N + n)[None, :] * (H * P) + column[:, None]
         state = tl.load(state_ptr + at, mask=(n < N)[None, :], other=0.0)
-        weighted = tl.where((index < size)[:, None], a.to(tl.float32) * weight, 0.0).to(a.dtype)
         total = tl.dot(weighted, state, total, input_precision="ieee")
+    # Rows are the tokens of the result, columns their partners. The gradient in memory has earlier tokens as rows.
+    rows, columns = L, 1
+    if not KEYS:
+        rows, columns = 1, L
+    at = (chunk * G + group).to(tl.int64) * L * L + index[:, None] * rows + index[None, :] * columns
     pair = _rows(pair_ptr + group * N, start, size, pair_stride, n, N, L)
-    total = tl.dot(scores.to(pair.dtype), pair, total, input_precision="ieee")
+    total = tl.dot(tl.load(dscores_ptr + at).to(pair.dtype), pair, total, input_precision="ieee")
     at = (start + index)[:, None] * (G * N) + group * N + n[None, :]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(index < size)[:, None] & (n < N)[None, :])
 
@@ -366,17 +364,19 @@ class SSD(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dstep, dsum = (torch.empty(parts, length, heads, dtype=torch.float32, device=x.device) for _ in range(2))
         dskip = torch.empty(len(chunks) * parts, heads, dtype=torch.float32, device=x.device)
-        _gradient_of_x[(len(chunks) * (heads * dim // ctx.tile["COLUMNS"]),)](
+        across = heads * dim // ctx.tile["COLUMNS"]
+        pairs = torch.empty(len(chunks) * groups, across // groups, _CHUNK, _CHUNK, dtype=x.dtype, device=x.device)
+        _gradient_of_x[(len(chunks) * across,)](
             x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, dstate, dy, dx, dstep, dsum,
-            dskip, length, PARTS=parts, **ctx.tile, SMALL=ctx.small, num_warps=8, num_stages=2,
+            dskip, pairs, length, PARTS=parts, **ctx.tile, SMALL=ctx.small, num_warps=8, num_stages=2,
         )  # fmt: skip
+        dscores = pairs.sum(1, dtype=torch.float32)
         db, dc = (torch.empty(z.shape, dtype=z.dtype, device=z.device) for z in (b, c))
-        tile = ctx.tile | {"STATES": min(2 * ctx.tile["STATES"], max(16, triton.next_power_of_2(states)))}
-        grid = (len(chunks) * groups * ceil_div(states, tile["STATES"]),)
-        for keys, first, other, pair, passed, out in ((True, x, dy, c, dstate, db), (False, dy, x, b, state, dc)):
+        grid = (len(chunks) * groups * ceil_div(states, ctx.tile["STATES"]),)
+        for keys, rows, pair, passed, out in ((True, x, c, dstate, db), (False, dy, b, state, dc)):
             _gradient_of_group[grid](
-                first, first.stride(0), other, other.stride(0), pair, pair.stride(0), step, sums, chunks, passed, out,
-                KEYS=keys, **tile, SMALL=ctx.small, num_warps=8, num_stages=2,
+                rows, rows.stride(0), pair, pair.stride(0), dscores, step, sums, chunks, passed, out, KEYS=keys,
+                **ctx.tile, **ctx.launch,
             )  # fmt: skip
         ddt = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
         totals = torch.empty(len(chunks), 2, heads, dtype=torch.float32, device=x.device)
