@@ -241,7 +241,10 @@ def _support(model: PreTrainedModel) -> str:
     for way in (family.apart for family in families_of(model)):
         if isinstance(way, Unpacked):
             return f"the base model computes the documents as padded batches, because {way.cause}"
-    if families_of(model, Mixers):
+    mixed = families_of(model, Mixers)
+    if any(family.rows for family in mixed):
+        return "modules that mix along the row compute it with the ops of this package"
+    if mixed:
         return "modules that mix along the row run on each document, or on the row if their kernels take boundaries"
     return "Transformers' own classes keep documents apart"
 
@@ -252,6 +255,8 @@ def _of_masks(model: PreTrainedModel, attention: str, device: torch.device) -> I
         return
     if not serves_packed_rows(attention, device):
         yield Finding("problem", f"Attention {attention} {_UNKNOWN} on {device.type}.", _SDPA)
+    elif attention == "sdpa" and any("causal_attention" in family.rows for family in families_of(model, Mixers)):
+        return
     elif device.type != "cpu" and attention in ("sdpa", "eager") and supports_flash_attention(model):
         fix = 'attn_implementation="flash_attention_2"' + (
             "" if find_spec("flash_attn") else " (pip install flash-attn)"

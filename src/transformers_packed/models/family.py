@@ -143,3 +143,8 @@ class Family:
     def mixers(self) -> Mapping[str, Mixer]:
         """The classes of [`Mixers`], empty for other families."""
         return self.apart.classes if isinstance(self.apart, Mixers) else {}
+
+    @property
+    def rows(self) -> frozenset[str]:
+        """The functions of this package that compute modules of [`Mixers`] on the whole row."""
+        return frozenset(mixer.row for mixer in self.mixers.values() if mixer.row)

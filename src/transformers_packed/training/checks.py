@@ -210,8 +210,11 @@ def way_of_isolation(trainer: Trainer) -> tuple[str, ValueError | None]:
         convolution = planned["causal_conv1d"][0] if to_heads == "reference" else to_heads
         rule = planned["gated_delta_rule"][0]
         return f"{rule} (gated delta rule), {convolution} (causal convolution), {name} (attention)", None
+    mixed = families_of(model, Mixers)
+    if any(family.rows for family in mixed):
+        return f"computing recurrent modules on the row with boundaries, {attention} attention", None
     way = f"{attention} attention with {'cumulative lengths' if flash else 'a mask made from position_ids'}"
-    return f"running recurrent modules on each document alone, {way}" if families_of(model, Mixers) else way, None
+    return f"running recurrent modules on each document alone, {way}" if mixed else way, None
 
 
 def _compute_dtype(trainer: Trainer) -> torch.dtype:

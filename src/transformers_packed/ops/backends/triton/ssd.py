@@ -257,7 +257,7 @@ def _gradient_of_x(
     at = (start + index)[:, None] * (H * P) + column[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(index < size)[:, None])
     at = tl.program_id(0).to(tl.int64) * L * L + index[:, None] * L + index[None, :]
-    tl.store(pairs_ptr + at, dscores.to(pairs_ptr.dtype.element_ty))
+    tl.store(pairs_ptr + at, dscores)
 
 
 @triton.jit
@@ -365,12 +365,14 @@ class SSD(torch.autograd.Function):
         dstep, dsum = (torch.empty(parts, length, heads, dtype=torch.float32, device=x.device) for _ in range(2))
         dskip = torch.empty(len(chunks) * parts, heads, dtype=torch.float32, device=x.device)
         across = heads * dim // ctx.tile["COLUMNS"]
-        pairs = torch.empty(len(chunks) * groups, across // groups, _CHUNK, _CHUNK, dtype=x.dtype, device=x.device)
+        # The gradient of the scores C_t . B_s of a chunk, from each tile of the heads that share them.
+        sizes = len(chunks) * groups, across // groups, _CHUNK, _CHUNK
+        pairs = torch.empty(sizes, dtype=torch.float32, device=x.device)
         _gradient_of_x[(len(chunks) * across,)](
             x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, dstate, dy, dx, dstep, dsum,
             dskip, pairs, length, PARTS=parts, **ctx.tile, SMALL=ctx.small, num_warps=8, num_stages=2,
         )  # fmt: skip
-        dscores = pairs.sum(1, dtype=torch.float32)
+        dscores = pairs.sum(1)
         db, dc = (torch.empty(z.shape, dtype=z.dtype, device=z.device) for z in (b, c))
         grid = (len(chunks) * groups * ceil_div(states, ctx.tile["STATES"]),)
         for keys, rows, pair, passed, out in ((True, x, c, dstate, db), (False, dy, b, state, dc)):
