@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers_packed import patch_model
 from transformers_packed.models import mixers
 from transformers_packed.models.families import FAMILIES
-from transformers_packed.ops import dispatch, implementations_used
+from transformers_packed.ops import dispatch, implementations_used, ssd
 
 
 LENGTHS = (9, 1, 20, 5)
@@ -151,11 +151,15 @@ class MixersTest(unittest.TestCase):
         self.assertEqual(output.logits.dtype, torch.bfloat16)
         self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
 
-    def test_autocast(self):
-        model, rows = tiny_model("bamba"), documents(LENGTHS)
+    @parameterized.expand(["bamba", "falcon_h1"])
+    def test_autocast(self, family):
+        model, rows = tiny_model(family), documents(LENGTHS)
         logits, _ = alone(model, rows)
-        with torch.autocast("cpu", torch.bfloat16):
+        seen = []
+        scan = lambda x, *args, **options: seen.append(x.dtype) or ssd(x, *args, **options)  # noqa: E731
+        with torch.autocast("cpu", torch.bfloat16), mock.patch.object(mixers, "ssd", scan):
             output = patch_model(model)(**packed_batch(rows))
+        self.assertEqual(set(seen), {torch.bfloat16})
         self.assertLess(relative_error(output.logits[0].float(), torch.cat(logits)), 5e-2)
 
 

@@ -58,7 +58,7 @@ def mamba2(module: Any, boundaries: SequenceBoundaries, hidden_states, attention
     if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states, module.in_proj)
-    return _after_projection(module, projected, hidden_states.dtype, boundaries)
+    return _after_projection(module, projected, boundaries)
 
 
 @force_accelerate_hooks("conv1d")
@@ -67,10 +67,12 @@ def falcon_h1(module: Any, boundaries: SequenceBoundaries, hidden_states, attent
     if attention_mask is not None or not isinstance(module.conv1d, torch.nn.Conv1d):
         return None
     (projected,) = project(hidden_states * module.ssm_in_multiplier, module.in_proj)
-    return _after_projection(module, projected * module.mup_vector, hidden_states.dtype, boundaries)
+    # Under autocast the multipliers are in float32, in which the mixer would be slow.
+    projected = (projected * module.mup_vector).to(projected.dtype)
+    return _after_projection(module, projected, boundaries)
 
 
-def _after_projection(module, projected: torch.Tensor, dtype: torch.dtype, boundaries) -> torch.Tensor:
+def _after_projection(module, projected: torch.Tensor, boundaries) -> torch.Tensor:
     groups, states = module.n_groups, module.ssm_state_size
     sizes = [module.intermediate_size, module.intermediate_size + 2 * groups * states, module.num_heads]
     gate, mixed, dt = projected.split(sizes, dim=-1)
@@ -88,18 +90,17 @@ def _after_projection(module, projected: torch.Tensor, dtype: torch.dtype, bound
         dt_limit=tuple(module.time_step_limit),
         boundaries=boundaries,
     ).flatten(-2)
-    return _with_gate(module, y, gate, dtype)
+    return _with_gate(module, y, gate)
 
 
-def _with_gate(module, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Apply the gate, the norm and the output layer, whose input has `dtype` outside of autocast."""
-    same = y.dtype == dtype or torch.is_autocast_enabled(y.device.type)
-    layer = to_fuse(module.out_proj, y) if same else lambda x: project(x.to(dtype), module.out_proj)[0]
+def _with_gate(module, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Apply the gate, the norm and the output layer."""
+    layer = to_fuse(module.out_proj, y)
     if not getattr(module, "mamba_rms_norm", True):
         return glu(gate, y, layer)
     norm = module.norm
     if not type(norm).__module__.startswith("transformers.models.") or not is_untouched(norm, type(norm)):
-        return project(norm(y, gate).to(y.dtype if same else dtype), module.out_proj)[0]
+        return project(norm(y, gate).to(y.dtype), module.out_proj)[0]
     y, gate, weight = (x.unflatten(-1, (module.n_groups, -1)) for x in (y, gate, norm.weight))
     first = not getattr(norm, "norm_before_gate", False)
     return gated_rms_norm(y, gate, weight, norm.variance_epsilon, gate_first=first, linear_weight=layer)
