@@ -115,6 +115,24 @@ def compile_one_configuration() -> None:
 
 
 @contextmanager
+def compiled_kernels():
+    """Collect the names of this package's kernels that Triton compiles, or loads from its file cache."""
+    import triton
+
+    names = []
+
+    def hook(*args, **kwargs):
+        names.append(kwargs["fn"].name)
+
+    knobs = triton.knobs.runtime
+    before, knobs.jit_post_compile_hook = knobs.jit_post_compile_hook, hook
+    try:
+        yield names
+    finally:
+        knobs.jit_post_compile_hook = before
+
+
+@contextmanager
 def synchronising_is_an_error():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common.families import documents, tiny_model
 from common.fused import errors
-from common.gpu import report, synchronising_is_an_error
+from common.gpu import compiled_kernels, report, synchronising_is_an_error
 from mixins.model import alone, gradients, packed_batch, relative_error, total_relative_error
 from parameterized import parameterized
 
@@ -88,6 +88,20 @@ class CudaSSDTest(unittest.TestCase):
                         for a, b in zip(*(x[i].split(LENGTHS, 1) for x in (after, before)), strict=True)
                     ]
                     self.assertEqual(same[:document] + same[document + 1 :], [True] * (len(LENGTHS) - 1))
+
+    def test_compiles_nothing_for_another_row(self):
+        def step(*lengths):
+            inputs, upstream = make_inputs((4, 32, 1, 32), torch.bfloat16, list(lengths))
+            run(inputs, upstream, SequenceBoundaries.from_lengths(lengths, device="cuda"), "triton")
+
+        with compiled_kernels() as names:
+            # No other test has these sizes.
+            step(100, 7)
+            self.assertGreater(len(names), 0)
+            names.clear()
+            for lengths in ((1, 1), (16,), (64, 64), (3, 300, 1), (4097,)):
+                step(*lengths)
+        self.assertEqual(names, [])
 
     def test_does_not_wait_for_the_gpu(self):
         for lengths in ([300, 20, 5], [100, 200, 25]):

@@ -1,13 +1,12 @@
 """The fused ops of layers on a GPU, with the widths of released models: `make test-gpu`."""
 
 import unittest
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from common.fused import CASES, HEAD_CASES, TAIL, boundaries_of, cast, errors, guarded_buffers, named
-from common.gpu import report, synchronising_is_an_error
+from common.gpu import compiled_kernels, report, synchronising_is_an_error
 from parameterized import parameterized
 from torch.utils.checkpoint import checkpoint
 
@@ -37,24 +36,6 @@ ONE_SIZE = [(case, case.released[-1]) for case in (*CASES, *HEAD_CASES) if case.
 def tokens_of(case):
     """The references of the heads cannot hold the logits of 65,536 tokens."""
     return TOKENS[:-1] if case in HEAD_CASES else TOKENS
-
-
-@contextmanager
-def compiled_kernels():
-    """Collect the names of this package's kernels that Triton compiles, or loads from its file cache."""
-    import triton
-
-    names = []
-
-    def hook(*args, **kwargs):
-        names.append(kwargs["fn"].name)
-
-    knobs = triton.knobs.runtime
-    before, knobs.jit_post_compile_hook = knobs.jit_post_compile_hook, hook
-    try:
-        yield names
-    finally:
-        knobs.jit_post_compile_hook = before
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from transformers_packed.ops import ssd, torch_ssd
 from transformers_packed.ops.backends import mamba_ssm
 from transformers_packed.ops.backends.triton import ssd as kernels
 from transformers_packed.ops.ssd import _verify_triton
+from transformers_packed.shared_prompts import SharedPrompts
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -127,6 +128,11 @@ class ReferenceTest(unittest.TestCase):
         self.assertEqual(output.dtype, BFLOAT16)
         for i, row in enumerate(rows):
             self.assertTrue(torch.equal(output[i : i + 1], call(*row[:4], *rows[0][4:])))
+
+    def test_refuses_rows_that_share_prompts(self):
+        boundaries = SharedPrompts.of(SequenceBoundaries.from_lengths([4, 5]), [-1, 0])
+        with self.assertRaisesRegex(ValueError, "expected documents that do not share prompts"):
+            call(*make_inputs(9, 4, 8, 2, 8), boundaries=boundaries)
 
     @parameterized.expand(
         [
