@@ -56,7 +56,10 @@ def run(inputs, upstream, boundaries, impl):
 class CudaSSDTest(unittest.TestCase):
     boundaries = property(lambda self: SequenceBoundaries.from_lengths(LENGTHS, device="cuda"))
 
-    @parameterized.expand([(sizes, dtype) for sizes in SIZES for dtype in BARS])
+    # Products in float32 take seconds to compile.
+    @parameterized.expand(
+        [(sizes, torch.bfloat16) for sizes in SIZES] + [(sizes, torch.float32) for sizes in SIZES[::5]]
+    )
     def test_against_float64(self, sizes, dtype):
         inputs, upstream = make_inputs(sizes, dtype)
         actual = run(inputs, upstream, self.boundaries, "triton")
