@@ -112,7 +112,7 @@ def _steps_backward(
 
 @triton.jit
 def _states(
-    row_ptr, row_stride, x_ptr, x_stride, step_ptr, sum_ptr, chunk_ptr, offset_ptr, state_ptr, H: tl.constexpr,
+    row_ptr, row_stride, x_ptr, x_stride, step_ptr, sum_ptr, cu_ptr, offset_ptr, state_ptr, H: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, L: tl.constexpr,
     COLUMNS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +125,8 @@ def _states(
     group = first_column // (H * P // G)
     document = tl.program_id(0) // (across * down)
     first, last = tl.load(offset_ptr + document), tl.load(offset_ptr + document + 1)
+    begin, stop = tl.load(cu_ptr + document).to(tl.int64), tl.load(cu_ptr + document + 1)
+    index = tl.arange(0, L)
     state = tl.zeros((STATES, COLUMNS), tl.float32)
     for i in range(first, last):
         chunk = i
@@ -132,7 +134,9 @@ def _states(
             chunk = first + last - 1 - i
         at = (tl.cast(chunk, tl.int64) * N + n)[:, None] * (H * P) + column[None, :]
         tl.store(state_ptr + at, state.to(state_ptr.dtype.element_ty), mask=(n < N)[:, None])
-        start, size, index = _chunk(chunk_ptr, chunk, L)
+        # Computed, not loaded, so that the loads of the next chunk can begin early.
+        start = begin + (chunk - first) * L
+        size = tl.minimum(tl.maximum(stop - start, 0), L)
         # An empty chunk keeps the state.
         end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=head < tl.where(size > 0, H, 0), other=0.0)
         inside = (index < size)[:, None] & (head >= 0)[None, :]
@@ -308,8 +312,8 @@ def columns_of(heads: int, dim: int, groups: int) -> int:
     return 0
 
 
-def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the start and the size of each chunk, int32 `[chunks, 2]`, and each document's first chunk, `[N+1]`."""
+def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the start and the size of each chunk, int32 `[chunks, 2]`, each document's first chunk and token, `[N+1]`."""
     device, starts = boundaries.cu_seqlens.device, boundaries.cu_seqlens[:-1]
     counts, total = boundaries.chunk_counts(_CHUNK)
     offsets = torch.zeros(len(counts) + 1, dtype=torch.int32, device=device)
@@ -318,18 +322,18 @@ def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tenso
     document = numbers.repeat_interleave(counts, output_size=total)
     start = starts[document] + (torch.arange(total, device=device) - offsets[document]) * _CHUNK
     size = (boundaries.cu_seqlens[1:][document] - start).clamp(0, _CHUNK)
-    return torch.stack([start, size], dim=1).to(torch.int32), offsets
+    return torch.stack([start, size], dim=1).to(torch.int32), offsets, boundaries.cu_seqlens.contiguous()
 
 
 class SSD(torch.autograd.Function):
     """The scan of `x` `[T, H * P]`, `dt` `[T, H]`, `a`, `d` and `bias` `[H]`, `b` and `c` `[T, G * N]`.
 
-    `chunks` and `offsets` are those of [`chunks_of`]. `sizes` are `(H, P, G, N)`.
+    `chunks`, `offsets` and `cu` are those of [`chunks_of`]. `sizes` are `(H, P, G, N)`.
     """
 
     @staticmethod
     @on_its_device
-    def forward(ctx, x, dt, a, b, c, d, bias, limit, chunks, offsets, sizes):
+    def forward(ctx, x, dt, a, b, c, d, bias, limit, chunks, offsets, cu, sizes):
         x, dt, b, c = (z if z.stride(1) == 1 else z.contiguous() for z in (x, dt, b, c))
         a, d, bias = (z.contiguous() for z in (a, d, bias))
         heads, dim, groups, states = sizes
@@ -343,23 +347,23 @@ class SSD(torch.autograd.Function):
         ctx.limit = limit
         grid = (len(chunks) * ceil_div(heads, ctx.steps["HEADS"]),)
         _steps[grid](dt, dt.stride(0), a, bias, chunks, step, sums, *limit, **ctx.steps)
-        state = _run_states(ctx, b, x, step, sums, chunks, offsets, False)
+        state = _run_states(ctx, b, x, step, sums, len(chunks), offsets, cu, False)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _output[(len(chunks) * (heads * dim // columns),)](
             x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, y, **ctx.tile, SMALL=ctx.small,
             **ctx.launch,
         )  # fmt: skip
-        ctx.save_for_backward(x, dt, a, b, c, d, bias, step, sums, chunks, offsets)
+        ctx.save_for_backward(x, dt, a, b, c, d, bias, step, sums, chunks, offsets, cu)
         return y
 
     @staticmethod
     @first_order()
     def backward(ctx, dy):
-        x, dt, a, b, c, d, bias, step, sums, chunks, offsets = ctx.saved_tensors
+        x, dt, a, b, c, d, bias, step, sums, chunks, offsets, cu = ctx.saved_tensors
         heads, dim, groups, states = (ctx.tile[name] for name in "HPGN")
         dy = dy.contiguous()
-        state = _run_states(ctx, b, x, step, sums, chunks, offsets, False)
-        dstate = _run_states(ctx, c, dy, step, sums, chunks, offsets, True)
+        state = _run_states(ctx, b, x, step, sums, len(chunks), offsets, cu, False)
+        dstate = _run_states(ctx, c, dy, step, sums, len(chunks), offsets, cu, True)
         length, parts = len(x), max(1, dim // ctx.tile["COLUMNS"])
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dstep, dsum = (torch.empty(parts, length, heads, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -389,16 +393,16 @@ class SSD(torch.autograd.Function):
         )  # fmt: skip
         da, dbias = totals.sum(0)
         dd = dskip.sum(0)
-        return dx, ddt, da.to(a.dtype), db, dc, dd.to(d.dtype), dbias.to(bias.dtype), None, None, None, None
+        return dx, ddt, da.to(a.dtype), db, dc, dd.to(d.dtype), dbias.to(bias.dtype), *(None,) * 5
 
 
-def _run_states(ctx, row, x, step, sums, chunks, offsets, backward: bool) -> torch.Tensor:
+def _run_states(ctx, row, x, step, sums, chunks: int, offsets, cu, backward: bool) -> torch.Tensor:
     """Return the states before the chunks, or the gradients of those after them, `[chunks, N, H * P]`."""
     heads, dim, states = (ctx.tile[name] for name in "HPN")
-    state = torch.empty(len(chunks), states, heads * dim, dtype=x.dtype, device=x.device)
+    state = torch.empty(chunks, states, heads * dim, dtype=x.dtype, device=x.device)
     tiles = heads * dim // ctx.tile["COLUMNS"] * ceil_div(states, ctx.tile["STATES"])
     _states[(tiles * (len(offsets) - 1),)](
-        row, row.stride(0), x, x.stride(0), step, sums, chunks, offsets, state, BACKWARD=backward, **ctx.tile,
+        row, row.stride(0), x, x.stride(0), step, sums, cu, offsets, state, BACKWARD=backward, **ctx.tile,
         **ctx.launch,
     )  # fmt: skip
     return state
