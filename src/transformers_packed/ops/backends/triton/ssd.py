@@ -53,6 +53,37 @@ def _columns(ptr, start, size, stride, column, limit, L: tl.constexpr):
 
 
 @triton.jit
+def _by_head(
+    ptr, start, size, first_column, H: tl.constexpr, P: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
+    SMALL: tl.constexpr,
+):  # fmt: skip
+    """Load a number of each token's heads for a tile: `[L, COLUMNS]`, or `[L, 1]` if the tile is of one head."""
+    index = tl.arange(0, L)
+    if SMALL == 1:
+        return tl.load(ptr + (start + index) * H + first_column // P, mask=index < size, other=0.0)[:, None]
+    else:
+        head = (first_column + tl.arange(0, COLUMNS)) // P
+        inside = (index < size)[:, None] & (head >= 0)[None, :]
+        return tl.load(ptr + (start + index)[:, None] * H + head[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _at_end(
+    ptr, start, size, first_column, H: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SMALL: tl.constexpr
+):
+    """Load the same `[1, COLUMNS]` for the last token of a chunk, or one number if the tile is of one head.
+
+    It is 0 for an empty chunk, which keeps the state.
+    """
+    if SMALL == 1:
+        return tl.load(ptr + (start + size - 1) * H + first_column // P, mask=size > 0, other=0.0)
+    else:
+        head = (first_column + tl.arange(0, COLUMNS)) // P
+        inside = head < tl.where(size > 0, H, 0)
+        return tl.load(ptr + (start + size - 1) * H + head, mask=inside, other=0.0)[None, :]
+
+
+@triton.jit
 def _decay(later, earlier, causal):
     """Return `exp(later - earlier)` where `causal`, else 0, without an overflow elsewhere."""
     return tl.exp(tl.where(causal, later - earlier, float("-inf")))
@@ -114,13 +145,12 @@ def _steps_backward(
 def _states(
     row_ptr, row_stride, x_ptr, x_stride, step_ptr, sum_ptr, cu_ptr, offset_ptr, state_ptr, H: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, L: tl.constexpr,
-    COLUMNS: tl.constexpr, STATES: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = H * P // COLUMNS
     down: tl.constexpr = (N + STATES - 1) // STATES
     first_column = tl.program_id(0) % across * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
-    head = column // P
     n = tl.program_id(0) // across % down * STATES + tl.arange(0, STATES)
     group = first_column // (H * P // G)
     document = tl.program_id(0) // (across * down)
@@ -137,19 +167,16 @@ def _states(
         # Computed, not loaded, so that the loads of the next chunk can begin early.
         start = begin + (chunk - first) * L
         size = tl.minimum(tl.maximum(stop - start, 0), L)
-        # An empty chunk keeps the state.
-        end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=head < tl.where(size > 0, H, 0), other=0.0)
-        inside = (index < size)[:, None] & (head >= 0)[None, :]
-        at = (start + index)[:, None] * H + head[None, :]
-        weight = tl.load(sum_ptr + at, mask=inside, other=0.0)
+        end = _at_end(sum_ptr, start, size, first_column, H, P, COLUMNS, SMALL)
+        sums = _by_head(sum_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
         if BACKWARD:
-            weight = tl.exp(weight)
+            weight = tl.exp(sums)
         else:
-            weight = tl.exp(end[None, :] - weight) * tl.load(step_ptr + at, mask=inside, other=0.0)
+            weight = tl.exp(end - sums) * _by_head(step_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
         x = _rows(x_ptr, start, size, x_stride, column, H * P, L)
-        weighted = tl.where(inside, x.to(tl.float32) * weight, 0.0).to(x.dtype)
+        weighted = tl.where((index < size)[:, None], x.to(tl.float32) * weight, 0.0).to(x.dtype)
         row = _columns(row_ptr + group * N, start, size, row_stride, n, N, L)
-        state = tl.dot(row, weighted, state * tl.exp(end)[None, :], input_precision="ieee")
+        state = tl.dot(row, weighted, state * tl.exp(end), input_precision="ieee")
 
 
 @triton.jit
@@ -245,19 +272,20 @@ def _gradient_of_x(
         from_end = tl.where(index < size, tl.exp(end - sums), 0.0)
         from_state = tl.where(mine, returned, 0.0) * from_end[:, None]
         my_x, my_dy = my_x.to(tl.float32), my_dy.to(tl.float32)
-        written = tl.sum(my_x * from_state, 1)
+        written = my_x * from_state * step[:, None]
         unit = tl.dot(weights, my_dy.to(x.dtype), from_state, input_precision="ieee")
         skip = tl.load(d_ptr + head).to(tl.float32)
         dx += unit * step[:, None] + my_dy * skip
         # The sums of later tokens, those of earlier ones, and the sum at the end of the chunk.
         dsum = tl.sum(pairs, 0) + tl.exp(sums) * tl.sum(my_dy * carried, 1)
-        dsum -= tl.sum(pairs, 1) + step * written
-        at_end = tl.sum(step * written, 0) + tl.exp(end) * tl.sum(tl.where(column // P == head, kept, 0.0), 0)
+        dsum -= tl.sum(pairs, 1) + tl.sum(written, 1)
+        # A sum over one dimension after the other would crash triton 3.6 for Blackwell GPUs.
+        at_end = tl.sum(written) + tl.exp(end) * tl.sum(tl.where(column // P == head, kept, 0.0), 0)
         dsum += tl.where(index == size - 1, at_end, 0.0)
         at = (part * length + start + index) * H + head
         tl.store(dsum_ptr + at, dsum, mask=index < size)
         tl.store(dstep_ptr + at, tl.sum(my_x * unit, 1), mask=index < size)
-        tl.store(dskip_ptr + (chunk.to(tl.int64) * PARTS + part) * H + head, tl.sum(tl.sum(my_x * my_dy, 1), 0))
+        tl.store(dskip_ptr + (chunk.to(tl.int64) * PARTS + part) * H + head, tl.sum(my_x * my_dy))
     at = (start + index)[:, None] * (H * P) + column[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(index < size)[:, None])
     at = tl.program_id(0).to(tl.int64) * L * L + index[:, None] * L + index[None, :]
@@ -268,7 +296,7 @@ def _gradient_of_x(
 def _gradient_of_group(
     x_ptr, x_stride, pair_ptr, pair_stride, dscores_ptr, step_ptr, sum_ptr, chunk_ptr, state_ptr, out_ptr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, KEYS: tl.constexpr, L: tl.constexpr,
-    COLUMNS: tl.constexpr, STATES: tl.constexpr,
+    COLUMNS: tl.constexpr, STATES: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `B` if `KEYS`, with x and `pair` = C, else of `C`, with dy in place of x and `pair` = B."""
     down: tl.constexpr = (N + STATES - 1) // STATES
@@ -278,18 +306,17 @@ def _gradient_of_group(
     start, size, index = _chunk(chunk_ptr, chunk, L)
     total = tl.zeros((L, STATES), tl.float32)
     for block in range(H * P // G // COLUMNS):
-        column = group * (H * P // G) + block * COLUMNS + tl.arange(0, COLUMNS)
-        head = column // P
-        at = (start + index)[:, None] * H + head[None, :]
-        inside = (index < size)[:, None] & (head >= 0)[None, :]
-        weight = tl.load(sum_ptr + at, mask=inside, other=0.0)
+        first_column = group * (H * P // G) + block * COLUMNS
+        column = first_column + tl.arange(0, COLUMNS)
+        weight = _by_head(sum_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
         if KEYS:
-            end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=head < tl.where(size > 0, H, 0), other=0.0)
-            weight = tl.exp(end[None, :] - weight) * tl.load(step_ptr + at, mask=inside, other=0.0)
+            end = _at_end(sum_ptr, start, size, first_column, H, P, COLUMNS, SMALL)
+            step = _by_head(step_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
+            weight = tl.exp(end - weight) * step
         else:
             weight = tl.exp(weight)
         x = _rows(x_ptr, start, size, x_stride, column, H * P, L)
-        weighted = tl.where(inside, x.to(tl.float32) * weight, 0.0).to(x.dtype)
+        weighted = tl.where((index < size)[:, None], x.to(tl.float32) * weight, 0.0).to(x.dtype)
         at = (chunk.to(tl.int64) * N + n)[None, :] * (H * P) + column[:, None]
         state = tl.load(state_ptr + at, mask=(n < N)[None, :], other=0.0)
         total = tl.dot(weighted, state, total, input_precision="ieee")
@@ -342,15 +369,17 @@ class SSD(torch.autograd.Function):
         columns = columns_of(heads, dim, groups)
         ctx.tile = dict(zip("HPGN", sizes, strict=True)) | {"L": _CHUNK, "COLUMNS": columns}
         ctx.tile["STATES"] = min(_STATES, max(16, triton.next_power_of_2(states)))
-        ctx.small = max(1, columns // dim)
-        ctx.launch = {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": 2}
+        ctx.tile["SMALL"] = max(1, columns // dim)
+        # Tiles of several heads and of float32 take more registers and shared memory.
+        few = x.dtype != torch.float32 and ctx.tile["SMALL"] == 1
+        ctx.launch = {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": 3 if few else 2}
         ctx.limit = limit
         grid = (len(chunks) * ceil_div(heads, ctx.steps["HEADS"]),)
         _steps[grid](dt, dt.stride(0), a, bias, chunks, step, sums, *limit, **ctx.steps)
         state = _run_states(ctx, b, x, step, sums, len(chunks), offsets, cu, False)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _output[(len(chunks) * (heads * dim // columns),)](
-            x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, y, **ctx.tile, SMALL=ctx.small,
+            x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, y, **ctx.tile,
             **ctx.launch,
         )  # fmt: skip
         ctx.save_for_backward(x, dt, a, b, c, d, bias, step, sums, chunks, offsets, cu)
@@ -374,7 +403,7 @@ class SSD(torch.autograd.Function):
         pairs = torch.empty(sizes, dtype=torch.float32, device=x.device)
         _gradient_of_x[(len(chunks) * across,)](
             x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, dstate, dy, dx, dstep, dsum,
-            dskip, pairs, length, PARTS=parts, **ctx.tile, SMALL=ctx.small, num_warps=8, num_stages=2,
+            dskip, pairs, length, PARTS=parts, **ctx.tile, num_warps=8, num_stages=2,
         )  # fmt: skip
         dscores = pairs.sum(1)
         db, dc = (torch.empty(z.shape, dtype=z.dtype, device=z.device) for z in (b, c))
