@@ -162,7 +162,8 @@ def _triton(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
     chunks = boundaries.derived("ssd", partial(chunks_of, boundaries))
     sizes = heads, dim, *B.shape[2:]
     x, dt, B, C = (z.reshape(batch * length, -1) for z in (x, dt, B, C))
-    y = SSD.apply(x, dt, A, B, C, D, dt_bias, dt_limit, *chunks, sizes)
+    low, high = dt_limit
+    y = SSD.apply(x, dt, A, B, C, D, dt_bias, (float(low), float(high)), *chunks, sizes)
     return y.view(batch, length, heads, dim)
 
 
