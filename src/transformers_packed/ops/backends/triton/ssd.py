@@ -53,25 +53,34 @@ def _columns(ptr, start, size, stride, column, limit, L: tl.constexpr):
 
 
 @triton.jit
-def _by_head(
-    ptr, start, size, first_column, H: tl.constexpr, P: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr,
-    SMALL: tl.constexpr,
+def _weighted(
+    x, step_ptr, sum_ptr, start, size, first_column, TO_END: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    L: tl.constexpr, COLUMNS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Load a number of each token's heads for a tile: `[L, COLUMNS]`, or `[L, 1]` if the tile is of one head."""
-    index = tl.arange(0, L)
-    if SMALL == 1:
-        return tl.load(ptr + (start + index) * H + first_column // P, mask=index < size, other=0.0)[:, None]
+    """Return a tile of tokens times what of each reaches the end of the chunk, or what reaches it from the start."""
+    index, head = tl.arange(0, L), first_column // P + tl.arange(0, SMALL)
+    at = (start + index)[:, None] * H + head[None, :]
+    inside = (index < size)[:, None] & (head < H)[None, :]
+    sums = tl.load(sum_ptr + at, mask=inside, other=0.0)
+    if TO_END:
+        end = tl.load(sum_ptr + (start + size - 1) * H + head, mask=head < tl.where(size > 0, H, 0), other=0.0)
+        weight = tl.exp(end[None, :] - sums) * tl.load(step_ptr + at, mask=inside, other=0.0)
     else:
-        head = (first_column + tl.arange(0, COLUMNS)) // P
-        inside = (index < size)[:, None] & (head >= 0)[None, :]
-        return tl.load(ptr + (start + index)[:, None] * H + head[None, :], mask=inside, other=0.0)
+        weight = tl.exp(sums)
+    weight = tl.where(inside, weight, 0.0)
+    if SMALL == 1:
+        weighted = x.to(tl.float32) * weight
+    else:
+        # One number for each token and head, not for each column.
+        weighted = (x.to(tl.float32).reshape(L, SMALL, COLUMNS // SMALL) * weight[:, :, None]).reshape(L, COLUMNS)
+    return weighted.to(x.dtype)
 
 
 @triton.jit
 def _at_end(
     ptr, start, size, first_column, H: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Load the same `[1, COLUMNS]` for the last token of a chunk, or one number if the tile is of one head.
+    """Load a number of the heads of a tile for the last token of a chunk, `[1, COLUMNS]`, or one if it is of one head.
 
     It is 0 for an empty chunk, which keeps the state.
     """
@@ -156,7 +165,6 @@ def _states(
     document = tl.program_id(0) // (across * down)
     first, last = tl.load(offset_ptr + document), tl.load(offset_ptr + document + 1)
     begin, stop = tl.load(cu_ptr + document).to(tl.int64), tl.load(cu_ptr + document + 1)
-    index = tl.arange(0, L)
     state = tl.zeros((STATES, COLUMNS), tl.float32)
     for i in range(first, last):
         chunk = i
@@ -168,13 +176,8 @@ def _states(
         start = begin + (chunk - first) * L
         size = tl.minimum(tl.maximum(stop - start, 0), L)
         end = _at_end(sum_ptr, start, size, first_column, H, P, COLUMNS, SMALL)
-        sums = _by_head(sum_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
-        if BACKWARD:
-            weight = tl.exp(sums)
-        else:
-            weight = tl.exp(end - sums) * _by_head(step_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
         x = _rows(x_ptr, start, size, x_stride, column, H * P, L)
-        weighted = tl.where((index < size)[:, None], x.to(tl.float32) * weight, 0.0).to(x.dtype)
+        weighted = _weighted(x, step_ptr, sum_ptr, start, size, first_column, not BACKWARD, H, P, L, COLUMNS, SMALL)
         row = _columns(row_ptr + group * N, start, size, row_stride, n, N, L)
         state = tl.dot(row, weighted, state * tl.exp(end), input_precision="ieee")
 
@@ -308,15 +311,8 @@ def _gradient_of_group(
     for block in range(H * P // G // COLUMNS):
         first_column = group * (H * P // G) + block * COLUMNS
         column = first_column + tl.arange(0, COLUMNS)
-        weight = _by_head(sum_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
-        if KEYS:
-            end = _at_end(sum_ptr, start, size, first_column, H, P, COLUMNS, SMALL)
-            step = _by_head(step_ptr, start, size, first_column, H, P, L, COLUMNS, SMALL)
-            weight = tl.exp(end - weight) * step
-        else:
-            weight = tl.exp(weight)
         x = _rows(x_ptr, start, size, x_stride, column, H * P, L)
-        weighted = tl.where((index < size)[:, None], x.to(tl.float32) * weight, 0.0).to(x.dtype)
+        weighted = _weighted(x, step_ptr, sum_ptr, start, size, first_column, KEYS, H, P, L, COLUMNS, SMALL)
         at = (chunk.to(tl.int64) * N + n)[None, :] * (H * P) + column[:, None]
         state = tl.load(state_ptr + at, mask=(n < N)[None, :], other=0.0)
         total = tl.dot(weighted, state, total, input_precision="ieee")
