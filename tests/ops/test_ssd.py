@@ -25,7 +25,7 @@ from transformers_packed.shared_prompts import SharedPrompts
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 BARS = {FLOAT32: 1e-4, BFLOAT16: 1e-2}
 # Heads, their size, groups and states: several heads in a tile, groups, parts of a head, two tiles of states.
-SIZES = [(4, 8, 1, 8), (4, 16, 2, 72), (2, 80, 2, 16), (2, 128, 1, 16)]
+SIZES = [(4, 8, 1, 8), (4, 16, 2, 72), (2, 80, 2, 16), (2, 128, 1, 16), (4, 12, 1, 8)]
 LENGTHS = (5, 1, 16, 33)
 
 
@@ -208,8 +208,6 @@ class InterpretedTest(InterpretedKernelsTest):
         for inputs, message in (
             (make_inputs(9, *SIZES[0], torch.float64), "not torch.float64"),
             (make_inputs(9, *SIZES[0], torch.float16), "overflow in float16"),
-            (make_inputs(9, 2, 8, 2, 8), "not 1 heads of 8"),
-            (make_inputs(9, 4, 12, 1, 8), "not 4 heads of 12"),
             ([*make_inputs(9, *SIZES[0])[:3], *make_inputs(9, *SIZES[0], BFLOAT16)[3:]], "one dtype"),
         ):
             self.check_what_the_kernel_does_not_serve(lambda impl: call(*inputs, impl=impl), message)  # noqa: B023
@@ -244,13 +242,15 @@ class MambaSsmTest(unittest.TestCase):
 
 
 class VerifyTest(unittest.TestCase):
-    @parameterized.expand([(128, 64, 1, 128), (128, 64, 8, 128), (128, 8, 1, 256), (8, 640, 1, 64), (24, 80, 1, 128)])
-    def test_released_models(self, heads, dim, groups, states):
-        x, dt, B, C, A, D, _ = make_inputs(1, heads, dim, groups, states)
+    @parameterized.expand(
+        [(128, 64, 1, 64), (128, 8, 1, 8), (8, 640, 1, 640), (128, 80, 8, 128), (6, 80, 2, 128), (1, 24, 1, 64)]
+        + [(3, 16, 3, 64), (2, 4, 1, 32)]
+    )
+    def test_any_size_of_heads(self, heads, dim, groups, expected):
+        x, dt, B, C, A, D, _ = make_inputs(1, heads, dim, groups, 16)
         with mock.patch("transformers_packed.ops.backends.triton.on_gpu", lambda tensor: True):
             self.assertEqual(_verify_triton(x, dt, A, B, C, D), (True, ""))
-        columns = kernels.columns_of(heads, dim, groups)
-        self.assertEqual(heads // groups * dim % columns, 0)
+        self.assertEqual(kernels.size_of_heads(heads, dim, groups), expected)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _reference(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
 
 
 def _triton(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
-    from .backends.triton.ssd import SSD, chunks_of
+    from .backends.triton.ssd import SSD, chunks_of, size_of_heads
 
     batch, length, heads, dim = x.shape
     if boundaries is None:
@@ -160,11 +160,13 @@ def _triton(x, dt, A, B, C, D, *, dt_bias, dt_limit, boundaries):
         expected = f"x [1, {boundaries.total_length}, H, P], the row that the boundaries describe"
         raise input_error(expected, tuple(x.shape), "Make the boundaries from this row's lengths.")
     chunks = boundaries.derived("ssd", partial(chunks_of, boundaries))
-    sizes = heads, dim, *B.shape[2:]
+    size = size_of_heads(heads, dim, B.shape[2])
+    x = F.pad(x, (0, size - dim)) if size > dim else x
+    sizes = heads, size, *B.shape[2:]
     x, dt, B, C = (z.reshape(batch * length, -1) for z in (x, dt, B, C))
     low, high = dt_limit
     y = SSD.apply(x, dt, A, B, C, D, dt_bias, (float(low), float(high)), *chunks, sizes)
-    return y.view(batch, length, heads, dim)
+    return y.view(batch, length, heads, size)[..., :dim]
 
 
 def _verify_triton(x, dt, A, B, C, D, **_):
@@ -172,9 +174,6 @@ def _verify_triton(x, dt, A, B, C, D, **_):
         return False, f"needs one dtype of x, B and C, not {x.dtype}, {B.dtype} and {C.dtype}"
     if x.dtype == torch.float16:
         return False, "supports float32 and bfloat16, because states overflow in float16"
-    (heads, dim), groups = x.shape[2:], B.shape[2]
-    if heads // groups * dim % 16 or (dim % 16 and 16 % dim):
-        return False, f"needs a multiple of 16 columns in each group, not {heads // groups} heads of {dim}"
     return triton.verify(x)
 
 

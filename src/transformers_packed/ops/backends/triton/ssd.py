@@ -9,7 +9,7 @@ With the steps `dt`, the cumulative sums `c` of `dt * A` inside a chunk, and the
 chunks, and backward for the gradients of the states after them. All other kernels compute the chunks independently.
 The backward computes the states again, so only inputs, steps and sums are saved.
 
-A tile has up to 64 of the `H * P` columns of `x`: one head, a part of a head, or several small heads of one group. So
+A tile has 64 of the `H * P` columns of `x`: one head, a part of a head, or several small heads of one group. So
 no group of `B` and `C` is copied to its heads. No product transposes a tile that was computed: some versions of triton
 compile such products for Hopper GPUs wrongly. Tiles that are needed in both orientations are computed twice.
 """
@@ -327,12 +327,15 @@ def _gradient_of_group(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(index < size)[:, None] & (n < N)[None, :])
 
 
-def columns_of(heads: int, dim: int, groups: int) -> int:
-    """Return the columns of a tile: whole small heads of a group, or an even part of a large one, or 0 if none fits."""
-    for columns in (_COLUMNS, 32, 16):
-        if heads // groups * dim % columns == 0 and (dim % columns == 0 or columns % dim == 0):
-            return columns
-    return 0
+def size_of_heads(heads: int, dim: int, groups: int) -> int:
+    """Return the smallest size to which heads are padded: a tile has whole heads of one group, or an even part of one.
+
+    Narrower tiles are no way out: triton 3.6 computes products of 16 columns wrongly on Hopper GPUs.
+    """
+    size = max(8, triton.next_power_of_2(dim)) if dim < _COLUMNS else ceil_div(dim, _COLUMNS) * _COLUMNS
+    while heads // groups * size % _COLUMNS:
+        size *= 2
+    return size
 
 
 def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -351,7 +354,7 @@ def chunks_of(boundaries: SequenceBoundaries) -> tuple[torch.Tensor, torch.Tenso
 class SSD(torch.autograd.Function):
     """The scan of `x` `[T, H * P]`, `dt` `[T, H]`, `a`, `d` and `bias` `[H]`, `b` and `c` `[T, G * N]`.
 
-    `chunks`, `offsets` and `cu` are those of [`chunks_of`]. `sizes` are `(H, P, G, N)`.
+    `chunks`, `offsets` and `cu` are those of [`chunks_of`]. `sizes` are `(H, P, G, N)`, with `P` of [`size_of_heads`].
     """
 
     @staticmethod
@@ -362,10 +365,9 @@ class SSD(torch.autograd.Function):
         heads, dim, groups, states = sizes
         step, sums = (torch.empty(len(x), heads, dtype=torch.float32, device=x.device) for _ in range(2))
         ctx.steps = {"H": heads, "L": _CHUNK, "HEADS": min(_HEADS, triton.next_power_of_2(heads))}
-        columns = columns_of(heads, dim, groups)
-        ctx.tile = dict(zip("HPGN", sizes, strict=True)) | {"L": _CHUNK, "COLUMNS": columns}
+        ctx.tile = dict(zip("HPGN", sizes, strict=True)) | {"L": _CHUNK, "COLUMNS": _COLUMNS}
         ctx.tile["STATES"] = min(_STATES, max(16, triton.next_power_of_2(states)))
-        ctx.tile["SMALL"] = max(1, columns // dim)
+        ctx.tile["SMALL"] = max(1, _COLUMNS // dim)
         # Tiles of several heads and of float32 take more registers and shared memory.
         few = x.dtype != torch.float32 and ctx.tile["SMALL"] == 1
         ctx.launch = {"num_warps": 8 if x.dtype == torch.float32 else 4, "num_stages": 3 if few else 2}
@@ -374,7 +376,7 @@ class SSD(torch.autograd.Function):
         _steps[grid](dt, dt.stride(0), a, bias, chunks, step, sums, *limit, **ctx.steps)
         state = _run_states(ctx, b, x, step, sums, len(chunks), offsets, cu, False)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _output[(len(chunks) * (heads * dim // columns),)](
+        _output[(len(chunks) * (heads * dim // _COLUMNS),)](
             x, x.stride(0), b, b.stride(0), c, c.stride(0), d, step, sums, chunks, state, y, **ctx.tile,
             **ctx.launch,
         )  # fmt: skip
@@ -389,11 +391,11 @@ class SSD(torch.autograd.Function):
         dy = dy.contiguous()
         state = _run_states(ctx, b, x, step, sums, len(chunks), offsets, cu, False)
         dstate = _run_states(ctx, c, dy, step, sums, len(chunks), offsets, cu, True)
-        length, parts = len(x), max(1, dim // ctx.tile["COLUMNS"])
+        length, parts = len(x), max(1, dim // _COLUMNS)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         dstep, dsum = (torch.empty(parts, length, heads, dtype=torch.float32, device=x.device) for _ in range(2))
         dskip = torch.empty(len(chunks) * parts, heads, dtype=torch.float32, device=x.device)
-        across = heads * dim // ctx.tile["COLUMNS"]
+        across = heads * dim // _COLUMNS
         # The gradient of the scores C_t . B_s of a chunk, from each tile of the heads that share them.
         sizes = len(chunks) * groups, across // groups, _CHUNK, _CHUNK
         pairs = torch.empty(sizes, dtype=torch.float32, device=x.device)
@@ -425,7 +427,7 @@ def _run_states(ctx, row, x, step, sums, chunks: int, offsets, cu, backward: boo
     """Return the states before the chunks, or the gradients of those after them, `[chunks, N, H * P]`."""
     heads, dim, states = (ctx.tile[name] for name in "HPN")
     state = torch.empty(chunks, states, heads * dim, dtype=x.dtype, device=x.device)
-    tiles = heads * dim // ctx.tile["COLUMNS"] * ceil_div(states, ctx.tile["STATES"])
+    tiles = heads * dim // _COLUMNS * ceil_div(states, ctx.tile["STATES"])
     _states[(tiles * (len(offsets) - 1),)](
         row, row.stride(0), x, x.stride(0), step, sums, cu, offsets, state, BACKWARD=backward, **ctx.tile,
         **ctx.launch,
