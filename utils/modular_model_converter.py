@@ -126,6 +126,7 @@ class Module:
         """The mappings from sibling classes to child classes, and from sibling prefixes to child prefixes."""
         pairs = {base: name for name in self.classes if (base := self.sibling_base(name)) is not None}
         prefixes: dict[str, str] = {}
+        without = []
         for sibling, child in pairs.items():
             suffix_length = 0
             while sibling[-1 - suffix_length :] == child[-1 - suffix_length :] and suffix_length < len(child):
@@ -133,10 +134,15 @@ class Module:
             # A suffix consists of whole words, so it starts with a capital letter.
             suffix = re.search(r"[A-Z].*$", sibling[len(sibling) - suffix_length :])
             if suffix is None:
-                raise self.error(f"{child} and {sibling} have no common ending, so no prefix to rename")
+                without.append((sibling, child))
+                continue
             old, new = (name.removesuffix(suffix[0]) for name in (sibling, child))
             if old not in prefixes or len(new) < len(prefixes[old]):
                 prefixes[old] = new
+        for sibling, child in without:
+            # Other classes of the two families have to tell the prefixes.
+            if not any(sibling.startswith(old) and child.startswith(new) for old, new in prefixes.items()):
+                raise self.error(f"{child} and {sibling} have no common ending, so no prefix to rename")
         return pairs, prefixes
 
 

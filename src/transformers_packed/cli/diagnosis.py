@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..errors import input_error
-from ..models.families import families_of, family_of, sizes_of
+from ..models.families import families_of, family_of
 from ..models.family import Mixers, Own, Refused, Unpacked
 from ..models.mtp import declares_head, find_head
 from ..models.packed_model import PackedModelMixin
@@ -125,7 +125,7 @@ def diagnose(
         ours = bool(families_of(model, Own))
         found.model = _describe(model, isolated=all(finding.level != "problem" for finding in judged))
         found.findings += _of_padding(model) if ours else _of_masks(model, attention, device)
-        found.findings += _of_head(model.config) if ours else ()
+        found.findings += _of_head(model.config) if any(family.has_mtp for family in families_of(model)) else ()
     if ours:
         found.ops = _ops_of(model, device, dtype, attention or "sdpa")
         found.findings += _of_ops(found.ops, device)
@@ -331,12 +331,13 @@ def _of_speed(model: PreTrainedModel | None, ops: Ops, device: torch.device) -> 
             text = "Transformers' own classes of linear attention fail here: flash-linear-attention needs a GPU."
             yield Finding("note", text, "pip uninstall flash-linear-attention")
         return
-    dense = "experts" not in ops or model is None
+    dense = model is None or ("experts" not in ops and any(family.has_graphs for family in families_of(model)))
     attention = next(runs for op, (runs, _) in ops.items() if op.startswith("attention "))
     if dense and attention == "varlen_attn" and is_kernel(ops["gated_delta_rule"][0]):
         yield from _of_graphs(model)
     float8, refused = ops["linear_float8"]
-    hidden_size = _FLOAT8_HIDDEN_SIZE if model is None else sizes_of(model.config).hidden
+    embedding: Any = model and model.get_input_embeddings()
+    hidden_size = _FLOAT8_HIDDEN_SIZE if embedding is None else embedding.weight.shape[1]
     if float8 is None:
         yield Finding("note", f"Linear layers cannot run in FP8: {_reasons(refused)}.")
     elif hidden_size >= _FLOAT8_HIDDEN_SIZE:

@@ -29,7 +29,7 @@ from transformers import (
 from ..data.records.samples import Samples, make_samples, read_records
 from ..errors import count, input_error
 from ..models.cuda_graphs import graph_length, use_cuda_graphs
-from ..models.families import TITLES, family_of
+from ..models.families import family_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.mtp import find_head
@@ -196,7 +196,7 @@ def _supported_config(source: str) -> PreTrainedConfig:
         config, found = None, "its own code" if has_own_code(error) else " ".join(str(error).split()).rstrip(".")
     if config is None or not (isinstance(family_of(config).apart, Own) and builds(AutoModelForCausalLM, config)):
         fix = "Train other models with a Trainer and configure_packing."
-        raise input_error(f"a checkpoint of {TITLES}", f"{source}: {found}", fix, option="--model")
+        raise input_error(f"a checkpoint of {titles()}", f"{source}: {found}", fix, option="--model")
     return config
 
 

@@ -161,11 +161,10 @@ def without_graphs(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def layers_as_graphs(
-    text: TextModel, boundaries: SequenceBoundaries | None, options: dict[str, Any]
-) -> Iterator[None]:
+def layers_as_graphs(text: Any, boundaries: SequenceBoundaries | None, options: dict[str, Any]) -> Iterator[None]:
     """Replace the layers of `text` with one module that runs them as graphs, if graphs are enabled and can help."""
-    graphs = text.layer_graphs
+    # Not all text models have graphs.
+    graphs: LayerGraphs | None = getattr(text, "layer_graphs", None)
     trains = text.training and torch.is_grad_enabled()
     if graphs is None or not graphs.max_length or boundaries is None or not trains:
         yield

@@ -3,6 +3,8 @@
 Families with classes of their own have their record beside them. For each other family, one line in a table is enough.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import overload
@@ -13,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 
 from ..errors import input_error
 from .family import Family, Isolated, Mixer, Mixers, Refused, Unpacked
+from .olmo_hybrid.family import OLMO_HYBRID
 from .qwen3_5.family import QWEN3_5
 from .qwen3_5_moe.family import QWEN3_5_MOE
 from .qwen3_next.family import QWEN3_NEXT
@@ -21,9 +24,16 @@ from .sizes import Sizes
 
 # Suffixes of the names of classes whose loss is over tokens.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-# Families with classes of this package, and their names in texts.
-OWN = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
-TITLES = f"{', '.join(family.title for family in OWN[:-1])} or {OWN[-1].title}"
+_OURS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID)
+# Families with classes of this package, in this release of Transformers.
+OWN = tuple(family for family in _OURS if family.is_supported)
+
+
+def titles(families: Iterable[Family] = OWN) -> str:
+    """Return the names of families in texts: "A, B or C"."""
+    *others, last = (family.title for family in families)
+    return f"{', '.join(others)} or {last}" if others else last
+
 
 _PLAIN = Mixer()
 _ATTENTION = Mixer(masked=True)
@@ -68,7 +78,6 @@ _MIXERS: dict[str, dict[str, Mixer]] = {
     "mamba2": {"Mamba2Mixer": _MAMBA2},
     "minimax": {"MiniMaxLightningAttention": _PLAIN},
     "nemotron_h": {"NemotronHMamba2Mixer": _MAMBA2, "NemotronHAttention": _MASKED_ROW},
-    "olmo_hybrid": {"OlmoHybridGatedDeltaNet": _GATED_DELTA},
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": _GATED_DELTA, "Qwen4ExpTextPLELayer": _PLAIN},
     "recurrent_gemma": {"RecurrentGemmaRecurrentBlock": _PLAIN},
     "rwkv": {"RwkvSelfAttention": _PLAIN, "RwkvFeedForward": _PLAIN},
@@ -148,9 +157,12 @@ _TABLES = (
     {name: Refused(why) for name, why in _REFUSED.items()},
 )
 # All records, by name.
-FAMILIES: dict[str, Family] = {family.name: family for family in OWN} | {
-    name: Family(name, apart) for table in _TABLES for name, apart in table.items()
-}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    if family in OWN
+    else replace(family, apart=Refused(f"its classes need transformers >= {family.since}"))
+    for family in _OURS
+} | {name: Family(name, apart) for table in _TABLES for name, apart in table.items()}
 
 
 def family_named(name: str) -> Family:
@@ -200,7 +212,8 @@ def sizes_of(config: PreTrainedConfig, fix: str = "") -> Sizes:
     text = config.get_text_config()
     sizes = family_of(text).sizes
     if sizes is None:
-        raise input_error(f"the configuration of a {TITLES} model", text.model_type, fix)
+        known = titles(family for family in OWN if family.sizes is not None)
+        raise input_error(f"the configuration of a {known} model", text.model_type, fix)
     return sizes(text)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedConfig
 
 from .sizes import Sizes
@@ -105,6 +107,8 @@ class Family:
             The stock classes are in `transformers.models.<name>.modeling_<name>`.
         apart (*optional*):
             How its documents stay apart in a packed row, or why they cannot. `None` if nobody has measured it.
+        since (`str`, *optional*, defaults to `"5.16"`):
+            The first release of Transformers whose classes ours can take the place of.
         title (`str`, *optional*):
             Its name in texts.
         releases (`tuple[str]`, *optional*):
@@ -117,6 +121,10 @@ class Family:
             The names of linear layers whose errors grow along a document, so they stay in full precision.
         takes_images (`bool`, *optional*, defaults to `False`):
             Whether packed rows of its vision-language models may hold images.
+        has_mtp (`bool`, *optional*, defaults to `False`):
+            Whether its checkpoints may have a head of multi-token prediction that this package trains.
+        has_graphs (`bool`, *optional*, defaults to `False`):
+            Whether its layers can run as CUDA graphs.
         implies_head (`bool`, *optional*, defaults to `False`):
             Whether servers take a configuration that says nothing of a head of multi-token prediction for one with it.
         sizes (`Callable`, *optional*):
@@ -125,14 +133,22 @@ class Family:
 
     name: str
     apart: Own | Mixers | Unpacked | Isolated | Refused | None = None
+    since: str = "5.16"
     title: str = ""
     releases: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     experts: str = ""
     sensitive: tuple[str, ...] = ()
     takes_images: bool = False
+    has_mtp: bool = False
+    has_graphs: bool = False
     implies_head: bool = False
     sizes: Callable[[PreTrainedConfig], Sizes] | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether this release of Transformers has the classes that ours take the place of."""
+        return Version(transformers.__version__) >= Version(self.since)
 
     @property
     def stock(self) -> str:

@@ -36,12 +36,12 @@ from ..ops.per_document import per_document
 from .families import (
     LANGUAGE_MODELS,
     OWN,
-    TITLES,
     families_of,
     family_named,
     family_of,
     modeling_module,
     stock_family,
+    titles,
 )
 from .family import PATCHED, Family, Mixer, Mixers, Own, Unpacked
 from .inputs import (
@@ -295,7 +295,7 @@ def _run_root(model: PreTrainedModel, root: Root, inputs: dict[str, Any]) -> Any
     if boundaries is None:
         return root.run_builtin(model, inputs)
     if boundaries.share_prompts:
-        boundaries.check_whole(f"Use a family with classes of this package ({TITLES}).")
+        boundaries.check_whole(f"Use a family with classes of this package ({titles()}).")
     inputs = root.of_builtin(inputs)
     _check_root(model, root, boundaries, inputs, tokens)
     _complete(inputs, model, root, boundaries)

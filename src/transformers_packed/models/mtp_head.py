@@ -26,8 +26,7 @@ from ..errors import input_error
 from ..ops import linear_cross_entropy
 from ..ops.cross_entropy import FROZEN_CHUNK_SIZE, TargetCount, shift_labels
 from ..parallel.collectives import all_gather
-from .families import TITLES, families_of, family_of
-from .family import Own
+from .families import OWN, families_of, family_of, titles
 from .inputs import resolve_boundaries
 from .masks import is_padding, read_padding
 from .mtp import DECLARED, HEAD_FILE, PREFIX, find_head, read_tensor, tensors_of_head, to_module_names
@@ -40,6 +39,7 @@ from .untouched import is_bare_linear, is_sharded_linear
 
 # The label of a token without a target.
 _IGNORED = -100
+_TITLES = titles(family for family in OWN if family.has_mtp)
 _RETRY = "Train without the head, or load a checkpoint with one."
 
 
@@ -268,8 +268,8 @@ def add_mtp(model: torch.nn.Module, folder: str | Path | None = None, dtype: tor
 def language_model(model: torch.nn.Module) -> Any:
     """Return the language model of this package in `model`, which has the embeddings and the head."""
     found = [module for module in model.modules() if hasattr(type(module), "skips_logits")]
-    if not found and not families_of(model, Own):
-        raise input_error(f"a model of {TITLES} for multi-token prediction", type(model).__name__, _RETRY)
+    if not any(family.has_mtp for family in families_of(model)):
+        raise input_error(f"a model of {_TITLES} for multi-token prediction", type(model).__name__, _RETRY)
     if not found:
         fix = "Call register() before from_pretrained, or patch_model."
         raise input_error("a language model of this package for multi-token prediction", type(model).__name__, fix)
@@ -288,8 +288,8 @@ def check_declared(config: PreTrainedConfig, found: bool, option: str = "") -> N
     A command passes the `option` that its errors name.
     """
     parts = config, config.get_text_config()
-    if not any(isinstance(family_of(part).apart, Own) for part in parts):
-        raise input_error(f"a model of {TITLES} for multi-token prediction", config.model_type, _RETRY, option=option)
+    if not any(family_of(part).has_mtp for part in parts):
+        raise input_error(f"a model of {_TITLES} for multi-token prediction", config.model_type, _RETRY, option=option)
     numbers = [number for part in parts for name in DECLARED if (number := getattr(part, name, None)) is not None]
     if max(numbers, default=int(found)) != 1:
         expected = f"a configuration with {DECLARED[0]}=1, or {DECLARED[1]}=1 in Qwen3-Next"

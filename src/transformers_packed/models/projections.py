@@ -13,6 +13,7 @@ from ..ops.backends import triton
 from ..ops.dispatch import ran
 from ..ops.float8 import DTYPE
 from ..ops.linear import fused_linears, product_dtype
+from ..ops.norm import gated_rms_norm
 from ..ops.terms import Adapter, Dequantized, Float8Weight, Projection
 from .float8 import is_in_float8, warn_about
 from .lora import adapters_of, is_lora
@@ -155,3 +156,17 @@ def project(hidden_states: torch.Tensor, *layers: torch.nn.Module) -> tuple[torc
     for dtype, group in groups.items():
         outputs |= zip(group, fused_linears(hidden_states, list(group.values()), dtype), strict=True)
     return tuple(outputs[i] for i in range(len(layers)))
+
+
+def gate_and_project(
+    norm: Any, cls: type, layer: torch.nn.Module, output: torch.Tensor, gate: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Apply a gated norm to the heads `[B, T, heads, dim]`, and a linear layer, in one op if the norm is an untouched `cls`.
+
+    `options` are those of [`gated_rms_norm`].
+    """
+    if is_untouched(norm, cls):
+        linear_weight = to_fuse(layer, output)
+        return gated_rms_norm(output, gate, norm.weight, norm.variance_epsilon, linear_weight=linear_weight, **options)
+    rows = norm(output.flatten(0, 2), gate.flatten(0, 2)).view(*output.shape[:2], -1)
+    return project(rows, layer)[0]

@@ -15,7 +15,7 @@ from ..errors import input_error
 from .families import OWN, families_of_class, modeling_module
 from .family import PATCHED, Isolated, Own, Refused
 from .packed_model import PackedModelMixin
-from .releases import check_names, check_signatures, registered_classes, supports_other_families
+from .releases import MODELS, Part, check_names, check_signatures, registered_classes, supports_other_families
 from .replacements import FAST_PATHS, REPLACEMENTS, Change, Model, apply_changes, become, find_changes
 from .trl_head import use_our_products
 
@@ -155,7 +155,8 @@ def _experts() -> ModuleType:
 
 def check_transformers() -> None:
     """Import our classes. Raise an `ImportError` unless the installed Transformers has what they need, and no more."""
-    check_names()
+    required = (Part(f"{family.stock}:{name}", family.title) for family in OWN for name in family.required)
+    check_names((*MODELS, *required))
     for family in OWN:
         modeling_module(family.name)
     check_signatures(REPLACEMENTS)

@@ -2,7 +2,7 @@
 
 The first half lists all private parts of these libraries, and has the only code that names them. The second half has
 adapters to releases of Transformers that lack a part or name it otherwise. Each adapter names the release that makes it
-unnecessary. No other module looks for a release, or for a private or a missing name.
+unnecessary. No other module looks for a release, but `Family.is_supported`, or for a private or a missing name.
 """
 
 import inspect
@@ -22,7 +22,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import generic, logging, output_capturing
 
 from ..errors import input_error
-from .families import OWN
 
 
 if TYPE_CHECKING:
@@ -125,7 +124,6 @@ _REQUIRED = {
     "transformers.integrations.moe": ("grouped_mm_experts_forward",),
     "transformers.integrations.finegrained_fp8": ("ALL_FP8_EXPERTS_FUNCTIONS", "fp8_grouped_mm_experts_forward"),
     "transformers.utils.generic": ("is_flash_attention_requested", "TransformersKwargs.__annotations__"),
-    **{family.stock: family.required for family in OWN},
 }
 # The first release with which the families without dedicated classes are tested.
 OTHER_FAMILIES = "5.20"

@@ -5,7 +5,7 @@ module's attributes. Such a module is called normally, so they have the same eff
 [`terms_of`] adds plain LoRA layers and quantized weights.
 """
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -64,3 +64,16 @@ def is_sharded_linear(module: torch.nn.Module) -> bool:
         and len(state["_forward_hooks"]) == len(state["_forward_pre_hooks"]) == 1
         and not (state["_backward_hooks"] or state["_backward_pre_hooks"])
     )
+
+
+def norm_of_stream(
+    norm: Any, cls: type, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of the residual stream, and the stream: `hidden_states`, added to the `residual` if there is one.
+
+    A norm that is no untouched `cls` of this package takes the stream as its only argument.
+    """
+    if is_untouched(norm, cls):
+        return norm(hidden_states, stream=True) if residual is None else norm(hidden_states, residual)
+    stream = hidden_states if residual is None else residual + hidden_states
+    return norm(stream), stream

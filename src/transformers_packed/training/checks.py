@@ -22,7 +22,7 @@ from ..data.documents import first_sample, is_packed
 from ..data.samples import TOKEN_TYPES, VISION_COLUMNS
 from ..errors import input_error
 from ..models.adapters import adapter_per_row
-from ..models.families import LANGUAGE_MODELS, TITLES, families_of, family_of
+from ..models.families import LANGUAGE_MODELS, families_of, family_of, titles
 from ..models.family import PATCHED, Mixers, Own, Unpacked
 from ..models.registry import check_patch, inner_model, transformers_model
 from ..models.releases import has_images
@@ -47,7 +47,7 @@ _PADDING = ("DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSe
 _LABELLING = ("DataCollatorForLanguageModeling", "DataCollatorWithFlattening")
 _PADDED = "Train on padded batches."
 _MODEL, _FOREIGN = "a causal language model of Transformers", "which is not a Transformers model"
-_PACKS = f"a model that packs padded batches ({TITLES})"
+_PACKS = f"a model that packs padded batches ({titles()})"
 _SDPA = 'attn_implementation="sdpa"'
 # TRL's trainers of preferences and of reinforcement learning, which build padded batches of pairs or groups.
 PREFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")

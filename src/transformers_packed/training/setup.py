@@ -18,7 +18,7 @@ from ..data.streaming import IterablePackingDataset
 from ..data.usual_rows import Rows
 from ..errors import input_error
 from ..models.cuda_graphs import remove_graphs, use_cuda_graphs
-from ..models.families import LANGUAGE_MODELS, TITLES, families_of
+from ..models.families import LANGUAGE_MODELS, OWN, families_of, titles
 from ..models.family import Own
 from ..models.float8 import use_float8
 from ..models.inputs import warn_of_rope
@@ -191,7 +191,8 @@ def _check_options(trainer: Trainer, options: Options) -> None:
     alone = "mtp_only=True, whose trunk runs without gradients" if options.mtp_only else None
     shared = "rows that several processes share" if options.shares_rows else None
     why = alone or shared or _excludes_graphs(trainer, mode) if options.cuda_graphs else None
-    graphs = f"packed rows of a model of {TITLES}, without shards, for cuda_graphs=True"
+    with_graphs = titles(family for family in OWN if family.has_graphs)
+    graphs = f"packed rows of a model of {with_graphs}, without shards, for cuda_graphs=True"
     packing = f"packing={options.packing!r}"
     for error in refused(
         (mode not in MODES, f"packing as True, False or one of {MODES}", repr(options.packing), ""),
@@ -230,7 +231,7 @@ def _excludes_graphs(trainer: Trainer, mode: str) -> str | None:
     if mode == "off" or is_preference_trainer(trainer):
         return f"packing={mode!r} in a {type(trainer).__name__}, whose batches are padded"
     inner = transformers_model(trainer.model)
-    other = inner is None or not families_of(inner, Own)
+    other = inner is None or not any(family.has_graphs for family in families_of(inner, Own))
     return excludes_graphs(trainer) or (f"a {type(inner or trainer.model).__name__}" if other else None)
 
 

@@ -26,5 +26,7 @@ QWEN3_5 = Family(
     # The projections to the decay and the write strength of the delta rule.
     sensitive=("in_proj_a", "in_proj_b"),
     takes_images=True,
+    has_mtp=True,
+    has_graphs=True,
     sizes=partial(hybrid_sizes, linear_layers=5),
 )

@@ -16,5 +16,7 @@ QWEN3_5_MOE = Family(
     # Those of Qwen3.5, and the gate of the shared expert.
     sensitive=("in_proj_a", "in_proj_b", "shared_expert_gate"),
     takes_images=True,
+    has_mtp=True,
+    has_graphs=True,
     sizes=partial(hybrid_sizes, linear_layers=5),
 )

@@ -20,5 +20,7 @@ QWEN3_NEXT = Family(
     # The projection to the decay and the write strength of the delta rule, and the gate of the shared expert.
     sensitive=("in_proj_ba", "shared_expert_gate"),
     implies_head=True,
+    has_mtp=True,
+    has_graphs=True,
     sizes=partial(hybrid_sizes, linear_layers=3),
 )

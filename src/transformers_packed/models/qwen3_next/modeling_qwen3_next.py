@@ -2,6 +2,8 @@
 # Do not edit it: change the modular file and run `make modular`.
 """Qwen3-Next with support for packed rows, whose documents it keeps apart: the differences from Transformers."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from transformers.activations import SiLUActivation
@@ -10,7 +12,6 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 from transformers.models.qwen3_next import modeling_qwen3_next as builtin
 from transformers.processing_utils import Unpack
-from transformers.utils import can_return_tuple
 
 from ...boundaries import SequenceBoundaries
 from ...errors import input_error
@@ -25,16 +26,16 @@ from ...ops import (
     qk_norm_rope,
     rms_norm,
 )
-from ..cuda_graphs import LayerGraphs, layers_as_graphs
+from ..cuda_graphs import LayerGraphs
 from ..experts import run_experts
-from ..inputs import PackingKwargs, check_config
+from ..inputs import PackingKwargs
 from ..outputs import DocumentClassifierMixin, LanguageModelMixin
 from ..packed_model import PackedModelMixin
-from ..padding import padded_batch
-from ..projections import project, to_fuse
+from ..projections import gate_and_project, project, to_fuse
 from ..releases import CACHE, LINEAR_CACHE, get_recurrent_state, takes_cache
 from ..replacements import fast_path, replaces_builtin
-from ..untouched import is_untouched
+from ..text_model import PackedTextModelMixin
+from ..untouched import is_untouched, norm_of_stream
 
 
 @replaces_builtin
@@ -46,6 +47,14 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
         )
         g, beta = gated_delta_gates(a, b, self.A_log, self.dt_bias)
         return torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1), z, g, beta
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return {"key_heads": self.num_k_heads, "key_dim": self.head_k_dim, "value_dim": self.head_v_dim}
+
+    def finish(self, output: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Apply the norm, the gate z and the output layer to `[B, T, HV, V]`."""
+        return gate_and_project(self.norm, Qwen3NextRMSNormGated, self.out_proj, output, z)
 
     @force_accelerate_hooks("conv1d")
     @takes_cache(LINEAR_CACHE)
@@ -97,10 +106,8 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
             self.activation,
-            key_heads=self.num_k_heads,
-            key_dim=self.head_k_dim,
-            value_dim=self.head_v_dim,
             boundaries=boundaries,
+            **self.heads,
         )
         if cache is not None:
             query, key, value = (x[:, -length:] for x in (query, key, value))
@@ -118,12 +125,7 @@ class Qwen3NextGatedDeltaNet(builtin.Qwen3NextGatedDeltaNet):
             assert recurrent_state is not None
             cache.update_recurrent_state(recurrent_state, self.layer_idx)
 
-        norm = self.norm
-        if is_untouched(norm, Qwen3NextRMSNormGated):
-            layer = to_fuse(self.out_proj, output)
-            return gated_rms_norm(output, z, norm.weight, norm.variance_epsilon, linear_weight=layer)
-        output = norm(output.flatten(0, 2), z.flatten(0, 2)).view(*hidden_states.shape[:2], -1)
-        return project(output, self.out_proj)[0]
+        return self.finish(output, z)
 
 
 @replaces_builtin
@@ -249,11 +251,7 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
         cache: Cache | None = None,
         **kwargs: Unpack[PackingKwargs],
     ) -> torch.Tensor:
-        norm, residual = self.input_layernorm, hidden_states
-        if is_untouched(norm, Qwen3NextRMSNorm):
-            hidden_states, residual = norm(hidden_states, stream=True)
-        else:
-            hidden_states = norm(hidden_states)
+        hidden_states, residual = norm_of_stream(self.input_layernorm, Qwen3NextRMSNorm, hidden_states)
         if self.block_type == "linear_attention":
             hidden_states = self.linear_attn(
                 hidden_states=hidden_states,
@@ -271,11 +269,7 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
                 **kwargs,
             )
         norm = self.post_attention_layernorm
-        if is_untouched(norm, Qwen3NextRMSNorm):
-            hidden_states, residual = norm(hidden_states, residual)
-        else:
-            residual = residual + hidden_states
-            hidden_states = norm(residual)
+        hidden_states, residual = norm_of_stream(norm, Qwen3NextRMSNorm, hidden_states, residual)
         hidden_states = self.mlp(hidden_states)
         # Some expert blocks also return their routing.
         if isinstance(hidden_states, tuple):
@@ -284,41 +278,9 @@ class Qwen3NextDecoderLayer(builtin.Qwen3NextDecoderLayer):
 
 
 @replaces_builtin
-class Qwen3NextModel(PackedModelMixin, builtin.Qwen3NextModel):
+class Qwen3NextModel(PackedTextModelMixin, builtin.Qwen3NextModel):
     # What `use_cuda_graphs` has set. Any class with this attribute runs in graphs.
     layer_graphs: LayerGraphs | None = None
-
-    @can_return_tuple
-    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs):
-        mtp_row = inputs.pop("mtp_row", None)
-        padded = padded_batch(self, inputs)
-        if padded is not None:
-            boundaries = padded.boundaries
-            inputs |= padded.packed(inputs)
-        if mtp_row is not None:
-            mtp_row.embed(self, inputs)
-        if boundaries is not None:
-            check_config(self.config, inputs)
-            wants_weights = inputs.get("output_attentions", self.config.output_attentions)
-            implementation = self.config._attn_implementation
-            if wants_weights and implementation != "eager":
-                expected = 'attn_implementation="eager" for the attention weights of a packed row'
-                raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")
-            # Boundaries replace the masks, and packed rows have no cache.
-            inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
-            if inputs.get("position_ids") is None:
-                inputs["position_ids"] = boundaries.position_ids
-            inputs |= boundaries.layer_kwargs()
-        with layers_as_graphs(self, boundaries, inputs):
-            outputs = super().forward(**inputs)
-        if mtp_row is not None:
-            mtp_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
-        if padded is not None:
-            outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
-        if boundaries is not None and outputs.get("router_logits") is not None:
-            restored = boundaries.real_tokens if padded is None else padded.unpack
-            outputs.router_logits = tuple(restored(layer) for layer in outputs.router_logits)
-        return outputs
 
 
 @replaces_builtin

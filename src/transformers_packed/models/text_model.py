@@ -1,0 +1,48 @@
+"""`PackedTextModelMixin`, the base of our text models of hybrids: what a packed row and a padded batch become."""
+
+from typing import Any
+
+from transformers.utils import can_return_tuple
+
+from ..boundaries import SequenceBoundaries
+from ..errors import input_error
+from .cuda_graphs import layers_as_graphs
+from .inputs import check_config
+from .packed_model import PackedModelMixin
+from .padding import padded_batch
+
+
+class PackedTextModelMixin(PackedModelMixin):
+    """Runs the stock forward without masks and without a cache on a packed row, whose layers get the boundaries."""
+
+    @can_return_tuple
+    def forward_with_boundaries(self, boundaries: SequenceBoundaries | None, **inputs: Any) -> Any:
+        mtp_row = inputs.pop("mtp_row", None)
+        padded = padded_batch(self, inputs)
+        if padded is not None:
+            boundaries = padded.boundaries
+            inputs |= padded.packed(inputs)
+        if mtp_row is not None:
+            mtp_row.embed(self, inputs)
+        if boundaries is not None:
+            check_config(self.config, inputs)
+            wants_weights = inputs.get("output_attentions", self.config.output_attentions)
+            implementation = self.config._attn_implementation
+            if wants_weights and implementation != "eager":
+                expected = 'attn_implementation="eager" for the attention weights of a packed row'
+                raise input_error(expected, f'"{implementation}"', "Change it, or remove output_attentions.")
+            # Boundaries replace the masks, and packed rows have no cache.
+            inputs |= {"attention_mask": {"full_attention": None, "linear_attention": None}, "use_cache": False}
+            if inputs.get("position_ids") is None:
+                inputs["position_ids"] = boundaries.position_ids
+            inputs |= boundaries.layer_kwargs()
+        with layers_as_graphs(self, boundaries, inputs):
+            outputs = super().forward(**inputs)
+        if mtp_row is not None:
+            mtp_row.finish(self, inputs, outputs.last_hidden_state, boundaries, padded)
+        if padded is not None:
+            outputs.last_hidden_state = padded.unpack(outputs.last_hidden_state[0]).unflatten(0, padded.shape)
+        if boundaries is not None and outputs.get("router_logits") is not None:
+            restored = boundaries.real_tokens if padded is None else padded.unpack
+            outputs.router_logits = tuple(restored(layer) for layer in outputs.router_logits)
+        return outputs
