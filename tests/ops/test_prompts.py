@@ -88,14 +88,16 @@ class Case:
 
         return [(64,)], [(64, width)], call
 
-    def rule():
+    def rule(by_channel=False):
+        names = ("kimi_delta_rule", "rule_by_channel") if by_channel else ("gated_delta_rule", "rule")
+
         def call(boundaries, q, k, v, a, b):
-            function = prompts.gated_delta_rule if boundaries is not None else prompts.rule
+            function = getattr(prompts, names[boundaries is None])
             options = {} if boundaries is None else {"boundaries": boundaries}
             gates = -a.exp(), b.sigmoid()
             return (function(q, k, v, *gates, use_qk_l2norm_in_kernel=True, **options)[0],)
 
-        return [(2, 8), (2, 8), (4, 6), (4,), (4,)], [], call
+        return [(2, 8), (2, 8), (4, 6), (4, 8) if by_channel else (4,), (4,)], [], call
 
     def attention(name):
         layer, eager = attention_layer(name)
@@ -119,6 +121,7 @@ CASES = {
     "qkv_window_of_two": Case.qkv(2),
     "qkv_window_of_one": Case.qkv(1),
     "rule": Case.rule(),
+    "rule_by_channel": Case.rule(by_channel=True),
     "sdpa": Case.attention("sdpa"),
     "eager": Case.attention("eager"),
 }
@@ -149,7 +152,7 @@ class OpsTest(unittest.TestCase):
         # Eager attention computes its softmax in float32.
         compare(self, CASES[case], name, 1e-6 if case == "eager" else 1e-12)
 
-    @every("conv", "qkv", "rule", "sdpa")
+    @every("conv", "qkv", "rule", "rule_by_channel", "sdpa")
     def test_an_answer_depends_on_no_other(self, _, case, name):
         """Neither in outputs nor in gradients, to the bit."""
         row, (shapes, weights, call) = make_row(name), CASES[case]
@@ -172,7 +175,7 @@ class OpsTest(unittest.TestCase):
             for gradient in gradients:
                 self.assertEqual(gradient[:, own].abs().max().item(), 0)
 
-    @every("conv", "qkv", "rule", "sdpa")
+    @every("conv", "qkv", "rule", "rule_by_channel", "sdpa")
     def test_repeats_bit_for_bit(self, _, case, name):
         row, (shapes, weights, call) = make_row(name), CASES[case]
         inputs = tensors(row, *shapes, dtype=torch.float32)
@@ -184,7 +187,7 @@ class OpsTest(unittest.TestCase):
     def test_the_state_and_the_window_come_from_the_prompt(self):
         """Each answer differs from the same tokens as a document of their own."""
         row = make_row("one_group")
-        for name in ("conv", "qkv", "rule", "sdpa"):
+        for name in ("conv", "qkv", "rule", "rule_by_channel", "sdpa"):
             shapes, weights, call = CASES[name]
             inputs, weights = tensors(row, *shapes), [torch.randn(*s, dtype=torch.float64) for s in weights]
             shared = call(row, *inputs, *weights)

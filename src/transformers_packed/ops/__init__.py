@@ -12,6 +12,7 @@ from .gated_delta_rule import (
     torch_recurrent_gated_delta_rule,
 )
 from .glu import glu
+from .kimi_delta_rule import kimi_delta_rule
 from .logps import linear_logps
 from .moe import choose_experts, experts
 from .norm import gated_rms_norm, rms_norm
@@ -31,6 +32,7 @@ __all__ = [
     "gated_rms_norm",
     "glu",
     "implementations_used",
+    "kimi_delta_rule",
     "linear_cross_entropy",
     "linear_logps",
     "per_document",

@@ -8,6 +8,7 @@ from .cross_entropy import example as cross_entropy
 from .example import Setting
 from .gated_delta_rule import example as gated_delta_rule
 from .glu import example as glu
+from .kimi_delta_rule import example as kimi_delta_rule
 from .linear import example as linear
 from .moe import example as moe
 from .norm import example as norm
@@ -15,7 +16,19 @@ from .rotary import example as rotary
 from .ssd import example as ssd
 
 
-_EXAMPLES = (gated_delta_rule, convolution, attention, norm, linear, rotary, glu, moe, ssd, cross_entropy)
+_EXAMPLES = (
+    gated_delta_rule,
+    kimi_delta_rule,
+    convolution,
+    attention,
+    norm,
+    linear,
+    rotary,
+    glu,
+    moe,
+    ssd,
+    cross_entropy,
+)
 
 
 def availability(

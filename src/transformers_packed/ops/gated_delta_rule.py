@@ -94,10 +94,7 @@ def gated_delta_rule(
     ```
     """
     check_groups(key, value)
-    sequences = len(query) if boundaries is None else boundaries.num_documents
-    expected = (sequences, value.shape[2], key.shape[-1], value.shape[-1])
-    if initial_state is not None and initial_state.shape != expected:
-        raise input_error(f"an initial_state {expected}, one for each sequence", tuple(initial_state.shape))
+    check_state(key, value, initial_state, boundaries)
     options = {"initial_state": initial_state, "output_final_state": output_final_state, "boundaries": boundaries}
     options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
     return run("gated_delta_rule", impl, IMPLEMENTATIONS, query, key, value, g, beta, **options)
@@ -108,6 +105,19 @@ def check_groups(key: torch.Tensor, value: torch.Tensor) -> None:
     if value.shape[2] % key.shape[2]:
         got = f"{value.shape[2]} and {key.shape[2]}"
         raise input_error("value heads [B, T, heads, dim] in a multiple of the number of key heads", got)
+
+
+def check_state(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    boundaries: SequenceBoundaries | None,
+) -> None:
+    """Raise an error if there is not one initial state for each sequence."""
+    sequences = len(key) if boundaries is None else boundaries.num_documents
+    expected = (sequences, value.shape[2], key.shape[-1], value.shape[-1])
+    if initial_state is not None and initial_state.shape != expected:
+        raise input_error(f"an initial_state {expected}, one for each sequence", tuple(initial_state.shape))
 
 
 def gated_delta_gates(
@@ -164,22 +174,22 @@ def torch_chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the gated delta rule in chunks, in plain PyTorch. This is the reference implementation.
 
-    The arguments are those of [`gated_delta_rule`]. Each row is one sequence: the packing keywords `seq_idx`,
+    The arguments are those of [`gated_delta_rule`], or `g` `[B, T, HV, K]` with a decay for each channel of the keys,
+    and then a `chunk_size` that is a power of two. Each row is one sequence: the packing keywords `seq_idx`,
     `cu_seqlens`, `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, and all others, are ignored.
     """
     length = query.shape[1]
     inputs = _prepare(query, key, value, g, beta, use_qk_l2norm_in_kernel)
-    # [B, H, G, T, ...] -> [B, H, G, chunks, C, ...]; zeros after the last token do not change the state.
+    # [B, H, G, T, ...] -> [B, H, G, chunks, C, ...], `g` with 1 or K columns; zeros after the last token do not change the state.
     padding = -length % chunk_size
     q, k, v, g, beta = (F.pad(x, (0, 0, 0, padding)).unflatten(3, (-1, chunk_size)) for x in inputs)
 
     log_decay = g.cumsum(dim=4)
-    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).triu(1)
-    pair_decay = _decay((log_decay - log_decay.transpose(4, 5)).masked_fill(later, float("-inf")))
     decay_since_start = _decay(log_decay)
     k_beta = k * beta
-    system = (k_beta @ k.transpose(4, 5)) * pair_decay
-    within = ((q @ k.transpose(4, 5)) * pair_decay).unbind(3)
+    pairs = _pairs if g.shape[-1] == 1 else _pairs_by_channel
+    system, within = pairs((k_beta, q), k, log_decay)
+    within = within.unbind(3)
     corrections = _solve(system, v * beta).unbind(3)
 
     # The state is only read if tokens or an initial state precede the chunk.
@@ -190,7 +200,7 @@ def torch_chunk_gated_delta_rule(
     queries = (q * decay_since_start).unbind(3)
     last = log_decay[:, :, :, :, -1:]
     keys = (k * _decay(last - log_decay)).transpose(4, 5).unbind(3)
-    chunk_decay = _decay(last).unbind(3)
+    chunk_decay = _decay(last).transpose(4, 5).unbind(3)
 
     outputs = []
     for n, written in enumerate(corrections):
@@ -241,7 +251,7 @@ def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
     """Move heads before tokens, cast to float32 (or float64) and scale `q`.
 
     The shape is `[B, H, G, T, ...]` with `G` value heads per key head. Queries and keys have `G` = 1 and are broadcast
-    to their value heads. `g` and `beta` are columns.
+    to their value heads. `beta` is a column, and so is `g`, unless it has one for each channel.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     q, k = (x.transpose(1, 2).to(dtype)[:, :, None] for x in (query, key))
@@ -249,7 +259,8 @@ def _prepare(query, key, value, g, beta, normalise: bool) -> list[torch.Tensor]:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     groups = (k.shape[1], -1)
-    columns = (x.transpose(1, 2).to(dtype).unflatten(1, groups)[..., None] for x in (g, beta))
+    columns = (x[..., None] if x.ndim == 3 else x for x in (g, beta))
+    columns = (x.transpose(1, 2).to(dtype).unflatten(1, groups) for x in columns)
     return [q, k, value.transpose(1, 2).to(dtype).unflatten(1, groups), *columns]
 
 
@@ -269,12 +280,48 @@ def _decay(log_decay: torch.Tensor) -> torch.Tensor:
     return log_decay.masked_fill(log_decay < smallest, float("-inf")).exp()
 
 
+def _pairs(rows, k: torch.Tensor, log_decay: torch.Tensor) -> list[torch.Tensor]:
+    """Return `[..., C, C]` for each of `rows` `[..., C, K]`: the products with earlier `k`, with the decay in between.
+
+    The entries above the diagonal are zero.
+    """
+    chunk_size = k.shape[4]
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k.device).triu(1)
+    pair_decay = _decay((log_decay - log_decay.transpose(4, 5)).masked_fill(later, float("-inf")))
+    return [(x @ k.transpose(4, 5)) * pair_decay for x in rows]
+
+
+def _pairs_by_channel(rows, k: torch.Tensor, log_decay: torch.Tensor) -> list[torch.Tensor]:
+    """Like [`_pairs`], for a decay of each channel.
+
+    Between a token of the first half of a chunk and one of the second, the decay is that up to the middle times that
+    from there on. Both factors are at most 1, so nothing overflows, and all such pairs are one product of matrices.
+    The pairs inside a half are those of a chunk of half the size.
+    """
+    # One value head or a group of them, which queries and keys are broadcast to.
+    shape, half = log_decay.shape[:-1], 1
+    found = [(x * k).sum(-1).expand(shape)[..., None, None] for x in rows]
+    while half < k.shape[4]:
+        first, second = (log_decay.unflatten(4, (-1, 2, half))[..., i, :, :] for i in (0, 1))
+        middle = first[..., -1:, :]
+        earlier = k.unflatten(4, (-1, 2, half))[..., 0, :, :] * _decay(middle - first)
+        later_decay = _decay(second - middle)
+        for i, x in enumerate(rows):
+            later = x.unflatten(4, (-1, 2, half))[..., 1, :, :] * later_decay
+            above, below = found[i].unflatten(4, (-1, 2)).unbind(5)
+            corner = torch.cat([later @ earlier.transpose(-2, -1), below], dim=-1)
+            found[i] = torch.cat([F.pad(above, (0, half)), corner], dim=-2)
+        half *= 2
+    return [x.squeeze(4) for x in found]
+
+
 def _solve(system: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Solve `(I + strictly_lower(system)) x = right` for `x`."""
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
-def _reference(query, key, value, g, beta, *, boundaries, **options):
+def reference(query, key, value, g, beta, *, boundaries, **options):
+    """The reference implementation of [`gated_delta_rule`], also for `g` `[B, T, HV, K]`."""
     if boundaries is not None and (options["initial_state"] is not None or options["output_final_state"]):
         return _documents_with_states(query, key, value, g, beta, boundaries=boundaries, **options)
     if boundaries is not None:
@@ -299,7 +346,7 @@ def _documents_with_states(*tensors, boundaries, initial_state, **options):
 IMPLEMENTATIONS = {
     "flash_qla": Implementation(flash_qla.gated_delta_rule, flash_qla.verify_gated_delta_rule),
     "fla": Implementation(fla.gated_delta_rule, fla.verify_gated_delta_rule),
-    "reference": Implementation(_reference, always),
+    "reference": Implementation(reference, always),
 }
 
 

@@ -4,7 +4,7 @@ Each answer gives the outputs and gradients of the document "prompt and answer",
 
 * **Attention.** The keys of an answer are those of its prompt and its own.
 * **Convolution.** The window of an answer's first tokens includes the last tokens of its prompt.
-* **Gated delta rule.** The state of an answer starts as the final state of its prompt.
+* **Delta rules.** The state of an answer starts as the final state of its prompt.
 
 All of these read parts of the prompt once for each answer. [`repeat_rows`] adds the gradients of such copies in a fixed
 order, in float32. The ops of [`transformers_packed.ops`] call these functions for such rows.
@@ -26,6 +26,7 @@ from .convolution import causal_conv1d_qkv as convolve_qkv
 from .convolution import check_channels, check_heads, triton_qkv, verify_triton_qkv
 from .dispatch import for_rows, ran
 from .gated_delta_rule import gated_delta_rule as rule
+from .kimi_delta_rule import kimi_delta_rule as rule_by_channel
 
 
 def repeat_rows(x: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -150,21 +151,32 @@ def _convolution(function: Callable, x: torch.Tensor, weight: torch.Tensor, row:
     return tuple(y.index_copy(1, tokens, z.index_select(1, own)) for y, z in zip(alone, continued, strict=True))
 
 
-@for_rows(SharedPrompts)
-def gated_delta_rule(
+def _of_prompts(
+    function: Callable,
     *inputs: torch.Tensor,
     boundaries: SharedPrompts,
     initial_state: None = None,
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
     if initial_state is not None or output_final_state:
         raise unsupported("a row with shared prompts", "initial or final states", "Run the documents one by one.")
     first = boundaries.first_answer
     prompts, answers = zip(*(x.split([first, x.shape[1] - first], 1) for x in inputs), strict=True)
-    of_prompts, states = rule(*prompts, boundaries=boundaries.prompts, output_final_state=True, **options)
+    of_prompts, states = function(*prompts, boundaries=boundaries.prompts, output_final_state=True, **options)
     assert states is not None
     states = repeat_rows(states, boundaries.states)
-    of_answers, _ = rule(*answers, boundaries=boundaries.answers, initial_state=states, **options)
+    of_answers, _ = function(*answers, boundaries=boundaries.answers, initial_state=states, **options)
     return torch.cat([of_prompts, of_answers], dim=1), None
+
+
+@for_rows(SharedPrompts)
+def gated_delta_rule(*inputs: torch.Tensor, boundaries: SharedPrompts, **options: Any) -> tuple[torch.Tensor, None]:
+    """[`ops.gated_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
+    return _of_prompts(rule, *inputs, boundaries=boundaries, **options)
+
+
+@for_rows(SharedPrompts)
+def kimi_delta_rule(*inputs: torch.Tensor, boundaries: SharedPrompts, **options: Any) -> tuple[torch.Tensor, None]:
+    """[`ops.kimi_delta_rule`] on a row with shared prompts: query, key, value, g and beta `[1, T, heads, ...]`."""
+    return _of_prompts(rule_by_channel, *inputs, boundaries=boundaries, **options)

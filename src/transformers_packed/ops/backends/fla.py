@@ -33,6 +33,50 @@ def verify_gated_delta_rule(query, key, value, g, beta, *, initial_state=None, *
     return not reason, reason
 
 
+def kimi_delta_rule(
+    query,
+    key,
+    value,
+    g,
+    beta,
+    *,
+    a_log,
+    dt_bias,
+    lower_bound,
+    boundaries,
+    initial_state,
+    output_final_state,
+    **options,
+):
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    state = None if initial_state is None else initial_state.float()
+    options |= {"initial_state": state, "output_final_state": output_final_state}
+    if a_log is not None:
+        options |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    call = query, key, value, g, beta
+    if query.shape[1] == 1 and state is not None and not _needs_backward(*call, a_log, dt_bias, state):
+        return fused_recurrent_kda(*call, **options)
+    if boundaries is not None:
+        options |= {"cu_seqlens": boundaries.cu_seqlens, "cu_seqlens_cpu": boundaries.cu_seqlens_cpu}
+    # The unwrapped function is the Triton kernel. A decay with a bound allows faster products.
+    return unwrap(chunk_kda)(*call, safe_gate=lower_bound is not None, **options)
+
+
+def verify_kimi_delta_rule(query, key, value, g, beta, *, lower_bound=None, boundaries=None, **options):
+    if not query.is_cuda:
+        return False, "needs CUDA tensors"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False, f"rounds products to ten mantissa bits and needs float16 or bfloat16, not {query.dtype}"
+    if max(key.shape[-1], value.shape[-1]) > 256:
+        return False, f"supports head dimensions up to 256, not {key.shape[-1]} and {value.shape[-1]}"
+    if lower_bound is not None and lower_bound < -5:
+        return False, f"supports lower bounds from -5, not {lower_bound}"
+    if boundaries is not None and boundaries.device_only:
+        return False, "needs the lengths of documents on the host"
+    return importable("fla", "flash-linear-attention")
+
+
 def causal_conv1d(hidden_states, weight, bias, activation, *, boundaries):
     try:
         from fla.modules.causal_conv1d.ops import causal_conv1d

@@ -1,0 +1,186 @@
+"""The rule with a decay for each channel, against its definition in float64 and against documents alone."""
+
+import itertools
+import unittest
+
+import torch
+import torch.nn.functional as F
+from mixins.op import PackedOpTesterMixin, relative_error
+from parameterized import parameterized
+
+from transformers_packed import SequenceBoundaries
+from transformers_packed.ops import (
+    gated_delta_rule,
+    kimi_delta_rule,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+
+# Decays as strong as a bound of -5 allows, and without a bound.
+GATES = {"none": {}, "unbounded": {"lower_bound": None}, "bounded": {"lower_bound": -5.0}}
+NAMES = ("output", "dq", "dk", "dv", "dg", "dbeta", "da_log", "ddt_bias")
+
+
+def make_inputs(length, heads=4, key_heads=2, dtype=torch.float32, decay=0.2):
+    """Draw queries, keys of unit length, values, log decays in (-`decay`, 0) and learning rates in (0, 1)."""
+    inputs = [
+        torch.randn(1, length, key_heads, 8),
+        F.normalize(torch.randn(1, length, key_heads, 8), dim=-1),
+        torch.randn(1, length, heads, 6),
+        -decay * torch.rand(1, length, heads, 8),
+        torch.rand(1, length, heads),
+    ]
+    return [x.to(dtype) for x in inputs]
+
+
+def make_parameters(heads=4, dtype=torch.float32):
+    return {"a_log": torch.rand(heads, dtype=dtype) * 2.5, "dt_bias": torch.randn(heads * 8, dtype=dtype)}
+
+
+def definition(query, key, value, g, beta, a_log=None, dt_bias=None, lower_bound=None, boundaries=None):
+    """One head and one token at a time, with explicit matrices."""
+    if a_log is not None:
+        x, rate = g + dt_bias.view(-1, 8), a_log.exp()[:, None]
+        g = -rate * torch.log(1 + x.exp()) if lower_bound is None else lower_bound / (1 + (-rate * x).exp())
+    heads, groups = value.shape[2], value.shape[2] // key.shape[2]
+    starts, columns = boundaries.cu_seqlens_cpu.tolist(), []
+    for head in range(heads):
+        rows = []
+        for t in range(query.shape[1]):
+            if t in starts:
+                state = torch.zeros(8, 6, dtype=query.dtype)
+            k, rate = key[0, t, head // groups], beta[0, t, head]
+            erase = torch.eye(8, dtype=query.dtype) - rate * torch.outer(k, k)
+            state = erase @ torch.diag(g[0, t, head].exp()) @ state + rate * torch.outer(k, value[0, t, head])
+            rows.append(state.T @ query[0, t, head // groups] / 8**0.5)
+        columns.append(torch.stack(rows))
+    return torch.stack(columns, 1)[None]
+
+
+class PackedKimiDeltaRuleTest(PackedOpTesterMixin, unittest.TestCase):
+    gate = "none"
+
+    def make_inputs(self, length):
+        return make_inputs(length)
+
+    def run_op(self, *inputs, boundaries=None):
+        options = GATES[self.gate]
+        if options:
+            torch.manual_seed(1)
+            options = options | make_parameters()
+        return kimi_delta_rule(*inputs, boundaries=boundaries, use_qk_l2norm_in_kernel=True, **options)[0]
+
+
+class UnboundedPackedKimiDeltaRuleTest(PackedKimiDeltaRuleTest):
+    gate = "unbounded"
+
+
+class BoundedPackedKimiDeltaRuleTest(PackedKimiDeltaRuleTest):
+    gate = "bounded"
+
+
+class KimiDeltaRuleTest(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+
+    @parameterized.expand(itertools.product(GATES, ([5, 1, 9], [70, 1, 66]), (torch.float64, torch.float32)))
+    def test_against_the_definition(self, gate, lengths, dtype):
+        """Outputs and all gradients, those of the gate's parameters too."""
+        boundaries, heads = SequenceBoundaries.from_lengths(lengths), 2
+        inputs = make_inputs(sum(lengths), heads, 1, torch.float64)
+        parameters = make_parameters(heads, torch.float64) if gate != "none" else {}
+        weight, found = torch.randn(1, sum(lengths), heads, 6, dtype=torch.float64), []
+        for function, kind in ((kimi_delta_rule, dtype), (definition, torch.float64)):
+            leaves = [x.to(kind).requires_grad_() for x in (*inputs, *parameters.values())]
+            options = dict(zip(parameters, leaves[5:], strict=True)) | GATES[gate]
+            output = function(*leaves[:5], **options, boundaries=boundaries)
+            output = output[0] if isinstance(output, tuple) else output
+            found.append([output, *torch.autograd.grad((output * weight).sum(), leaves)])
+        for name, a, b in zip(NAMES, *found, strict=False):
+            self.assertLess(relative_error(a, b), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype], name)
+
+    @parameterized.expand([(1,), (2,), (63,), (64,), (65,), (300,)])
+    def test_chunks_and_tokens(self, length):
+        inputs = [x.requires_grad_() for x in make_inputs(length, dtype=torch.float64)]
+        state = torch.randn(1, 4, 8, 6, dtype=torch.float64).requires_grad_()
+        found = []
+        for function in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
+            output, final = function(*inputs, initial_state=state, output_final_state=True)
+            found.append([output, final, *torch.autograd.grad(output.sum() + final.square().sum(), [*inputs, state])])
+        for a, b in zip(*found, strict=True):
+            self.assertLess(relative_error(a, b), 1e-12)
+
+    @parameterized.expand([(1,), (4,), (16,), (128,)])
+    def test_chunk_size_does_not_matter(self, chunk_size):
+        inputs = make_inputs(70)
+        output = torch_chunk_gated_delta_rule(*inputs, chunk_size=chunk_size)[0]
+        self.assertLess(relative_error(output, torch_recurrent_gated_delta_rule(*inputs)[0]), 1e-5)
+
+    def test_equal_channels_are_the_gated_delta_rule(self):
+        query, key, value, g, beta = make_inputs(130)
+        output = kimi_delta_rule(query, key, value, g[..., :1].expand_as(g), beta)[0]
+        self.assertLess(relative_error(output, gated_delta_rule(query, key, value, g[..., 0], beta)[0]), 1e-5)
+
+    @parameterized.expand([(5.0,), (60.0,), (300.0,)])
+    def test_strong_decay_overflows_nowhere(self, decay):
+        # Summed over a chunk, exp(-g) far exceeds the range of float32.
+        inputs = [x.requires_grad_() for x in make_inputs(130, decay=decay)]
+        output, state = kimi_delta_rule(*inputs, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        gradients = torch.autograd.grad(output.sum() + state.sum(), inputs)
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        expected, final = torch_recurrent_gated_delta_rule(
+            *exact, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        wanted = torch.autograd.grad(expected.sum() + final.sum(), exact)
+        for a, b in zip((output, state, *gradients), (expected, final, *wanted), strict=True):
+            self.assertLess(relative_error(a, b), 1e-4)
+
+    @parameterized.expand([(1,), (64,), (129,)])
+    def test_continues_from_a_state(self, split):
+        inputs = make_inputs(130)
+        whole, final = kimi_delta_rule(*inputs, output_final_state=True)
+        first, state = kimi_delta_rule(*(x[:, :split] for x in inputs), output_final_state=True)
+        second, state = kimi_delta_rule(*(x[:, split:] for x in inputs), initial_state=state, output_final_state=True)
+        self.assertLess(relative_error(torch.cat([first, second], dim=1), whole), 1e-5)
+        self.assertLess(relative_error(state, final), 1e-5)
+
+    def test_states_of_documents(self):
+        lengths, inputs = [4, 70, 1], make_inputs(75, dtype=torch.float64)
+        state = torch.randn(3, 4, 8, 6, dtype=torch.float64)
+        options = {"boundaries": SequenceBoundaries.from_lengths(lengths), "output_final_state": True}
+        output, final = kimi_delta_rule(*inputs, initial_state=state, **options)
+        rows = zip(*(x.split(lengths, dim=1) for x in inputs), state.split(1), strict=True)
+        for document, (*row, before) in enumerate(rows):
+            want, last = torch_recurrent_gated_delta_rule(*row, initial_state=before, output_final_state=True)
+            self.assertLess(relative_error(output.split(lengths, dim=1)[document], want), 1e-12)
+            self.assertLess(relative_error(final[document], last[0]), 1e-12)
+
+    def test_bfloat16(self):
+        # The decay is computed in float32.
+        inputs, parameters = make_inputs(70, dtype=torch.bfloat16), make_parameters()
+        for gate in ("bounded", "unbounded"):
+            output, state = kimi_delta_rule(*inputs, **parameters, **GATES[gate], output_final_state=True)
+            expected, _ = kimi_delta_rule(*(x.float() for x in inputs), **parameters, **GATES[gate])
+            self.assertEqual((output.dtype, state.dtype), (torch.bfloat16, torch.float32))
+            self.assertTrue(torch.equal(output, expected.bfloat16()))
+
+    def test_refuses(self):
+        inputs, parameters = make_inputs(5), make_parameters()
+        a_log, dt_bias = parameters.values()
+        for pattern, call, options in (
+            ("value heads .*multiple", make_inputs(5, heads=3), {}),
+            (r"g \(1, 5, 4, 8\).*got \(1, 5, 4\)", [*inputs[:3], inputs[3][..., 0], inputs[4]], {}),
+            ("together with a_log", inputs, {"lower_bound": -5.0}),
+            (r"a_log \[4\] and dt_bias \[32\], got \(4,\) and None", inputs, {"a_log": a_log}),
+            (r"got \(4, 1\) and", inputs, {"a_log": a_log[:, None], "dt_bias": dt_bias}),
+            ("negative lower_bound, got 1", inputs, {"lower_bound": 1.0, **parameters}),
+            (r"initial_state \(1, 4, 8, 6\)", inputs, {"initial_state": torch.zeros(2, 4, 8, 6)}),
+            ("CUDA tensors", inputs, {"impl": "fla"}),
+        ):
+            with self.subTest(pattern), self.assertRaisesRegex(ValueError, pattern):
+                kimi_delta_rule(*call, **options)
+
+
+if __name__ == "__main__":
+    unittest.main()
